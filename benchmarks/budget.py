@@ -521,14 +521,14 @@ _HEAD = """\
     make benchmarks NAMES=budget                                                    # this page
     python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page PAGE.md
 
-Each run is the whole command `firstlight train TEXT --budget TIME` in a separate process. The
-random search draws vocabulary, width, depth, sequence length, batch, learning rates, weight decay,
-decay and passes over the text; all other settings are as chosen. Bits per byte are those of the
-whole held-out text, seconds those of the chosen run's whole command.
+Each run executes `firstlight train TEXT --budget TIME` in a separate process. The random search
+varies vocabulary, width, depth, sequence length, batch, learning rates, weight decay, decay and
+epochs; all other settings are as chosen. Bits per byte are measured on the whole held-out text, and
+seconds on the entire command of the chosen run.
 
 A random run ends early if its bits per byte exceed those of the chosen settings at the same share
 of their steps by more than {limits} of the steps. Before the first
-evaluation, the training loss counts. A circle in the picture is its last value.
+evaluation, the training loss is used. Circles in the plot mark its last value.
 
 Machine: {machine}.
 """

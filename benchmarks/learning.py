@@ -863,19 +863,19 @@ _HEAD = """\
     make benchmarks NAMES=learning                            # this page
     python -m benchmarks learning --out DIR --page PAGE.md    # a page of your own rows and corpora
 
-The settings of new models, `new`, against nanoGPT's, nanochat's and firstlight's earlier ones.
+This page compares the settings of new models (`new`) with nanoGPT, nanochat and earlier defaults.
 Each run is `firstlight train` in a separate process, with several seeds.
 
-- **bits per byte**: on the held-out text at the end of a run (or on the number of tokens in the
-  heading); mean over the seeds. All rows share a tokenizer that was trained on all of the text,
-  which lowers the bits of Shakespeare with 2,048 tokens by 2.6 %.
+- **bits per byte**: measured on the held-out text at the end of a run (or on the tokens stated in
+  the heading); mean over seeds. All rows share a tokenizer trained on the full text, which lowers
+  the bits of Shakespeare with 2,048 tokens by 2.6 %.
 - **seconds to the baseline**: training time until a row reaches the baseline's final bits per
-  byte, on 32,768 held-out tokens or an eighth of those in the heading.
-- **gain**: bits per byte fewer than the compared row; mean and standard deviation over pairs of
-  runs with one seed, which read the same text in the same order.
+  byte, on 32,768 held-out tokens or an eighth of the number in the heading.
+- **gain**: reduction in bits per byte; mean and standard deviation over pairs of runs with the same
+  seed, which read the same text in the same order.
 
 A change is kept if it gains more than two standard deviations on two corpora and at two sizes with
-three seeds, and nowhere loses as much. Where tokens are bytes, a nat is 1.4427 bits.
+three seeds, and never loses as much. If tokens are bytes, one nat is 1.4427 bits.
 
 Machine: {machine}.
 """

@@ -145,7 +145,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
     assert lines[0].startswith(bits)
     assert re.search(r"\(gzip -9: .*, xz: .*, expected: \d\.\d\d to \d\.\d\d\)$", lines[0])
     commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
-    assert list(commands) == ["generate", "serve", "train", "chat", "convert"]
+    assert list(commands) == ["generate", "chat", "train", "serve", "convert"]
     # The prompt is the beginning of a held-out text, so that it has the texts' language.
     prompt = commands["generate"][3]
     assert 0 < len(prompt) <= 32
@@ -170,7 +170,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
     worse = trained(texts)
     assert worse.best
     assert (worse.bits_per_byte, worse.samples) == (run.bits_per_byte, run.samples)
-    assert worse.next_commands[-2][0] == "firstlight chat runs/my-texts --best"
+    assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
     assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
 
     # No checkpoint is kept of the best evaluation.
@@ -178,7 +178,7 @@ def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
         log.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
     unkept = trained(texts)
     assert (unkept.best, unkept.bits_per_byte) == (False, 99.0)
-    assert unkept.next_commands[-2][0] == "firstlight chat runs/my-texts"
+    assert unkept.next_commands[1][0] == "firstlight chat runs/my-texts"
 
     manifest = (run.run_folder / "data/manifest.json").stat().st_mtime_ns
     longer = trained(texts, steps=4)
@@ -231,6 +231,9 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert first.training is not None
     assert first.training.stopped_by == "max_minutes"
     assert first.expected_bits_per_byte is None
+    again, purpose = first.next_commands[0]
+    assert purpose == "continue this run"
+    assert shlex.split(again)[:5] == ["firstlight", "train", str(texts), "--steps", "3"]
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
     steps: list[int] = []
@@ -778,6 +781,8 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
     assert re.search(r"^expected: .*; 0\.\d+ GiB for tensors, of \d", shown.out, re.MULTILINE)
+    end = "nothing was trained; to train: firstlight train texts --budget 3m"
+    assert shown.out.splitlines()[-1] == end
     assert "no --budget" not in shown.err
     assert main(["train", "texts", "--plan-only"]) == 0
     assert "no --budget given: planning for 10 min" in capsys.readouterr().err

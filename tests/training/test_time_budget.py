@@ -608,7 +608,7 @@ def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     told = [text for text in messages if "the run will have" in text]
     assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
     why = "to use the time" if second < 2 else "to end in time"
-    assert told[1].endswith(f"the run will have {numbers[1]} steps of {first}, {why}")
+    assert told[1].endswith(f"the run will have {numbers[1]} steps instead of {first}, {why}")
 
 
 def test_a_steady_machine_keeps_its_number_of_steps(

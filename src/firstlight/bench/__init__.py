@@ -1,5 +1,5 @@
-"""`firstlight bench`: measures the effects of settings on the user's machine.
+"""`firstlight bench`: measure the effects of settings on the user's machine.
 
-Published figures, such as those for GPUs, are measured by the separate package `benchmarks/` next
-to `src/`.
+Published figures, such as GPU results, are measured by the separate package `benchmarks/` next to
+`src/`.
 """

@@ -1,8 +1,9 @@
-"""Display of benchmark results as tables and pictures.
+"""Display benchmark results as tables and pictures.
 
-Table cells are rendered from templates; those of a row are one string, separated by " | ". A
-template is a Python format string that can also use the names in `UNITS` as format specifications.
-Pictures are PNG files with panels of horizontal bars; helpers for other figures are also here.
+Table cells are rendered from templates; the templates of a row are one string, separated by " | ".
+A template is a Python format string that can also use the names in `UNITS` as format
+specifications. Pictures are PNG files with panels of horizontal bars. This module also contains
+helpers for other figures.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """Render a cell of a row; return "" if the row lacks one of the template's values or has None
-    for it."""
+    """Render a cell of a row. Return "" if the row lacks one of the template's values or the value
+    is None.
+    """
     try:
         return _Formatter().vformat(template, (), row)
     except (KeyError, TypeError):  # None supports neither format specifications nor items.
@@ -59,12 +61,12 @@ class Panel:
     """A panel of horizontal bars.
 
     Attributes:
-        xlabel: quantity and unit.
+        xlabel: quantity and unit shown at the x axis.
         names: names of the bars, from top to bottom.
         values: lengths of the bars.
-        labels: texts next to the bars; None writes the values.
+        labels: texts next to the bars; None to write the values.
         colors: color of each bar, or of all bars.
-        spread: lowest and highest value of each bar; None draws no error lines.
+        spread: lowest and highest value of each bar; None for no error lines.
         inner: lengths of thin black bars inside the bars; empty for none.
         line: name and value of a dashed vertical line, such as a goal or a ceiling.
         title: heading of the panel.
@@ -88,7 +90,7 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
         title: heading of the picture.
         grid: rows of panels; all rows have the same number of panels.
     """
-    # If there are no panels, draw an empty one, so that the picture has only its heading.
+    # If there are no panels, draw an empty one, so that the picture has only a heading.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
@@ -97,7 +99,7 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     for row, panels in zip(axes, grid, strict=True):
         for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
             _draw(place, panel)
-            # If several panels share the names of the bars, only the first shows them.
+            # If several panels share the same bar names, only the first one shows them.
             if number and panel.names == panels[0].names:
                 place.set_yticklabels([])
     # Not parsed as math, because a model path or GPU name may contain dollar signs.
@@ -139,7 +141,7 @@ def _draw(axes: Any, panel: Panel) -> None:
 def new_figure(width: float, height: float) -> Any:
     """Create an empty matplotlib figure with a size in inches.
 
-    pyplot is not used because it would look for a window system and keep global state.
+    pyplot is not used, because it would look for a window system and keep global state.
     """
     from matplotlib.figure import Figure
 
@@ -147,7 +149,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """Return a matplotlib figure as PNG."""
+    """Return a matplotlib figure as PNG bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()

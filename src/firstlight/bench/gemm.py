@@ -1,4 +1,4 @@
-"""`firstlight bench gemm`: measures this machine's matrix-product rate by shape and alignment.
+"""`firstlight bench gemm`: measure this machine's matrix-product rate by shape and alignment.
 
 The operands are random and are created once per number format. Each result overwrites the previous
 one, so that no memory is allocated during the measurement. A product that is shorter than a
@@ -7,10 +7,10 @@ the caches are already there. Each round measures every product once, and the pr
 `GemmPlan.turns` times; a row shows the median. Compared products are measured in quick succession,
 so that other load on the machine affects both, and their ratio is the median over the pairs.
 
-A product is C [M, N] = A [M, K] @ B [K, N]. Its layout is two letters as in BLAS, one for A and one
-for B: "n" is stored in memory row by row, "t" is the transposed view of a matrix that is. A linear
-layer with weight W [out, in], input x [tokens, in] and gradient g [tokens, out] has three products
-per step:
+A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, its layout is two letters, one for A and
+one for B: "n" means stored row by row in memory, and "t" means the transposed view of a matrix
+stored that way. A linear layer with weight W [out, in], input x [tokens, in] and gradient g
+[tokens, out] has three products per step:
 
     forward             x @ W.T   "nt"
     gradient of input   g @ W     "nn"
@@ -53,13 +53,13 @@ from firstlight.hardware.device import (
 Layout = Literal["nn", "nt", "tn"]
 Part = Literal["size", "model", "alignment", "tile", "wave"]
 
-#: Parts whose products are compared with each other.
+#: Parts of the benchmark whose products are compared with each other.
 COMPARED = ("alignment", "tile", "wave")
 #: Multiples to which sizes are padded.
 MULTIPLES = (8, 64, 128)
-#: Edge length of a tile; products in the part "tile" have values of N around it.
+#: Edge length of a tile; the products in the part "tile" use values of N around it.
 TILE_EDGE = 256
-#: Number of tokens in the training step whose products are added up: 4 sequences of 1024.
+#: Number of tokens in the training step for which products are added up: 4 sequences of 1024.
 STEP_TOKENS = 4096
 
 
@@ -68,14 +68,14 @@ class GemmProduct:
     """One matrix product.
 
     Attributes:
-        part: part of the benchmark.
+        part: part of the benchmark to which the product belongs.
         group: group of products that are compared, named after the dimension that varies or after
             the storage of weights ("conv1d", "linear").
-        value: size of the dimension that varies; 0 if none does.
-        name: name in tables.
-        m: rows of A and C.
-        n: columns of B and C.
-        k: columns of A, rows of B.
+        value: size of the dimension that varies, or 0.
+        name: name used in tables.
+        m: number of rows of A and C.
+        n: number of columns of B and C.
+        k: number of columns of A and rows of B.
         layout: layout of A and B in memory.
         count: number of such products in a training step; 0 outside the part "model".
     """
@@ -98,7 +98,7 @@ class GemmProduct:
 
 @dataclass(frozen=True)
 class GPT2Shape:
-    """Sizes of a GPT-2 on which its matrix products depend."""
+    """Sizes of a GPT-2 that determine its matrix products."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -128,8 +128,8 @@ class GemmPlan:
         min_rounds: minimum number of rounds.
         max_rounds: maximum number of rounds.
         turns: number of measurements per round of the products in COMPARED. It is larger because
-            these products are small and so are the differences between them.
-        pass_bytes: sizes in bytes of the arrays that `gemm` reads; () on GPUs.
+            these products, and the differences between them, are small.
+        pass_bytes: sizes in bytes of the arrays that `gemm` reads; empty on GPUs.
         blocked_edge: rows and columns of the product that `gemm` splits into blocks; 0 on GPUs.
     """
 
@@ -152,8 +152,9 @@ _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 
 def plan_for(device_type: str, quick: bool) -> GemmPlan:
-    """Return the plan for the device type "cuda", or for any other device, which is assumed to be
-    slower."""
+    """Return the plan for the device type "cuda" or for any other device, which is assumed to be
+    slower.
+    """
     sizes = tuple(1 << power for power in range(7, 15))
     if device_type == "cuda":
         plan = GemmPlan(sizes, 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150)
@@ -184,13 +185,14 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """Return `size` padded to each of MULTIPLES, by multiple; several may have the same padded
-    size."""
+    """Return `size` padded to each of MULTIPLES, keyed by multiple. Several multiples may give the
+    same padded size.
+    """
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
 def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
-    """Return the sizes whose padding is measured, by group."""
+    """Return the sizes whose padding is measured, keyed by group."""
     return {
         "M": base + 1,
         "N": base + 1,
@@ -205,7 +207,7 @@ def layer_products(
 ) -> list[tuple[str, int, int, int, Layout]]:
     """Return the three products of a linear layer in a training step, as (name, M, N, K, layout).
 
-    The weight is stored as [inputs, outputs] if `conv1d`, otherwise as [outputs, inputs].
+    The weight is stored as [inputs, outputs] if `conv1d` is True, otherwise as [outputs, inputs].
     """
     forward: Layout = "nn" if conv1d else "nt"
     gradient: Layout = "nt" if conv1d else "nn"
@@ -238,7 +240,7 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
         rows: layer_products(f"head {rows}", tokens, C, rows)
         for rows in sorted({vocabulary, *paddings(vocabulary).values()})
     }
-    # Sizes of the same product are measured consecutively, since the machine's load drifts.
+    # Sizes of the same product are measured consecutively, because the machine's load drifts.
     products += [
         GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
         for one in range(3)
@@ -248,10 +250,11 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Return products with aligned and unaligned sizes of each single dimension, and of a model's
-    hidden size in its MLP.
+    """Return products in which one dimension at a time has aligned and unaligned sizes, and
+    products of a model's MLP for aligned and unaligned hidden sizes.
 
-    In the layout "nt", K is the contiguous dimension of A and B in memory, and N that of C.
+    In the layout "nt", K is the contiguous dimension of A and B in memory, and N is the contiguous
+    dimension of C.
     """
     off = unaligned(shape, base)
     products = []
@@ -280,8 +283,9 @@ def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
 
 
 def wave_products(multiprocessors: int) -> list[GemmProduct]:
-    """Return products of n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
-    multiprocessors (SMs)."""
+    """Return products with n, n - 1, n + 1, 2 n and 2 n + 1 tiles of 128 x 256, for a GPU with n
+    multiprocessors (SMs).
+    """
     one, two = multiprocessors, 2 * multiprocessors
     return [
         GemmProduct("wave", "tiles", count, f"{count} tiles", m=128 * count, n=256, k=4096)
@@ -290,8 +294,9 @@ def wave_products(multiprocessors: int) -> list[GemmProduct]:
 
 
 def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> list[GemmProduct]:
-    """Return all products of a plan, in the order of measurement; waves only with
-    `multiprocessors`."""
+    """Return all products of a plan in measurement order. Waves are included only with
+    `multiprocessors`.
+    """
     squares = [
         GemmProduct("size", "", size, str(size), m=size, n=size, k=size) for size in plan.sizes
     ]
@@ -304,7 +309,7 @@ def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> 
     return products + wave_products(multiprocessors) if multiprocessors else products
 
 
-#: Number formats by their names in recipes. With tf32, a GPU rounds the factors of fp32 products to
+#: Dtypes, keyed by their names in recipes. With tf32, a GPU rounds the factors of fp32 products to
 #: 10 mantissa bits.
 DTYPES = {
     "fp32": torch.float32,
@@ -313,11 +318,11 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-#: fp8, multiplied by `torch._scaled_mm`. It supports only the layout "nt" and multiples of 16, so
-#: the products of COMPARED are not measured in it.
+#: fp8, multiplied with `torch._scaled_mm`. It supports only the layout "nt" and multiples of 16, so
+#: the products in COMPARED are not measured in fp8.
 FP8 = torch.float8_e4m3fn
 
-#: Maximum number of times that a measurement repeats its product.
+#: Maximum number of repetitions of a product in a measurement.
 _MOST_REPEATS = 10_000
 
 #: Flat buffers for A, B and C.
@@ -326,8 +331,9 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """Context manager that computes fp32 products in full precision, or as TF32 if `name` is
-    "tf32". torch's global setting is restored at the end."""
+    """Compute fp32 products in full precision, or as TF32 if `name` is "tf32". Restore torch's
+    global setting on exit.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
@@ -341,13 +347,13 @@ def make_operands(
 ) -> Operands:
     """Create flat tensors for A, B and C, large enough for each of `products`; A and B are random.
 
-    C has the same dtype, except that it is bf16 for fp8.
+    C has the same dtype, except for fp8, where it is bf16.
     """
     sizes = [
         max(sizes)
         for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
     ]
-    # torch can't generate random fp8 numbers, and products of fp8 are written as bf16.
+    # torch can't generate random fp8 numbers, and fp8 products are written as bf16.
     drawn = torch.bfloat16 if dtype == FP8 else dtype
     a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
     # Random numbers are used because a GPU multiplies zeros or ones with less power and therefore
@@ -356,8 +362,9 @@ def make_operands(
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """Return a function that multiplies once, in the product's layout, into C. In fp8, where only
-    the layout "nt" works, it allocates the result."""
+    """Return a function that multiplies once, in the product's layout, into C. For fp8, which works
+    only in the layout "nt", the function allocates the result.
+    """
     m = product.m
     n = product.n
     k = product.k
@@ -384,7 +391,7 @@ def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device)
 
 
 def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
-    """Build kernels and touch memory; return the approximate seconds per product."""
+    """Build kernels and touch memory. Return the approximate seconds per product."""
     multiply()
     best = math.inf
     for _ in range(3):
@@ -402,21 +409,22 @@ def repeats_of(product_seconds: float, measure_seconds: float) -> int:
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Measure the mean seconds per product over `repeats`; if there are several, an untimed one
-    runs first."""
+    """Measure the mean seconds per product over `repeats` products. If there are several, an
+    untimed one runs first.
+    """
     multiply = make_multiply(product, operands)
     if repeats > 1:
         multiply()
     return _seconds(multiply, repeats, device)
 
 
-#: Folder in which Linux describes the first core's caches.
+#: Folder in which Linux describes the caches of the first core.
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
-#: Minimum number of bytes that one call reads.
+#: Minimum number of bytes read per call.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements per row, whose median is reported.
+#: Number of measurements per row, of which the median is reported.
 _REPEATS = 5
 
 #: Number of measurements for each number of products; larger because each takes only a few
@@ -425,8 +433,9 @@ _WAVE_REPEATS = 15
 
 
 def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
-    """Return the size of each data cache in bytes, such as {"L1": 32768}; empty if the system lists
-    no caches."""
+    """Return the size of each data cache in bytes, such as {"L1": 32768}, or an empty dict if the
+    system does not list any caches.
+    """
     found = {}
     for index in sorted(folder.glob("index*")):
         try:
@@ -465,8 +474,8 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
-#: Way of splitting -> (function, smallest block); block sizes are powers of 2. Square blocks below
-#: 32 would mostly measure call overhead.
+#: (function, smallest block) for each way of splitting; block sizes are powers of 2. Square blocks
+#: below 32 would mostly measure call overhead.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
@@ -474,7 +483,7 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
     """Measure passes over arrays and blocked products on one thread, and waves on all threads.
 
     Args:
-        plan: its `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds` are read.
+        plan: plan whose `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds` are used.
 
     Returns:
         - "caches": see `cache_sizes`
@@ -514,7 +523,7 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
 
 
 def measure_waves(edge: int, threads: int) -> dict[str, Any]:
-    """Measure the time of several concurrent products relative to that of a single product.
+    """Measure the time of several concurrent products relative to the time of a single product.
 
     Args:
         edge: rows and columns of each product.
@@ -587,10 +596,10 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     """Draw the result of `measure_loops`.
 
     Args:
-        loops: the result.
+        loops: the result to draw.
         passes: matplotlib axes for the rates of passes, with the sizes of the caches.
         blocks: axes for the rates of products in blocks.
-        waves: axes for the times of several products at once.
+        waves: axes for the times of several concurrent products.
     """
     rows = loops["passes"]
     _draw_medians(passes, rows, "bytes", "bytes_per_second", color="C0", label="passes, fp32")
@@ -644,8 +653,9 @@ def _draw_medians(
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """Return the names of DTYPES that the device multiplies in hardware; "fp32" is always among
-    them."""
+    """Return the dtypes from DTYPES with hardware support for matrix multiplication; always
+    includes "fp32".
+    """
     names = ["fp32"]
     if hardware.device.type == "cuda":
         capability = torch.cuda.get_device_capability(hardware.device)
@@ -663,15 +673,16 @@ class GemmRun:
     """A running benchmark, whose measurements so far can be read at any time.
 
     Attributes:
-        dtypes: names of DTYPES that are measured.
+        dtypes: names of the DTYPES to measure.
         products: all products.
-        seconds: seconds of a product in each measurement, by number format and product's index.
+        seconds: seconds of a product in each measurement, keyed by dtype and by index of the
+            product.
         rounds: number of rounds that have begun.
         loops: result of `measure_loops`; None before it is measured, and on GPUs.
         complete: True once everything is measured.
 
     Raises:
-        ConfigError: a name is unknown, or the device has no hardware for a number format.
+        ConfigError: a name is unknown, or the device has no hardware support for a dtype.
     """
 
     def __init__(self, bench: GemmBench, plan: GemmPlan | None = None) -> None:
@@ -702,7 +713,7 @@ class GemmRun:
         self.load = machine_facts(self.hardware)["load"]
 
     def measure(self) -> None:
-        """Warm everything up, then measure round after round until the plan's time is over."""
+        """Warm everything up, then measure round after round until the plan's time is used up."""
         device = self.hardware.device
         start = time.perf_counter()
         with progress_bar() as progress:
@@ -713,7 +724,7 @@ class GemmRun:
                 for key in costs
                 if turn == 0 or self.products[key[0]].part in COMPARED
             ]
-            # A product that is repeated is multiplied once more, before the measurement.
+            # A product that is repeated is multiplied one additional time before the measurement.
             work = {key: (n + (n > 1)) * once for key, (n, once) in costs.items()}
             round_seconds = sum(work[key] for key in order)
             left = self.plan.budget_seconds - (time.perf_counter() - start)
@@ -738,9 +749,10 @@ class GemmRun:
     def _warm_up(
         self, progress: Progress
     ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
-        """Return the operands by number format; repeats and seconds by (product's index, format).
+        """Return the operands, keyed by dtype, and the repeats and seconds, keyed by (index of the
+        product, dtype).
 
-        The formats of one product are measured consecutively, since they are also compared.
+        The dtypes of one product are measured consecutively, because they are compared as well.
         """
         device, names = self.hardware.device, self.dtypes
         flops = sum(product.flops for product in self.products)
@@ -782,11 +794,11 @@ class GemmRun:
         }
 
 
-#: Products with fewer FLOPs than this don't count for the ceiling, because their operands are read
-#: from a cache.
+#: Products with fewer FLOPs than this are excluded from the ceiling, because their operands are
+#: read from a cache.
 _CEILING_FLOPS = 1e9
 
-#: Product -> seconds of each measurement, in one number format.
+#: Seconds of each measurement, keyed by product, for one dtype.
 Times = Mapping[GemmProduct, Sequence[float]]
 
 
@@ -796,14 +808,14 @@ def summarize(
     shape: GPT2Shape,
     plan: GemmPlan,
 ) -> dict[str, Any]:
-    """Return the rates and ratios of the measured products. Products without a measurement are
+    """Return the rates and ratios of the measured products. Products that were not measured are
     omitted.
 
     Args:
         products: all products.
-        seconds: seconds of a product in each measurement, by number format and product.
-        shape: the model's shape.
-        plan: amount of measuring.
+        seconds: seconds of a product in each measurement, keyed by dtype and product.
+        shape: shape of the model.
+        plan: plan of the measurements.
 
     Returns:
         - "ceilings": best single FLOP/s of a large product by format (of any, if none is large)
@@ -886,7 +898,8 @@ def step_times(
 def compare(
     times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
 ) -> dict[str, Any]:
-    """Compare the products in `size` with those in `base`; the times on each side are added up.
+    """Compare the products in `size` with the products in `base`. The times on each side are added
+    up.
 
     Returns:
         "time_ratio", the median over measurements of time(size) / time(base), with "lowest" and
@@ -913,7 +926,7 @@ def compare(
 
 
 def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Compare each aligned size with the unaligned size of its group `off`, over all products."""
+    """Compare each aligned size with the unaligned size `off` of its group, over all products."""
     result = []
     for group, base in off.items():
         these: dict[int, list[GemmProduct]] = {}
@@ -934,8 +947,9 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
-    """Compare each product of a part with the one of size `value`, or with the first (one wave) if
-    it is None."""
+    """Compare each product of a part with the product of size `value` or, if `value` is None, with
+    the first product (one wave).
+    """
     these = [one for one in times if one.part == part]
     if value is None:
         value = these[0].value if these else None

@@ -1,4 +1,5 @@
-"""`firstlight bench methods`: measures speed and memory of each efficiency method on this machine.
+"""`firstlight bench methods`: measure the speed and memory of each efficiency method on this
+machine.
 
 There are two tables:
 
@@ -10,14 +11,14 @@ There are two tables:
 
 Fresh processes train every row for a few steps (`steps` describes the measurements). With `quick`
 on a CPU, they are forked from a process that has only done the imports. The rows take turns (A B C,
-A B C). The number of threads, the data and the initial weights are the same for all. Rates are
-medians over the timed steps of all turns. A row that can't run on this machine is skipped with the
-reason; a row that fails is shown with its error, and the ladder continues without it.
+A B C). The number of threads, the data and the initial weights are the same for all rows. Rates are
+medians over the timed steps of all turns. A row that can't run on this machine is skipped, and the
+reason is shown. A row that fails is shown with its error, and the ladder continues without it.
 
 In all rows, MFU is relative to the same rate: the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`), or of fp32 products if a CPU computes them faster. The higher of the
-values at the start and at the end is used. Operations that are computed twice, as with activation
-checkpointing, are counted once.
+(`hardware.device.peak_flops`), or of fp32 products if a CPU computes them faster. The rate is
+measured at the start and at the end, and the higher value is used. Operations that are computed
+twice, as with activation checkpointing, are counted once.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from firstlight.models import GPT2Config, ModelConfig
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.load import changed_recipe
 
-#: Names of the tables: each method alone, and each method added to those before it.
+#: Names of the tables: each method alone, and each method added to the previous ones.
 ALONE, LADDER = "alone", "ladder"
 
 _TITLES = {ALONE: "each method alone", LADDER: "each method added to those above it"}
@@ -66,17 +67,17 @@ _TITLES = {ALONE: "each method alone", LADDER: "each method added to those above
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One method (a row in a table).
+    """One method, shown as a row in a table.
 
     Attributes:
         name: name in tables and for `--rows`.
-        changes: values of the recipe by key (`section.key`) that the method sets. A row of the
-            ladder contains only its own changes, not those of the rows before it.
-        needs_gpu: reason why CPUs skip the row; "" if they don't.
-        not_here: reason why the row is skipped on any machine; "" if it isn't.
-        in_quick: False excludes the row from `--quick`, because it starts slowly or resembles
+        changes: values of the recipe keys (`section.key`) that the method sets. A row of the ladder
+            contains only its own changes, not the changes of the rows before it.
+        needs_gpu: reason why CPUs skip the row, or "".
+        not_here: reason why the row is skipped on any machine, or "".
+        in_quick: False to exclude the row from `--quick`, because it starts slowly or resembles
             another row.
-        huge_pages: True lets torch use huge pages for large tensors, unlike `firstlight train`.
+        huge_pages: True to let torch use huge pages for large tensors, unlike `firstlight train`.
     """
 
     name: str
@@ -92,7 +93,7 @@ class MethodOutcome(RowOutcome):
     """Results of one recipe, which may be a row of both tables.
 
     Attributes:
-        changes: values by key (`section.key`) that differ from the plain recipe.
+        changes: values of the keys (`section.key`) that differ from the plain recipe.
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +105,7 @@ PLAIN = MethodRow("plain")
 #: `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
-#: Another such key: the number of processes, which share the threads of a CPU or have one GPU each.
+#: Another such key: the number of processes, which share the threads of a CPU or use one GPU each.
 PROCESSES = "bench.processes"
 
 
@@ -114,8 +115,8 @@ def plain_recipe(
     """Return the values of the plain recipe without any method, to which every row adds its
     changes.
 
-    Gradients are not clipped, because an optimizer that updates inside the backward pass never has
-    all gradients at once, and all rows must compute the same.
+    Gradients are not clipped, because an optimizer that updates inside the backward pass never
+    holds all gradients at once, and all rows must compute the same.
     """
     return {
         "run": {"device": device},
@@ -138,8 +139,9 @@ def plain_recipe(
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
-    """Return the keys for a step of the same number of sequences in four micro-batches, or in
-    micro-batches of one sequence if the number is not divisible by four."""
+    """Return the keys that split a step with the same number of sequences into four micro-batches,
+    or into micro-batches of one sequence if the number is not divisible by four.
+    """
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
         "batch.micro_batch_size": micro,
@@ -148,13 +150,14 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
-    """Return the keys for a step of twice the plain run's sequences, in one micro-batch."""
+    """Return the keys for a step with twice the plain run's sequences in one micro-batch."""
     return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Return half the tokens of the smallest micro-batch in any row, so that each has at least two
-    chunks."""
+    """Return half the number of tokens in the smallest micro-batch of any row, so that each
+    micro-batch has at least two chunks.
+    """
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
 
@@ -163,7 +166,7 @@ _IS_CPU = "needs a GPU: "
 
 
 def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
-    """Return each method alone, the plain run first."""
+    """Return the rows of each method alone, starting with the plain run."""
     compiled = {"efficiency.compile": True}
     return [
         PLAIN,
@@ -260,13 +263,14 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 def ladder_rows(
     micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
-    """Return the rows of the ladder in the guide's order, each added to those before it.
+    """Return the rows of the ladder in the guide's order. Each method is added to the previous
+    ones.
 
     Mixed precision is bf16 if the hardware supports it, and fp16 on other GPUs. The rows that
     replace the written-out mask and layers are skipped for models other than GPT-2.
 
     Args:
-        processes: number of processes of the row `+ddp`; 1 skips the row.
+        processes: number of processes in the row `+ddp`; 1 skips the row.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
@@ -296,7 +300,7 @@ def ladder_rows(
         MethodRow("+larger-batch", larger_batch(micro_batch_size)),
         MethodRow(
             "+ddp",
-            # Each process uses the GPU of its rank.
+            # Each process uses the GPU with its rank.
             {"run.device": hardware.device.type, "distributed.engine": "ddp", PROCESSES: processes},
             not_here="" if processes > 1 else f"needs {shared} here",
         ),
@@ -315,7 +319,7 @@ def changes_up_to(
 
 
 def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick: bool) -> str:
-    """Return the reason why a row is skipped on this machine; "" if it is measured."""
+    """Return the reason why a row is skipped on this machine, or "" if it is measured."""
     if row.not_here:
         return row.not_here
     if row.needs_gpu and hardware.device.type != "cuda":
@@ -339,10 +343,10 @@ def why_skipped(row: MethodRow, hardware: Hardware, micro_batch_size: int, quick
 def summarize(
     rows: Sequence[tuple[MethodRow, MethodOutcome | None]], head: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the medians of a table's rows and their ratios to its first row.
+    """Return the medians of a table's rows, and their ratios to the first row.
 
     Args:
-        rows: rows with their outcomes; None if a row has no outcome yet.
+        rows: rows with their outcomes; None for a row without an outcome so far.
         head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
@@ -429,7 +433,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Return panels for speed and memory, with the first row's bars in a different colour."""
+    """Return panels for speed and memory, with the bars of the first row in a different colour."""
     names = [row["name"] for row in rows]
     colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
     rates = [row.get("tokens_per_second", 0.0) for row in rows]
@@ -469,8 +473,8 @@ _MODULE = "firstlight.bench.steps"
 
 TIME_IS_UP = "the time limit of --quick was reached"
 
-#: Time in seconds after which `--quick` starts no new measurement, so that it ends within five
-#: minutes.
+#: Time in seconds after which `--quick` does not start a new measurement, so that it ends within
+#: five minutes.
 QUICK_SECONDS = 275.0
 
 #: Number of untimed steps. A CPU's heap still grows in the fourth step; `--quick` has only two.
@@ -480,13 +484,14 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes of a row whose keys are recipe keys."""
+    """Return those changes of a row whose keys are recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
-    """Return the number of processes of the row `+ddp`: one for each GPU, two on a CPU with several
-    threads, otherwise 1."""
+    """Return the number of processes in the row `+ddp`: one per GPU, two on a CPU with several
+    threads, otherwise 1.
+    """
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
     return 2 if hardware.device.type == "cpu" and torch.get_num_threads() > 1 else 1
@@ -504,14 +509,14 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """Return the rows chosen by their names or the name of their table; all rows if there are no
+    """Return the rows chosen by name or by the name of their table, or all rows if there are no
     names.
 
     A row of the table "alone" also selects the plain run, with which it is compared. A row of the
     ladder also selects the rows before it, whose methods it includes.
 
     Args:
-        tables: all rows by table.
+        tables: all rows, keyed by table.
         names: names of rows and tables.
 
     Raises:
@@ -535,8 +540,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
     """Measure all rows.
 
     Args:
-        bench: the options.
-        on_run: function that is called with the result so far after each run.
+        bench: options of the benchmark.
+        on_run: called with the result so far after each run.
 
     Returns:
         The values of `StepsPlan.head`, "quick", "complete", and under "alone" and "ladder" the rows
@@ -545,7 +550,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: this Python has no source of its standard library to train on.
+        InputError: this Python installation lacks the source of its standard library, which is
+            needed as training data.
         StorageError: a file system error.
     """
     deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
@@ -591,13 +597,14 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """Measure the base of MFU: "matmul_flops", FLOP/s of matrix products, and their
-    "matmul_dtype"."""
+    """Measure the reference rate for MFU: "matmul_flops", the FLOP/s of matrix products, and their
+    "matmul_dtype".
+    """
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
     if hardware.device.type == "cpu":
         # Some CPUs convert bf16 and multiply it at half the rate of fp32. Other load on the machine
-        # can only lower the measured value.
+        # can only lower the measured rate.
         dtypes, tries = [*dtypes, torch.float32], 9
     rates = {
         dtype: max(peak_flops(hardware.device, dtype) for _ in range(tries))
@@ -609,16 +616,16 @@ def _ceiling(hardware: Hardware) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MethodsWork:
-    """Settings that all runs have in common.
+    """Settings shared by all runs.
 
     Attributes:
         plain: values of the recipe that the rows change.
         request: "data", "warmup_steps" and "steps" of every request of `steps`.
         caches: cache folder of torch.compile, initially empty so that the first turn compiles.
-        deadline: time (of `time.monotonic`) after which no measurement is started; None means no
+        deadline: value of `time.monotonic` after which no measurement is started; None means no
             limit.
-        server: process from which the rows that need no special environment are forked; None starts
-            a new Python process for every row.
+        server: process from which rows that need no special environment are forked; None to start a
+            new Python process for every row.
     """
 
     plain: Mapping[str, Any]
@@ -631,11 +638,11 @@ class MethodsWork:
         """Train the plain recipe with some keys changed, for one run.
 
         Args:
-            changes: values by key, see `MethodRow.changes`.
+            changes: values of keys, see `MethodRow.changes`.
             huge_pages: see `MethodRow.huge_pages`.
 
         Returns:
-            The result of `steps`, or {"error": {"type", "message"}}.
+            Result of `steps`, or {"error": {"type", "message"}}.
         """
         values = changed_recipe(self.plain, recipe_keys(changes))
         try:
@@ -669,7 +676,7 @@ def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
     pages set.
 
     Args:
-        huge_pages: True lets torch use huge pages for large tensors.
+        huge_pages: True to let torch use huge pages for large tensors.
         caches: cache folder of torch.compile.
     """
     environment = training_environment() | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
@@ -677,11 +684,11 @@ def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
 
 
 class MethodRuns:
-    """The rows of both tables with their outcomes.
+    """Rows of both tables with their outcomes.
 
     Attributes:
-        rows: table and row by their label, "table: name".
-        outcomes: outcomes by label.
+        rows: table and row, keyed by label ("table: name").
+        outcomes: outcomes, keyed by label.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -704,9 +711,9 @@ class MethodRuns:
         )
 
     def _order(self) -> list[str]:
-        """Return the labels in the order of measurement: first those that don't compile, then those
-        that do, in both cases the ladder first. If the time runs out, the last ones are not
-        measured."""
+        """Return the labels in measurement order: first the rows that do not compile, then the rows
+        that do, in both cases the ladder first. If time runs out, the last rows are not measured.
+        """
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
         compiling = [label for label in self.rows if "efficiency.compile" in self._changes(label)]
@@ -724,8 +731,8 @@ class MethodRuns:
     def _outcome(self, label: str) -> MethodOutcome:
         """Return the row's outcome so far.
 
-        The changes of a row of the ladder are determined when the row is measured for the first
-        time, since they leave out the rows before it that failed.
+        The changes of a ladder row are determined when the row is first measured, because they omit
+        the rows before it that failed.
         """
         if label in self.outcomes:
             return self.outcomes[label]

@@ -1,4 +1,4 @@
-"""Named models for benchmarks, and configurations of the planner's benchmark."""
+"""Named models for benchmarks, and configurations for the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ROPE: dict[str, Any] = {"rope_theta": 500000.0}
 LLAMA_3 = {**ROPE, "vocab_size": 128256, "max_position_embeddings": 131072}
 LLAMA_110M = llama(768, 2048, 12, 12, num_key_value_heads=4, **ROPE)
 
-#: `model` sections of the models that can be used in options, by name.
+#: `model` sections of the models that options can name, keyed by name.
 MODELS: dict[str, dict[str, Any]] = {
     # Its vocabulary size is odd, like that of GPT-2.
     SMALL: gpt2(256, 4, 4, 16001),
@@ -70,19 +70,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }
 
-#: Names from earlier versions, which options still accept -> names of models.
+#: Current model name for each name from earlier versions, which options still accept.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
-#: Vocabulary size (GPT-2's) for a recipe that leaves it to the tokenizer.
+#: Vocabulary size (the same as GPT-2's) for a recipe that leaves it to the tokenizer.
 _VOCAB_SIZE = 50257
 
 
 def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
-    """Return the config of the model that a recipe's `model` section describes.
+    """Return the config of the model described by a recipe's `model` section.
 
     Args:
         values: values of the section.
-        where: origin of the values, for error messages.
+        where: source of the values, for error messages.
 
     Raises:
         ConfigError: the section is invalid.
@@ -93,7 +93,7 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the config of a model by its name in `MODELS`, or by the path of a recipe (.yaml).
+    """Return the config of a model, given its name in `MODELS` or the path of a recipe (.yaml).
 
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or has no model.

@@ -20,14 +20,14 @@ from typing import Any
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
 
-#: Result of a benchmark as a JSON object, and a function that is called with the result so far.
+#: Result of a benchmark as a JSON object, and a function that receives the result so far.
 Result = dict[str, Any]
 Keep = Callable[[Result], None]
 
 #: Result of one measurement, or {"error": ...}; see `fresh_process.ask`.
 Found = Mapping[str, Any]
 
-#: Types of errors after which a row counts as skipped ("refused") and not as failed.
+#: Types of errors that make a row skipped ("refused") rather than failed.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
 
@@ -88,7 +88,7 @@ def require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None
     """Check names given by the user.
 
     Args:
-        kind: noun for the names in error messages, such as "row".
+        kind: noun for the names, used in error messages, such as "row".
         names: the names to check.
         known: all valid names.
 
@@ -106,8 +106,8 @@ def require_positive(least: int = 1, **values: int) -> None:
     """Check numbers given by the user.
 
     Args:
-        least: minimum of the numbers.
-        values: the numbers by name.
+        least: minimum value.
+        values: the numbers, keyed by name.
 
     Raises:
         ConfigError: a number is below `least`.
@@ -122,9 +122,9 @@ class RowOutcome:
     """Results of a row.
 
     Attributes:
-        runs: results of the measurement, by turn.
-        problem: the reason why a turn has no result; "" if there is no problem.
-        refused: True if the row can't be measured on this machine, or the time was over.
+        runs: result of the measurement in each turn.
+        problem: reason why a turn has no result, or "".
+        refused: True if the row can't be measured on this machine, or no time was left.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -141,11 +141,11 @@ class RowOutcome:
 
     @property
     def is_done(self) -> bool:
-        """True if a turn was tried."""
+        """True if at least one turn was tried."""
         return bool(self.runs or self.problem)
 
     def values(self, key: str) -> list[float]:
-        """Return the values of a key over all turns; lists of values are concatenated."""
+        """Return the values of a key in all turns; lists of values are concatenated."""
         found: list[float] = []
         for run in self.runs:
             if (value := run.get(key)) is not None:
@@ -171,13 +171,13 @@ def take_turns(
 
     Args:
         title: name of the benchmark.
-        names: names of the rows in their order.
-        turns: number of measurements of each row.
-        outcome_of: function that returns the outcome for a name; rows that share an outcome are
+        names: names of the rows, in order.
+        turns: number of measurements per row.
+        outcome_of: function that returns the outcome for a name. Rows that share an outcome are
             measured once.
         measure: function that performs one measurement for a name and returns the result.
-        on_turn: function that is called after every measurement.
-        before_turn: function that is called before each turn of all rows.
+        on_turn: called after every measurement.
+        before_turn: called before each turn of all rows.
     """
     with progress_bar() as progress:
         task = progress.add_task(title, total=turns * len(names))
@@ -186,7 +186,8 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # A row with an outcome for this turn shares it; a failed row would fail again.
+                # If the shared outcome already includes this turn, do not measure again. A failed
+                # row would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()

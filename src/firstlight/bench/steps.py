@@ -29,21 +29,22 @@ the kernel's peak counter is reset.
    affects it less, but it includes threads that wait by spinning.
 
 Step s trains on the n sequences starting at s * n, where n is the number of sequences per step, so
-that recipes with the same n see the same tokens. `losses` are those of all warm-up and timed steps,
-each before the step's update. The learning rate rises linearly over the first four steps and is
-constant after them.
+that recipes with the same n see the same tokens. `losses` contains the losses of all warm-up and
+timed steps, each before the step's update. The learning rate rises linearly over the first four
+steps and is constant afterwards.
 
-On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is how
-far it exceeds the level of step 1. On a GPU, both are the peak of torch's allocator. With several
-processes, both are those of the largest process, and losses are over the sequences of all of them.
+On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is its
+excess over the level of step 1. On a GPU, both are the peak of torch's allocator. With several
+processes, both are values of the process with the largest peak, and losses are means over the
+sequences of all processes.
 
-The result also has `chosen`: the values of the recipe's keys that can be left open.
+The result also contains `chosen`: the values of the recipe keys that can be left open.
 
 The data is the source code of Python's standard library: it is available on every machine, it is
-real text, and it is the same for every row of a table. Each word, run of white space or punctuation
+real text, and it is the same for every row of a table. Each word, run of whitespace or punctuation
 mark is a token, whose id is its CRC-32 modulo the vocabulary size minus one. Ids from the entire
-vocabulary therefore occur with the frequencies of words, regardless of its size, and no tokenizer
-is needed. A new document begins at each line that starts a function, method or class.
+vocabulary therefore occur with the frequencies of words, regardless of the vocabulary size, and no
+tokenizer is needed. A new document begins at each line that starts a function, method or class.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ EPOCH_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """The resolved options of a `StepsBench`; `name` is the option `model`."""
+    """Resolved options of a `StepsBench`; `name` is the option `model`."""
 
     name: str
     model: ModelConfig
@@ -108,7 +109,7 @@ class StepsPlan:
     repeats: int
 
     def head(self, warmup_steps: int) -> dict[str, Any]:
-        """Return the part of a result that is known before anything is measured."""
+        """Return the part of a result that is known before any measurement."""
         model = meta_model(self.model)
         return {
             "model": self.name,
@@ -158,11 +159,11 @@ def steps_title(result: Mapping[str, Any]) -> str:
 
 
 class StepClock:
-    """Measures the duration of each step, waiting for the device at its start and end.
+    """Clock that measures the duration of each step, waiting for the device at its start and end.
 
     Attributes:
         seconds: wall-clock seconds of each step so far.
-        cpu_seconds: processor seconds of each step, of all threads.
+        cpu_seconds: CPU time of each step in seconds, summed over all threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,7 +185,7 @@ class StepClock:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train and measure; the module's docstring describes the request and the result.
+    """Train and measure. The module's docstring describes the request and the result.
 
     Raises:
         FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
@@ -243,7 +244,7 @@ def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
 def use_threads(
     request: Mapping[str, Any], recipe: Recipe, hardware: Hardware, engine: Engine
 ) -> None:
-    """Set this rank's share of torch's threads, and the seed."""
+    """Set this rank's share of torch's threads, and the random seed."""
     share = engine.world.size if hardware.device.type == "cpu" else 1
     torch.set_num_threads(max(1, request["threads"] // share))
     torch.manual_seed(recipe.run.seed)
@@ -268,14 +269,14 @@ def step_figures(
     chosen: Mapping[str, Any],
     peak_bytes: tuple[int, int],
 ) -> dict[str, Any]:
-    """Return the result of `measure`. Steps after the timed ones are omitted.
+    """Return the result of `measure`. Steps after the timed steps are ignored.
 
     Args:
         request: the request.
         clock: clock that measured the steps.
         losses: loss of each step.
-        chosen: values of the recipe's keys that can be left open.
-        peak_bytes: this rank's `memory.peaks`.
+        chosen: values of the recipe keys that can be left open.
+        peak_bytes: result of `memory.peaks` on this rank.
     """
     timed = slice(request["warmup_steps"], request["warmup_steps"] + request["steps"])
     peak, total = map(max, zip(*gather_objects(list(peak_bytes)), strict=True))
@@ -291,7 +292,7 @@ def step_figures(
 
 
 def lr_scale(step: int) -> float:
-    """Return the learning rate of a step as a fraction of the recipe's."""
+    """Return the learning rate of a step as a fraction of the recipe's learning rate."""
     return min(1.0, (step + 1) / _RISE_STEPS)
 
 
@@ -313,7 +314,9 @@ def train_steps(
     clock: StepClock,
     written_out: Collection[str] = (),
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train; return the loss of each step and the values of keys that can be left open."""
+    """Train. Return the loss of each step and the values of the recipe keys that can be left
+    open.
+    """
     torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(decided.run.seed), decided.init)
@@ -327,7 +330,7 @@ def train_steps(
     for step in range(steps):
         first = (step * engine.world.size + engine.rank) * micro * count
         batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
-        # Not timed, because the loader's threads pin batches while a step computes.
+        # Not timed, because a loader's threads pin batches while a step computes.
         if pins:
             batches = [batch.pin_memory() for batch in batches]
         barrier()
@@ -351,16 +354,17 @@ _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:
-    """Write `count` tokens of the standard library's source code, repeating it if it has fewer.
+    """Write `count` tokens of the standard library's source code, repeating the code if it has
+    fewer tokens.
 
     Args:
         path: safetensors file to write: "tokens" int64 [count] and "starts" int64 [documents], the
             position of each document's first token.
         count: number of tokens.
-        vocab_size: size of the vocabulary; the last id ends every document.
+        vocab_size: size of the vocabulary; its last id ends every document.
 
     Raises:
-        InputError: this Python has no source of its standard library.
+        InputError: this Python installation lacks the source of its standard library.
         StorageError: a file system error.
     """
     tokens: list[int] = []
@@ -413,8 +417,8 @@ class Tokens:
         """Return `rows` rows, starting at row `first`, as one batch.
 
         Args:
-            documents: True adds the document numbers, for masking. The token that ends a document
-                counts as the first input of the next document, so that no label is masked.
+            documents: True to add document numbers for masking. The token that ends a document is
+                counted as the first input of the next document, so that no label is masked.
 
         Returns:
             `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
@@ -437,9 +441,9 @@ class Tokens:
 # Parts of a GPT-2 in elementary operations, as in textbooks, instead of torch's classes. They are
 # used only in the first rows of the ladder of `bench methods`.
 
-#: Names of these parts. "mask": each layer stores a causal mask of the full context in fp32, and
-#: slices and converts it for each batch, instead of creating a mask for the batch. "layers":
-#: LayerNorm and GELU in elementary operations, instead of torch.nn.LayerNorm and gelu.
+#: Names of these parts. "mask": each layer stores a causal mask of the full context in fp32, which
+#: it slices and converts for each batch instead of creating a mask for the batch. "layers":
+#: LayerNorm and GELU in elementary operations instead of torch.nn.LayerNorm and gelu.
 WRITTEN_OUT_PARTS = ("mask", "layers")
 
 
@@ -473,13 +477,13 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 with their written-out versions. The weights stay the same, and so
-    do the results up to rounding.
+    """Replace parts of a GPT-2 with their written-out versions. The weights stay the same, as do
+    the results except for rounding.
 
     Args:
         model: the model, modified in place.
         parts: names of `WRITTEN_OUT_PARTS`.
-        context: rows and columns of the stored masks.
+        context: number of rows and columns of the stored masks.
     """
     for module in list(model.modules()):
         if isinstance(module, GPT2Attention) and "mask" in parts:

@@ -1,1 +1,3 @@
-"""Checkpoints of runs: written atomically, verified before use, sharded or in a single file."""
+"""Checkpoints of runs: written atomically, verified before use, and stored sharded or in a single
+file.
+"""

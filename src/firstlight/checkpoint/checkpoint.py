@@ -1,5 +1,4 @@
-"""Writing, reading and verifying checkpoints. A checkpoint is written atomically and verified
-before use.
+"""Write, read and verify checkpoints. A checkpoint is written atomically and verified before use.
 
     RUN/checkpoints/step-00000200/
         config.json, generation_config.json, tokenizer.json, tokenizer_config.json
@@ -11,13 +10,13 @@ before use.
 With `lora`, adapter_config.json and adapter_model.safetensors replace config.json and
 model.safetensors, as in PEFT's folders.
 
-With `checkpoint.sharded`, each process writes its shards (see sharded.py). These files replace
+With `checkpoint.sharded`, each process writes its own shards (see sharded.py). These files replace
 model.safetensors and optimizer.safetensors:
 
         model.shard-00001-of-00004.safetensors, ...      weights
         optimizer.shard-00001-of-00004.safetensors, ...  moments, counters, random-number states
 
-The last checkpoint of a run has model.safetensors too.
+The last checkpoint of a run also contains model.safetensors.
 
 A checkpoint is written under a temporary name, synced, and renamed. A folder without a manifest is
 not a checkpoint. An older checkpoint of the same step is renamed to step-00000200-replaced-0123abcd
@@ -72,15 +71,15 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint to write, or as read.
+    """Content of a checkpoint to be written, or as read.
 
     Attributes:
-        files: text files by name (config, tokenizer).
-        model: tensors of model.safetensors by name; if adapter_config.json is among `files`, those
-            of adapter_model.safetensors.
-        optimizer: tensors of optimizer.safetensors by name.
-        trainer_state: the JSON object of trainer_state.json. Its `val_loss` is the validation loss
-            at exactly this step, if it was measured.
+        files: text files, keyed by name (config, tokenizer).
+        model: tensors of model.safetensors, keyed by name. If `files` includes adapter_config.json,
+            they are the tensors of adapter_model.safetensors.
+        optimizer: tensors of optimizer.safetensors, keyed by name.
+        trainer_state: JSON object of trainer_state.json. Its `val_loss` is the validation loss at
+            exactly this step, if it was measured.
         is_copy: True if the tensors no longer change; False if an active run may update them in
             place.
         sharded_folder: folder of the sharded checkpoint that was read; `model` and `optimizer` are
@@ -103,21 +102,22 @@ def save_checkpoint(
     after: int | None = None,
     held: HeldFolder | None = None,
 ) -> Path:
-    """Write a checkpoint; return its folder.
+    """Write a checkpoint. Return its folder.
 
     Args:
         run_folder: the run's folder.
         step: number of completed optimizer steps.
-        checkpoint: the content.
+        checkpoint: content of the checkpoint.
         after: step of the checkpoint from which the run continued; checkpoints saved after it
-            belong to a dead branch (see manifest.py). None means the checkpoint saved last.
+            belong to a dead branch (see manifest.py). None means the checkpoint that was saved
+            last.
         held: the locked run folder. Its run id is written to the manifest, and the folder is
             checked immediately before the checkpoint gets its final name. None skips both.
 
     Raises:
         CheckpointError: a weight, a moment or a number in the state is not finite, so nothing is
             saved; or the run folder no longer belongs to this run.
-        StorageError: a file system error occurred; the checkpoint is not created.
+        StorageError: a file system error occurred and no checkpoint was created.
     """
     require_finite(step, checkpoint.model)
     require_finite(step, checkpoint.optimizer)
@@ -140,7 +140,7 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the text files of a checkpoint by name: those of the model folder, and
+    """Return the text files of a checkpoint, keyed by name: the files of the model folder, and
     trainer_state.json.
 
     Raises:
@@ -156,8 +156,9 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """Return the text of trainer_state.json. It is ASCII because paths with undecodable bytes
-    (surrogate escapes) can't be encoded as UTF-8."""
+    """Return the text of trainer_state.json. It is ASCII, because paths with undecodable bytes
+    (surrogate escapes) can't be encoded as UTF-8.
+    """
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
     except ValueError as error:
@@ -167,7 +168,7 @@ def _state_text(step: int, state: Mapping[str, Any]) -> str:
 
 
 def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that contain a NaN or an infinity.
+    """Raise an error if a tensor contains NaN or infinity.
 
     Raises:
         CheckpointError: a tensor is not finite; the message names it and `step`.
@@ -182,7 +183,7 @@ def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
     """Return the approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
 
     Args:
-        model_parameters: number of the model's parameters.
+        model_parameters: number of parameters of the model.
         optimizer_state_bytes: size of the optimizer state in bytes.
     """
     return 4 * model_parameters + optimizer_state_bytes
@@ -193,12 +194,12 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
 
     Args:
         folder: the checkpoint's folder.
-        from_disk: True drops the operating system's cached copy of the files first, where possible,
-            so that they are read from the disk.
+        from_disk: True to first drop the operating system's cached copy of the files, where
+            possible, so that they are read from the disk.
 
     Raises:
         CheckpointError: a file is missing, is not a regular file, differs from the manifest in size
-            or SHA-256, or belongs to another step; the message names the file.
+            or SHA-256, or belongs to a different step; the message names the file.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
@@ -232,7 +233,8 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
 
 
 def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
-    """Copy a verified checkpoint of another run into a run folder without checkpoints.
+    """Copy a verified checkpoint of another run into a run folder that does not contain
+    checkpoints.
 
     Args:
         folder: the checkpoint of the other run.
@@ -241,7 +243,7 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
     Raises:
         CheckpointError: a file has changed since it was verified.
-        StorageError: a file system error occurred; the copy is not created.
+        StorageError: a file system error occurred and no copy was created.
     """
     manifest = read_manifest(folder)
     with new_checkpoint(run_folder, manifest["step"]) as temporary:
@@ -260,8 +262,9 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """Return the name of a checkpoint's weights file: the adapter's if `names` contains an adapter
-    config, else the full model's."""
+    """Return the name of a checkpoint's weights file: the adapter's file if `names` contains an
+    adapter config, otherwise the full model's file.
+    """
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
@@ -271,7 +274,7 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
     Args:
         folder: the checkpoint's folder.
-        verify: True verifies every file against the manifest first; False if the caller has just
+        verify: True to verify every file against the manifest first; False if the caller has just
             done so.
 
     Returns:
@@ -296,7 +299,9 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """Return True if the checkpoint was written with `checkpoint.sharded` and has shard files."""
+    """Return True if the checkpoint was written with `checkpoint.sharded` and contains shard
+    files.
+    """
     return bool(shard_names(path.name for path in folder.iterdir()))
 
 
@@ -313,8 +318,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """Return the multiple to which the vocabulary of a checkpoint's model is padded (1 means no
-    padding).
+    """Return the multiple to which the vocabulary of a checkpoint's model is padded; 1 means no
+    padding.
 
     Args:
         folder: the checkpoint's folder, for the error message.
@@ -332,8 +337,9 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
-    """Refuse a state in which a section is not a JSON object. The functions that read a section
-    check its keys."""
+    """Raise an error if a section of the state is not a JSON object. The functions that read a
+    section check its keys.
+    """
     names = ("data", "guard", "loader", "random", "recipe", "schedule")
     parts = {name: state.get(name, {}) for name in names}
     if isinstance(recipe := parts["recipe"], dict):

@@ -1,8 +1,8 @@
 """Checkpoint folders and their manifests. A folder is created atomically with all of its files.
 
-The manifest contains the size and SHA-256 of every file. It also contains the number of this save
-in the run folder, counted from 1 (`sequence`), and the number of the save from which the run
-continued (`parent`). `run_id` is the id of the run that wrote it, so that a checkpoint copied from
+The manifest contains the size and SHA-256 of every file. It also contains the one-based number of
+this save in the run folder (`sequence`) and the number of the save from which the run continued
+(`parent`). `run_id` is the id of the run that wrote the manifest, so that a checkpoint copied from
 another run's folder is neither used nor deleted. Manifests of older versions have no `run_id` and
 are assumed to belong to the run.
 
@@ -38,36 +38,35 @@ from firstlight.files.disk import HashedFile, OutputFile
 
 CHECKPOINTS = "checkpoints"
 MANIFEST_NAME = "manifest.json"
-#: File in a run folder with the id of the run and the id of the start that currently writes to the
-#: folder.
+#: File in a run folder that contains the id of the run and the id of the start that currently
+#: writes to the folder.
 RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: End of a JSON object as written by `json_text`.
+#: End of a JSON object in the format of `json_text`.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
-#: Errors that can occur if a checkpoint is deleted while it is read; torch raises RuntimeError.
+#: Errors that can occur if a checkpoint is deleted while it is read. torch raises RuntimeError.
 READING_ERRORS = (FirstlightError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Description of a complete checkpoint, from its manifest.
+    """Description of a complete checkpoint, read from its manifest.
 
     Attributes:
         folder: the checkpoint's folder.
         step: number of completed optimizer steps.
-        sequence: number of this save in the run folder, counted from 1; 0 if the manifest is
-            damaged.
-        parent: `sequence` of the checkpoint from which the run continued; 0 if the run started
-            without one.
-        val_loss: validation loss at this step; None if it was not measured.
-        run_id: id of the run that saved it; None if the manifest is damaged or was written by a
-            version without ids.
+        sequence: one-based number of this save in the run folder; 0 if the manifest is damaged.
+        parent: `sequence` of the checkpoint from which the run continued; 0 if the run started from
+            scratch.
+        val_loss: validation loss at this step, or None if it was not measured.
+        run_id: id of the run that saved the checkpoint; None if the manifest is damaged or was
+            written by a version without ids.
     """
 
     folder: Path
@@ -91,14 +90,16 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step in a checkpoint folder's name, or None if it is not the name of a
-    checkpoint."""
+    """Return the step in a checkpoint folder's name, or None if the name is not a valid checkpoint
+    name.
+    """
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Refuse the path of a checkpoint that its run has deleted. All other paths are accepted.
+    """Raise an error for the path of a checkpoint that its run has deleted. All other paths are
+    accepted.
 
     Raises:
         CheckpointError: the path has the form of a run's checkpoint but does not exist.
@@ -114,7 +115,7 @@ def require_kept(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """Context manager for reading a checkpoint of another run, which may delete it at any time.
+    """Convert errors in the block if another run deletes the checkpoint while it is being read.
 
     Raises:
         CheckpointError: the checkpoint was deleted. This replaces the error that occurred while
@@ -128,7 +129,9 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """Return all folders that are named like a checkpoint, complete or not, sorted by name."""
+    """Return all folders that are named like a checkpoint, whether complete or not, sorted by
+    name.
+    """
     folder = run_folder / CHECKPOINTS
     found = folder.iterdir() if folder.is_dir() else iter(())
     return sorted(path for path in found if step_of(path) is not None and path.is_dir())
@@ -137,8 +140,8 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """Return the complete checkpoints of a run in the order in which they were saved.
 
-    A checkpoint with a damaged manifest is placed after the checkpoints of lower steps. Checkpoints
-    of other runs in the folder (see `foreign_checkpoints`) are omitted.
+    A checkpoint with a damaged manifest is placed after the checkpoints with lower steps.
+    Checkpoints of other runs in the folder (see `foreign_checkpoints`) are omitted.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))
@@ -152,7 +155,7 @@ def saved_checkpoints(run_folder: Path) -> list[Saved]:
 
 
 def foreign_checkpoints(run_folder: Path) -> list[str]:
-    """Return a message for each checkpoint in a run folder that another run has saved."""
+    """Return a message for each checkpoint in a run folder that was saved by another run."""
     found = _complete(run_folder)
     run_id = _run_id(run_folder, found)
     return [
@@ -185,7 +188,8 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
     """Return True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`,
-    or if `run_id` is None."""
+    or if `run_id` is None.
+    """
     if run_id is None:
         return True
     with contextlib.suppress(InputError):
@@ -194,14 +198,16 @@ def names_run(saved: Saved, run_id: str | None) -> bool:
 
 
 def run_id_of(run_folder: Path) -> str | None:
-    """Return the id of the run in a run folder, or None if neither run.json nor a checkpoint has an
-    id."""
+    """Return the id of the run in a run folder, or None if neither run.json nor any checkpoint
+    contains an id.
+    """
     return _run_id(run_folder, _complete(run_folder))
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """Return the id in run.json, or if that file is missing or damaged, the id of the last save
-    that has one."""
+    """Return the id in run.json or, if that file is missing or damaged, the id of the last save
+    that has one.
+    """
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
         if isinstance(content, dict) and isinstance(content.get("run_id"), str):
@@ -211,7 +217,7 @@ def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
 
 
 def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
-    """Return the `sequence` of the last saved checkpoint up to a step; 0 if there is none.
+    """Return the `sequence` of the last saved checkpoint up to a step, or 0 if there is none.
 
     Args:
         saved: the checkpoints of a run.
@@ -236,10 +242,10 @@ def _is_sealed(text: str) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint and verify it by the SHA-256 that it contains.
+    """Read the manifest of a checkpoint, and verify it with the SHA-256 that it contains.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged, or has another format or version.
+        CheckpointError: the manifest is missing or damaged, or has a different format or version.
     """
     path = folder / MANIFEST_NAME
     require_plain_file(path)
@@ -286,7 +292,7 @@ def _require_fields(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Refuse a path that is not a regular file.
+    """Raise an error if a path is not a regular file.
 
     Raises:
         CheckpointError: the path does not exist, is a symbolic link, or is not a regular file.
@@ -308,7 +314,7 @@ def new_checkpoint(run_folder: Path, step: int) -> Iterator[Path]:
     manifest last.
 
     Raises:
-        StorageError: a file system error occurred; the checkpoint is not created.
+        StorageError: a file system error occurred and no checkpoint was created.
     """
     folder = checkpoint_folder(run_folder, step)
     aside = folder.with_name(f"{folder.name}-replaced-{secrets.token_hex(4)}")
@@ -329,14 +335,14 @@ def write_manifest(
     after: int | None = None,
     run_id: str | None = None,
 ) -> None:
-    """Write the manifest, which turns a folder into a checkpoint.
+    """Write the manifest, which makes a folder a checkpoint.
 
     Args:
         folder: the temporary folder of `new_checkpoint`.
         run_folder: the run folder, whose checkpoints determine `sequence` and `parent`.
         step: number of completed optimizer steps.
         marks: `file_marks` of all files in `folder`.
-        val_loss: validation loss at this step; None if it was not measured.
+        val_loss: validation loss at this step, or None if it was not measured.
         after: see `save_checkpoint`.
         run_id: id of the run that saves the checkpoint; None omits the key.
 
@@ -359,12 +365,14 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries for files: file name -> {"bytes": size, "sha256": hex digest}."""
+    """Return the manifest entries for files: {"bytes": size, "sha256": hex digest} for each file
+    name.
+    """
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files to a folder; return them for `file_marks`.
+    """Write text files to a folder. Return them for `file_marks`.
 
     Raises:
         OSError: a file system error.
@@ -391,22 +399,25 @@ def own_past(found: Sequence[Saved]) -> list[Saved]:
 
 
 def best_first(past: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints with a validation loss, sorted by loss, lowest first. Among equal
-    losses, the checkpoint saved last comes first."""
+    """Return the checkpoints that have a validation loss, lowest loss first. Among equal losses,
+    the checkpoint saved last comes first.
+    """
     measured = [(one.val_loss, -one.sequence, one) for one in past if one.val_loss is not None]
     return [one for _, _, one in sorted(measured, key=lambda entry: entry[:2])]
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """Return a run's live checkpoints with a validation loss, best first. Reads only the manifests
-    and verifies no files."""
+    """Return a run's checkpoints with a validation loss that are not on a dead branch, best first.
+    Read only the manifests, without verifying files.
+    """
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
     """Return the newest checkpoint and its ancestors (following `parent`), newest first. They
     determine which checkpoints are on a dead branch, and include checkpoints that were replaced at
-    the same step."""
+    the same step.
+    """
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):
         if one.sequence and (not line or one.sequence <= line[-1].parent):

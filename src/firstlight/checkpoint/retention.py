@@ -1,5 +1,6 @@
-"""Retention of checkpoints: which ones a run keeps, and deletion of the others after a newer one is
-saved."""
+"""Retention of checkpoints: decide which ones a run keeps, and delete the others after a newer one
+is saved.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Seq
     """Return the checkpoints to average at the end of a run: the newest of `past` and, before it,
     only those whose step is a multiple of `every_steps`.
 
-    A run that is stopped saves one more checkpoint at another step. This checkpoint is excluded, so
-    that the average is the same whether or not a run was stopped and resumed.
+    A run that is stopped saves an additional checkpoint at some other step. That checkpoint is
+    excluded, so that the average is the same whether or not a run was stopped and resumed.
 
     Args:
         past: result of `own_past`, oldest first.
@@ -95,8 +96,8 @@ def prune_checkpoints(
     left by killed runs.
 
     Checkpoints on a dead branch and checkpoints with a damaged manifest are also deleted.
-    Checkpoints of another run are kept, and so is a checkpoint with a damaged manifest that does
-    not contain this run's id.
+    Checkpoints of another run are kept, as is a checkpoint with a damaged manifest that does not
+    contain this run's id.
 
     Args:
         run_folder: the run's folder.
@@ -106,7 +107,7 @@ def prune_checkpoints(
             folder no longer belongs to this run.
 
     Raises:
-        StorageError: a file system error occurred; `newest` is untouched.
+        StorageError: a file system error occurred; `newest` is unaffected.
     """
     saved = saved_checkpoints(run_folder)
     past = own_past(saved)
@@ -134,8 +135,9 @@ def prune_checkpoints(
 def kept_checkpoints(
     past: Sequence[Saved], keep_last: int, keep_every: int, keep_best: int
 ) -> set[Saved]:
-    """Return the checkpoints in `past` (the result of `own_past`, oldest first) that these three
-    keys of the `checkpoint` section keep."""
+    """Return the checkpoints in `past` (the result of `own_past`, oldest first) that are kept
+    according to these three keys of the `checkpoint` section.
+    """
     kept = set(past[-keep_last:])
     if keep_every:
         kept |= {one for one in past if one.step % keep_every == 0}

@@ -1,8 +1,8 @@
-"""Lock on a run folder, the id of its run, and a check before each write to it.
+"""Lock a run folder, identify its run, and check the folder before each write.
 
 The lock belongs to the inode of the lock file, but files are written by path. If the user moves a
-run folder, removes it or deletes its lock file during the run, another run can use the path, and
-this run would write to that folder and delete the other run's checkpoints. `HeldFolder.require`
+run folder, removes it or deletes its lock file during the run, another run can use the path. This
+run would then write to that folder and delete the other run's checkpoints. `HeldFolder.require`
 detects this: it compares the folder at the path with the locked folder, and run.json with the text
 that this start has written.
 """
@@ -25,20 +25,21 @@ from firstlight.files.atomic import make_folder, storage_errors, write_file
 _LOCK_NAME = ".lock"
 _IN_USE = "is in use by another process: wait until it ends, or choose another folder"
 
-#: Number of attempts to lock the file if other processes repeatedly delete it.
+#: Number of attempts to lock the file if other processes keep deleting it.
 _TRIES = 1000
 
 
 class HeldFolder:
-    """A run folder that this process has locked.
+    """A run folder locked by this process.
 
     Args:
         path: the folder.
         opened: open file descriptor of the folder. It stays open while the folder is locked, so
-            that the file system can't reuse its inode number for a new folder at the path.
+            that the file system can't reuse its inode number for a new folder at the same path.
 
     Attributes:
-        run_id: id of the run, which is also in its checkpoints' manifests; None before `claim`.
+        run_id: id of the run, which is also stored in the manifests of its checkpoints; None before
+            `claim`.
     """
 
     def __init__(self, path: Path, opened: int) -> None:
@@ -92,11 +93,11 @@ class HeldFolder:
 
 @contextlib.contextmanager
 def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
-    """Context manager that locks a run folder, because two processes writing to the same folder
-    would destroy the run. The folder is created if it does not exist.
+    """Lock a run folder for the duration of the block, because two processes writing to the same
+    folder would destroy the run. The folder is created if it does not exist.
 
-    The operating system releases the lock when the process ends, for whatever reason. If nothing
-    was written to the folder, the lock file and the folders created here are deleted on exit.
+    The operating system releases the lock when the process ends for any reason. If nothing was
+    written to the folder, the lock file and the folders created here are deleted on exit.
 
     Args:
         folder: the run folder.
@@ -117,8 +118,8 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     with storage_errors(folder):
         file = _locked(folder, lock_name)
     before = set(os.listdir(folder))
-    # Keep the folder open while it is locked, so that no new folder at the path gets the same inode
-    # number.
+    # Keep the folder open while it is locked, so that no new folder at the same path gets the same
+    # inode number.
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with file:
         try:
@@ -144,8 +145,8 @@ def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
     except OSError:
         return False
     try:
-        # If the lock is free, this process briefly holds it, and a run that starts at that moment
-        # is refused. Callers therefore stop polling as soon as the answer is False.
+        # If the lock is free, this process holds it briefly, and a run that starts at that moment
+        # is rejected. Callers therefore stop polling once the result is False.
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -155,10 +156,10 @@ def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
 
 
 def _locked(folder: Path, lock_name: str) -> FileIO:
-    """Create and lock the lock file; return it open.
+    """Create and lock the lock file. Return it open.
 
     Raises:
-        CheckpointError: another process has the lock.
+        CheckpointError: another process holds the lock.
         StorageError: the folder can't be created.
     """
     # A process that ends may delete the lock file and the folder between any two of these lines, so

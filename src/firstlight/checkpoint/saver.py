@@ -1,6 +1,6 @@
-"""Saving checkpoints, synchronously or in the background while training continues.
+"""Save checkpoints, synchronously or in the background while training continues.
 
-`CheckpointSaver` is for runs in which the main process writes everything. With
+`CheckpointSaver` is used in runs in which the main process writes everything. With
 `checkpoint.sharded`, each process has a `ShardedSaver` and writes its own shards.
 """
 
@@ -53,48 +53,50 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the memory that is free at the first save to use for the copies of all
-#: processes on a machine.
+#: Maximum fraction of the memory free at the first save that the copies of all processes on a
+#: machine may take.
 _COPY_SHARE = 0.5
 
 
 class Saver:
     """Interface for saving checkpoints. This base class is used in processes other than the main
-    process: it takes part in gathering the state but writes nothing.
+    process: it participates in gathering the state but writes nothing.
 
     Attributes:
-        saved_step: step of the run's newest complete checkpoint; -1 if there is none. A run that
-            continues from an older checkpoint (after a resume or rollback) sets it to the step of
-            that checkpoint while nothing is being written (see `wait`). Checkpoints after that step
-            are then a dead branch.
+        saved_step: step of the run's newest complete checkpoint, or -1. A run that continues from
+            an older checkpoint (after a resume or rollback) sets this to the step of that
+            checkpoint while nothing is being written (see `wait`). Checkpoints after that step are
+            then a dead branch.
         write_seconds: time in seconds that the background thread took to write the newest
-            checkpoint; 0 if it has not written any.
+            checkpoint; 0 if it has not written one.
     """
 
     saved_step = -1
     write_seconds = 0.0
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """Save a checkpoint of the current state; return how long training had to wait, in seconds.
+        """Save a checkpoint of the current state. Return the time in seconds for which training had
+        to wait.
 
-        First waits until the previous checkpoint is written.
+        The call first waits until the previous checkpoint is written.
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process' part of the state. Its tensors may be on
+            capture: function that returns this process's part of the state. Its tensors may be on
                 any device and in any layout, may share memory, and may change after this call.
-                Tensors on a GPU should be left there; they are copied to page-locked memory.
+                Tensors on a GPU should stay there; they are copied to page-locked memory.
 
         Raises:
-            CheckpointError, StorageError: this or the previous checkpoint could not be written. If
-                saving is asynchronous, an error in this checkpoint is raised by a later call.
+            CheckpointError, StorageError: this or the previous checkpoint could not be written.
+                With asynchronous saving, an error in this checkpoint is raised by a later call.
         """
         capture()
         self.saved_step = step
         return 0.0
 
     def require_written(self) -> None:
-        """Raise the background thread's error if it has failed since the last call. Does not wait.
+        """Raise the background thread's error if the thread has failed since the last call. Do not
+        wait.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -108,7 +110,7 @@ class Saver:
         """
 
     def close(self) -> None:
-        """End threads and free memory."""
+        """Stop threads and free memory."""
 
 
 class BackgroundSaver(Saver):
@@ -134,7 +136,9 @@ class BackgroundSaver(Saver):
 
     @property
     def _parent(self) -> int | None:
-        """Step of the checkpoint from which the next checkpoint continues; None for the first."""
+        """Step of the checkpoint from which the next checkpoint continues, or None for the first
+        checkpoint.
+        """
         return self.saved_step if self.saved_step >= 0 else None
 
     @property
@@ -148,9 +152,10 @@ class BackgroundSaver(Saver):
 
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
-        """Context manager that checks the run folder after an error. If the folder no longer
-        belongs to this run, it raises an error about that instead, because an error about missing
-        files would not explain that the folder was moved."""
+        """Check the run folder after an error in the block. If the folder no longer belongs to this
+        run, raise an error about that instead, because an error about missing files would not
+        explain that the folder was moved.
+        """
         try:
             yield
         except FirstlightError:
@@ -159,16 +164,17 @@ class BackgroundSaver(Saver):
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
         """Return True if this machine has enough free memory for `processes` processes to copy
-        tensors of this size each."""
+        tensors of this size each.
+        """
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
 
     def _prune(self, newest: Path) -> None:
-        """Delete the checkpoints that are no longer needed, after `newest` is complete."""
+        """Delete checkpoints that are no longer needed, once `newest` is complete."""
         prune_checkpoints(self._run_folder, newest, self._config, self._require_folder)
 
     def _release(self) -> None:
-        """End the thread, and free the memory."""
+        """Stop the thread and free the memory."""
         self._executor.shutdown()
         self._copies.clear()
 
@@ -177,7 +183,7 @@ class CheckpointSaver(BackgroundSaver):
     """Saver of the main process. It writes a run's checkpoints, verifies each of them, and deletes
     those that are no longer needed.
 
-    If saving is asynchronous, `save` only copies the tensors, and a thread does the rest while
+    With asynchronous saving, `save` only copies the tensors, and a thread does the rest while
     training continues. The process waits for that thread before it exits.
 
     Args:
@@ -214,12 +220,12 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            # Not done if a signal interrupted the wait; a later call waits again.
+            # Not reached if a signal interrupted the wait; a later call then waits again.
             if self._writing.done():
                 self._writing = None
 
     def close(self) -> None:
-        """Wait for the pending checkpoint, then end the thread and free the memory."""
+        """Wait for the pending checkpoint, then stop the thread and free the memory."""
         try:
             self.wait()
         finally:
@@ -233,7 +239,7 @@ class CheckpointSaver(BackgroundSaver):
         return self._asynchronous
 
     def _snapshot(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a copy of a checkpoint that later steps do not modify."""
+        """Return a copy of a checkpoint that is not affected by later steps."""
         model, optimizer = checkpoint.model, checkpoint.optimizer
         if not checkpoint.is_copy:
             copies = self._copies.take(dict(_tensors(checkpoint)))
@@ -258,7 +264,7 @@ class CheckpointSaver(BackgroundSaver):
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterable[tuple[str, Tensor]]:
-    """Return all tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
+    """Yield all tensors of a checkpoint with unique names: "model NAME" or "optimizer NAME"."""
     parts: dict[str, Mapping[str, Tensor]] = {
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
@@ -273,7 +279,8 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU; return the copies by name. They are valid until the next call.
+        """Copy tensors to the CPU. Return the copies keyed by name; they are valid until the next
+        call.
 
         Args:
             tensors: tensors on any device, in any layout; they may share memory. Tensors on a GPU
@@ -288,7 +295,7 @@ class Snapshot:
                 self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         # Copies from a GPU are asynchronous. Without an argument, `synchronize` would wait for the
-        # current device, which may be a different device.
+        # current device, which may be a different one.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
@@ -300,7 +307,7 @@ class Snapshot:
 
 # Sharded checkpoints
 
-#: `WEIGHTS` or `MOMENTS` -> this process' shards by tensor name.
+#: This process's shards, keyed by `WEIGHTS` or `MOMENTS` and then by tensor name.
 _Shards = dict[str, dict[str, TensorShard]]
 
 
@@ -313,13 +320,14 @@ class ShardedSaver(BackgroundSaver):
     each method at the same points of the run.
 
     Each process writes its own files and verifies them, in a thread if saving is asynchronous; this
-    requires no communication. Then, between two steps, the processes exchange the sizes and hashes
-    of their files, and the main process writes the manifest and renames the folder.
+    does not require communication. Then, between two steps, the processes exchange the sizes and
+    hashes of their files, and the main process writes the manifest and renames the folder.
 
     Args:
         run_folder: the run's folder, on a file system that all processes share.
         config: the recipe's `checkpoint` section.
-        engine: the engine that shards the run's model.
+        is_last: function that returns True if a step is the last step of the run. The last
+            checkpoint also contains the weights in a single file.
         is_last: function that returns True if a step is the run's last. The last checkpoint also
             contains the weights in a single file.
         held: see `BackgroundSaver`.
@@ -346,13 +354,13 @@ class ShardedSaver(BackgroundSaver):
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process' part of the state: sharded tensors (as
+            capture: function that returns this process's part of the state: sharded tensors (as
                 DTensors) and tensors that are not sharded.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part of this or the
-                previous checkpoint. If saving is asynchronous, an error in this checkpoint is
-                raised by a later call.
+                previous checkpoint. With asynchronous saving, an error in this checkpoint is raised
+                by a later call.
         """
         start = time.perf_counter()
         self.wait()
@@ -374,7 +382,7 @@ class ShardedSaver(BackgroundSaver):
         return time.perf_counter() - start
 
     def require_written(self) -> None:
-        """Finish the pending checkpoint if all processes have written their part. Does not wait.
+        """Finish the pending checkpoint if all processes have written their part. Do not wait.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part, or old checkpoints
@@ -399,8 +407,9 @@ class ShardedSaver(BackgroundSaver):
         self._wait_for_deleting()
 
     def close(self) -> None:
-        """End threads and free memory. An incomplete checkpoint is abandoned, because finishing it
-        requires the other processes, which may have ended."""
+        """Stop threads and free memory. An incomplete checkpoint is abandoned, because finishing it
+        requires the other processes, which may have ended.
+        """
         try:
             if self._writing is not None:
                 self._writing.result()
@@ -417,15 +426,16 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """Return True if every process has enough memory for its copies. All processes make this
-        decision together at the first save."""
+        """Return True if every process has enough memory for its copies. All processes decide this
+        together at the first save.
+        """
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
             self._asynchronous = not agree(not self._have_room(tensors, self._world.local_size))
         return self._asynchronous
 
     def _snapshot(self, shards: _Shards) -> _Shards:
-        """Return copies of shards that later steps do not modify."""
+        """Return copies of shards that are not affected by later steps."""
         copies = self._copies.take(
             {f"{kind} {n}": p.tensor for kind, part in shards.items() for n, p in part.items()}
         )
@@ -435,8 +445,9 @@ class ShardedSaver(BackgroundSaver):
         }
 
     def _new_folder(self, step: int) -> Path:
-        """Return the temporary folder, created by the main process, to which all processes
-        write."""
+        """Return the temporary folder, created by the main process, into which all processes
+        write.
+        """
         name = None
         if self._is_main:
             self._require_folder()
@@ -444,7 +455,7 @@ class ShardedSaver(BackgroundSaver):
         return Path(broadcast_object(name))
 
     def _write(self, step: int, folder: Path, shards: _Shards, part: Checkpoint) -> dict[str, Any]:
-        """Write this process' files.
+        """Write this process's files.
 
         Returns:
             {"marks": `file_marks` of the files}, or after an error {"error": message, "of_disk":
@@ -474,13 +485,13 @@ class ShardedSaver(BackgroundSaver):
         outcomes: list[dict[str, Any]],
     ) -> None:
         """Finish the checkpoint by writing the manifest and renaming the folder. If a process could
-        not write its part, its error is raised and the folder is removed.
+        not write its part, raise its error and remove the folder.
 
         Args:
             step: number of completed optimizer steps.
             folder: the temporary folder.
             state: the checkpoint's `trainer_state`.
-            outcomes: results of `_write` from all processes, in the order of ranks.
+            outcomes: results of `_write` from all processes, in rank order.
         """
         with self._in_own_folder(), self._folder.pop_all():
             for rank, outcome in enumerate(outcomes):
@@ -511,7 +522,8 @@ class ShardedSaver(BackgroundSaver):
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Write the weights to a single file in addition to their shards, which makes `folder` a
-    Hugging Face model folder. Return its `file_marks`."""
+    Hugging Face model folder. Return the `file_marks` of the new files.
+    """
     model = sharded_model(folder, saved_vocab_multiple(folder, state))
     with HashedFile(folder / WEIGHTS_NAME) as file:
         write_tensors(file, weights_to_save(model), {"format": "pt"})
@@ -523,7 +535,7 @@ def _require_on_disk(files: list[HashedFile]) -> None:
     """Read files back from the disk and compare their SHA-256.
 
     Raises:
-        CheckpointError: a file differs from what was written.
+        CheckpointError: a file on the disk differs from what was written.
     """
     for file in files:
         forget_cached(file.path)

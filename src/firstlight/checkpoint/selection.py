@@ -1,5 +1,6 @@
-"""Selection of a checkpoint or model folder: by the user's argument, or for a run that resumes or
-rolls back (the newest, the best, or the newest before a step)."""
+"""Select a checkpoint or model folder: by the user's argument, or for a run that resumes or rolls
+back (the newest, the best, or the newest before a step).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
         newer checkpoints and about checkpoints of other runs.
 
     Raises:
-        CheckpointError: there are checkpoints, but none of them can be used.
+        CheckpointError: there are checkpoints, but none of them is usable.
     """
 
     def newest_first() -> list[Saved]:
@@ -75,9 +76,9 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
     """Return the folder of the first candidate that passes `verify_checkpoint`, or None, and the
-    error messages of the candidates before it.
+    error messages for the candidates before it.
 
-    If the run deletes a candidate in the meantime, it has saved a newer checkpoint, so the search
+    If the run deletes a candidate during the search, it has saved a newer checkpoint, so the search
     is repeated with new candidates.
     """
     while True:
@@ -102,11 +103,12 @@ def read_model_folder(
     pickled: bool = False,
     best: bool = False,
 ) -> T:
-    """Select a model folder with `resolve_model_folder`, and return the result of `read` for it.
+    """Select a model folder with `resolve_model_folder`, and return the result of calling `read` on
+    it.
 
     If `name` is a run folder and the run deletes the checkpoint while it is being read, the
-    checkpoint that is then the newest or best is read instead. If `name` is the path of the deleted
-    checkpoint itself, an error is raised.
+    checkpoint that is newest or best at that time is read instead. If `name` is the path of the
+    deleted checkpoint itself, an error is raised.
 
     Args:
         name, pickled, best: see `resolve_model_folder`.
@@ -133,8 +135,7 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     messages about damaged checkpoints with lower losses.
 
     Raises:
-        CheckpointError: no checkpoint has a validation loss, or all checkpoints with one are
-            damaged.
+        CheckpointError: no checkpoint has a validation loss, or all that have one are damaged.
     """
     folder, problems = _first_sound(lambda: best_saved(run_folder))
     if folder is not None:
@@ -146,20 +147,21 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """Return the model folder for a command's CHECKPOINT argument. A checkpoint is verified.
+    """Return the model folder for a command's CHECKPOINT argument. If it is a checkpoint, verify
+    it.
 
     Args:
         name: a run folder (whose newest checkpoint is used), a checkpoint folder, any Hugging Face
             model folder, a GGUF file, or the id of a model on the Hugging Face hub.
-        pickled: True downloads pickled weights if the model on the hub has no others.
-        best: True uses the run folder's checkpoint with the lowest validation loss instead of the
+        pickled: True to download pickled weights if the model on the hub has no others.
+        best: True to use the run folder's checkpoint with the lowest validation loss instead of the
             newest.
 
     Raises:
         ConfigError: `best` is set for a path that is not a run folder.
         CheckpointError: the run folder has no usable checkpoint, or the checkpoint is damaged or
             was deleted.
-        ModelError: there is no such folder and no such model on the hub.
+        ModelError: neither the folder nor a model with this id on the hub exists.
     """
     path = Path(name).expanduser()
     is_run = path.is_dir() and not (path / CONFIG_NAME).is_file() and (path / CHECKPOINTS).is_dir()
@@ -183,11 +185,11 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """Return the file or folder of a tokenizer, which may be that of a model.
+    """Return the file or folder of a tokenizer, which may be part of a model.
 
     Args:
         name: a tokenizer's file or folder, or a model as in `resolve_model_folder`, whose tokenizer
-            is used. For an adapter without a tokenizer, that of its base model is used.
+            is used. For an adapter without a tokenizer, the tokenizer of its base model is used.
 
     Raises:
         CheckpointError, ModelError: see `resolve_model_folder`.
@@ -203,7 +205,7 @@ def resolve_tokenizer(name: str | Path) -> Path:
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         require_not_trainer(path)
         return path
-    # The weights of a model on the hub are not downloaded.
+    # The weights of a hub model are not downloaded.
     is_here = path.is_dir()
     folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
     return next(filter(has_tokenizer, adapter_chain(folder)), folder)
@@ -211,7 +213,8 @@ def resolve_tokenizer(name: str | Path) -> Path:
 
 def trained_on(folder: Path) -> dict[str, Any]:
     """Return the entry `data` in a checkpoint's state, with `dir`, `seq_len` and `document_masking`
-    of its training data, or {} for a folder that is not a checkpoint."""
+    of its training data, or {} for a folder that is not a checkpoint.
+    """
     if not (folder / STATE_NAME).is_file():
         require_kept(folder)
         return {}
@@ -222,12 +225,12 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """Return the folder of the checkpoint to which a run rolls back: the newest checkpoint before
-    `step` that passes `verify_checkpoint`. None if there is none.
+    """Return the folder of the checkpoint to which a run rolls back, or None: the newest checkpoint
+    before `step` that passes `verify_checkpoint`.
 
     Checkpoints at regular steps (multiples of `every_steps`) and before the first skipped step are
-    preferred. A run that was stopped and resumed, which leaves an additional checkpoint, therefore
-    rolls back to the same step as an uninterrupted run.
+    preferred. A run that was stopped and resumed has an additional checkpoint, but it thus rolls
+    back to the same step as an uninterrupted run.
 
     Args:
         run_folder: the run's folder.
@@ -240,7 +243,7 @@ def checkpoint_before(
         if one.step < step and one.step <= saved_step:
             with contextlib.suppress(CheckpointError):
                 state = load_trainer_state(one.folder)
-                # If all steps were skipped, the checkpoint is just the run's initial state.
+                # If all steps were skipped, the checkpoint is simply the run's initial state.
                 if state.get("skipped_steps", 0) < one.step:
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):
@@ -252,7 +255,8 @@ def checkpoint_before(
 
 def _merits(state: Mapping[str, Any], step: int, every_steps: int) -> tuple[bool, bool]:
     """Return the sort key of a checkpoint: (True if its last step was not skipped, True if it was
-    saved at a regular step)."""
+    saved at a regular step).
+    """
     is_calm = not state.get("skipped")
     was_due = every_steps > 0 and step % every_steps == 0 and state.get("pending") is None
     return is_calm, was_due

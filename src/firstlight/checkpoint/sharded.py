@@ -1,15 +1,16 @@
-"""Files of sharded tensors. Each process writes its shards, and any number of processes can read
-them.
+"""Files of sharded tensors. Each process writes its own shards, and any number of processes can
+read them.
 
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
-The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files
-whose metadata contains each shard's offsets in its tensor. torch.distributed.checkpoint and its
-consolidation can read them. torch's default format is not used because its index is a pickle.
+The format is the same as in torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors
+files whose metadata contains the offsets of each shard in its tensor. torch.distributed.checkpoint
+and its consolidation can read them. torch's default format is not used, because its index is a
+pickle.
 
 Weights have the names and shapes of the model's parameters. Unlike in a Hugging Face folder,
-experts are stacked and the vocabulary has padding rows.
+experts are stacked and the vocabulary includes padding rows.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
-#: The two kinds of tensors, named by the prefix of their files.
+#: The two kinds of tensors, named after the prefix of their files.
 WEIGHTS, MOMENTS = "model", "optimizer"
 
 _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
 
-# Keys of torch in the files' metadata.
+# Keys that torch uses in the metadata of the files.
 _PLACES_KEY = "DCP_SHARDING_INFO"
 _OFFSETS_KEY = "saved_offsets"
 _VERSION_KEY = "DCP_VERSION"
 
-#: Supported dtypes of sharded tensors, by their safetensors names.
+#: Supported dtypes of sharded tensors, keyed by safetensors name.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -64,8 +65,8 @@ class TensorShard:
     """Rectangular part of a tensor that belongs to one process.
 
     Attributes:
-        tensor: the elements of the shard, with as many dimensions as the full tensor.
-        offsets: the shard's first index in each dimension of the full tensor.
+        tensor: elements of the shard, with as many dimensions as the full tensor.
+        offsets: first index of the shard in each dimension of the full tensor.
     """
 
     tensor: Tensor
@@ -74,7 +75,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class StoredShape:
-    """Shape and dtype of a tensor whose shards are in the files of a folder.
+    """Shape and dtype of a tensor whose shards are stored in the files of a folder.
 
     Attributes:
         shape: shape of the full tensor.
@@ -86,7 +87,7 @@ class StoredShape:
 
 
 def shard_name(kind: str, rank: int, size: int) -> str:
-    """Return the name of the file with a rank's shards.
+    """Return the name of the file that contains a rank's shards.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
@@ -98,7 +99,8 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 def shard_names(names: Iterable[str]) -> list[str]:
     """Return the names of all shard files that a checkpoint must have, derived from the names of
-    its files, or [] if it is not sharded."""
+    its existing files, or [] if it is not sharded.
+    """
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
         shard_name(kind, rank, size)
@@ -109,15 +111,15 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """Return the shards that this process has to write such that each element is written once.
+    """Return the shards that this process must write so that each element is written exactly once.
 
-    If several processes have a copy of a shard (hybrid sharding), one of them writes it, depending
-    on the tensor's name. Tensors that are not sharded must be passed by only one process.
+    If several processes have a copy of a shard (hybrid sharding), one of them is chosen based on
+    the tensor's name. Tensors that are not sharded must be passed by only one process.
 
     Returns:
         Shards whose tensors share memory with `tensors` and are on the same device.
     """
-    # Imported here because the import takes most of a second.
+    # Imported here, because the import takes most of a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
@@ -138,8 +140,9 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Return True if this process has to write its shard, of which other processes may have
-    copies."""
+    """Return True if this process must write its shard, of which other processes may have
+    copies.
+    """
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
@@ -154,7 +157,7 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file with this process' shards; return it for its size and SHA-256.
+    """Write the file with this process's shards. Return it for its size and SHA-256.
 
     Raises:
         OSError: a file system error.
@@ -202,8 +205,8 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        targets: full tensors or DTensors with any sharding, by name, on any device, with the shapes
-            and dtypes of the files' tensors.
+        targets: full tensors or DTensors with any sharding, keyed by name, on any device, with the
+            same shapes and dtypes as in the files.
 
     Raises:
         CheckpointError: a tensor is missing or has a different shape or dtype, or a file is
@@ -228,7 +231,7 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     files = [str(path) for path in _files(folder, kind)]
 
     class Shards(FileSystem):
-        """File system view in which the folder has only the files of one kind."""
+        """File system view in which the folder contains only the files of one kind."""
 
         def ls(self, path: Any) -> list[str]:
             return files
@@ -278,7 +281,7 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
     Raises:
         ModelError: config.json is damaged.
-        CheckpointError: the shards don't fit the model of config.json, or are damaged.
+        CheckpointError: the shards don't match the model of config.json, or are damaged.
     """
     model = fitting_model(read_config(folder), folder, vocab_multiple)
     allocate(model, torch.device("cpu"))
@@ -287,11 +290,11 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """Build the model of a config on the meta device and check it against the shards in a folder.
+    """Build the model of a config on the meta device, and check that the shards in a folder match
+    it.
 
     Raises:
-        ModelError: the number of tensors in the config's model is very different from that in the
-            shards.
+        ModelError: the config's model and the shards have very different numbers of tensors.
         CheckpointError: a tensor is missing, unexpected or has a different shape.
     """
     stored = stored_shapes(folder, WEIGHTS)
@@ -319,7 +322,7 @@ def restore_shards(
     other_prefix: str,
     has_moments: bool,
 ) -> dict[str, Tensor]:
-    """Load this process' shards of a checkpoint's weights and moments into a model and its
+    """Load this process's shards of a checkpoint's weights and moments into a model and its
     optimizer.
 
     Args:
@@ -327,11 +330,11 @@ def restore_shards(
         model: the model, changed in place; its parameters may be sharded in any way.
         optimizer: the model's optimizer, changed in place.
         vocab_multiple: the multiple to which the model's vocabulary is padded.
-        other_prefix: prefix of the names of the optimizer file's tensors that are not moments.
-        has_moments: True raises an error if the checkpoint has no moments.
+        other_prefix: prefix of the names of tensors in the optimizer file that are not moments.
+        has_moments: True to raise an error if the checkpoint has no moments.
 
     Returns:
-        The tensors that are not moments (random states), by name, on the CPU.
+        The tensors that are not moments (random states), keyed by name, on the CPU.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to a different model or optimizer.
@@ -386,15 +389,15 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None if they
-    don't."""
+    """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None."""
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
     shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))
     volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
     if volume != math.prod(shape):
         return None
-    # The boxes have as many elements as the full tensor, so they fill it unless two overlap.
+    # The boxes have as many elements as the full tensor, so they fill it unless two of them
+    # overlap.
     open_boxes: list[_Box] = []
     for box in sorted(boxes):
         open_boxes = [one for one in open_boxes if not shape or one[1][0] > box[0][0]]

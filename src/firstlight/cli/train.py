@@ -140,6 +140,7 @@ def train_texts_command(
         if options["resume"]:
             raise ConfigError("--plan-only plans a new run: omit --resume or --plan-only")
         from firstlight.from_texts.request import DEFAULT_SECONDS, request_of
+        from firstlight.from_texts.run_folder import command_of, length_options, own_options
 
         request = request_of(paths, **asked)
         if not request.has_length:
@@ -149,6 +150,8 @@ def train_texts_command(
         plan = plan.with_memory()
         for line in (*plan.lines(), *plan.table()):
             show(line)
+        command = command_of(request, length_options(request) + own_options(request))
+        show(f"nothing was trained; to train: {command}")
         return plan.record(), None
     if options["gpu"] is not None:
         raise ConfigError("--gpu needs --plan-only: add it, or train on a machine with that GPU")
@@ -397,7 +400,7 @@ def _train_on_texts(
     if of_run is not None:
         say_findings(of_run.findings)
         if of_run.stopped_by is not None or of_run.diverged:
-            _end_stopped(of_run)
+            _end_stopped(of_run, "the same command continues the run")
     return found
 
 

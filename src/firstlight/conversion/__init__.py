@@ -1,1 +1,1 @@
-"""Conversion of models to and from the formats of other programs."""
+"""Convert models to and from the formats of other programs."""

@@ -1,4 +1,4 @@
-"""Verification of a conversion: source and result must be the same model.
+"""Verify a conversion: source and result must be the same model.
 
 There are three comparisons, each of which finds errors that the others miss:
 
@@ -74,10 +74,10 @@ _ROWS = 4096
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
     """Return the token ids on which source and result are compared, int64 [1, T]; T is 64, or the
-    context if that is shorter.
+    context length if that is shorter.
 
     The ids are those of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
-    tokenizer, all ids are from that sequence.
+    tokenizer, all ids are taken from that sequence.
     """
     count = min(_PROMPT_TOKENS, context)
     ids: list[int] = []
@@ -85,7 +85,7 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
         start = [tokenizer.separator_id] if tokenizer.add_bos else []
         # An id beyond the vocabulary has no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
-    # The formula is quadratic, so that the ids are spread over the vocabulary and are not
+    # The formula is quadratic, so that the ids are spread over the vocabulary instead of being
     # consecutive.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
@@ -110,7 +110,7 @@ def logits_of(
 
     Args:
         config: the model's config.json as an object.
-        tensors: weights by their Hugging Face names.
+        tensors: weights, keyed by Hugging Face name.
         ids: token ids, int64 [1, T].
         dtype: dtype of the weights and of the computation.
     """
@@ -122,14 +122,14 @@ def logits_of(
 
 
 def require_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse weights with NaN or infinity.
+    """Raise an error for weights that contain NaN or infinity.
 
     Args:
-        tensors: weights by name.
+        tensors: weights, keyed by name.
         where: name of the model, for the message.
 
     Raises:
-        ModelError: a tensor has NaN or infinity; the message names up to three.
+        ModelError: a tensor contains NaN or infinity; the message names up to three such tensors.
     """
     broken = [name for name, tensor in tensors.items() if not is_finite(tensor)]
     if broken:
@@ -145,14 +145,13 @@ def require_same_tensors(
     """Compare the tensors of source and result one by one.
 
     Args:
-        source, result: tensors by their Hugging Face names.
-        kind: format that the result was rounded to, a key of `TOLERANCES`; "f32" if it was not
+        source, result: tensors, keyed by Hugging Face name.
+        kind: format to which the result was rounded, a key of `TOLERANCES`; "f32" if it was not
             rounded.
-        shifted: name suffix of norm weights w that the result's file stores as 1 + w; "" if there
-            are none.
+        shifted: name suffix of norm weights w that the result's file stores as 1 + w, or "".
 
     Raises:
-        ModelError: a tensor is missing, or differs by more than rounding; the message names it.
+        ModelError: a tensor is missing or differs by more than rounding; the message names it.
     """
     share, smallest = _ROUNDING[kind]
     for name in sorted(source.keys() | result.keys()):
@@ -176,11 +175,12 @@ def require_same_tensors(
 
 
 def _distance(source: Tensor, result: Tensor) -> tuple[float, float]:
-    """Return the largest absolute value in `source`, and the largest absolute difference between
-    `source` and `result`; 0 and infinity if their shapes differ."""
+    """Return the largest absolute value in `source` and the largest absolute difference between
+    `source` and `result`, or 0 and infinity if their shapes differ.
+    """
     if source.shape != result.shape:
         return 0.0, float("inf")
-    # Kept as a tensor, because torch's maximum propagates NaN, but Python's may not.
+    # Kept as a tensor, because torch's maximum propagates NaN but Python's may not.
     largest, difference = 0.0, torch.zeros(())
     for a, b in zip(torch.split(source, _ROWS), torch.split(result, _ROWS), strict=True):
         a, b = a.float(), b.float()
@@ -194,15 +194,15 @@ def require_same_logits(
 ) -> tuple[float, float]:
     """Compare the logits of source and result.
 
-    The mean over the vocabulary is subtracted at each position, since softmax ignores it. The
-    logits of OpenAI's GPT-2, for example, are around -35 or -110, relative to which any difference
-    would look small.
+    The mean over the vocabulary is subtracted at each position, because softmax is invariant to it.
+    The logits of OpenAI's GPT-2, for example, are around -35 or -110; relative to such values, any
+    difference would look small.
 
     Args:
         source, result: logits, [1, T, V].
         limit: largest allowed difference, as a fraction of the source's largest logit.
         is_routed: True if weights were rounded and the model has routers. Rounding routes a few
-            tokens to different experts, which was measured to cause differences of up to 0.9 of the
+            tokens to different experts, which caused measured differences of up to 0.9 of the
             largest logit. In this case only half of the positions must be within the limit: at the
             median position, the measured difference is the same as for models without experts.
 
@@ -260,13 +260,14 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
 
 
 def _rendered(tokenizer: Tokenizer) -> str | None:
-    """Render `CONVERSATION`; return the text or the template's error message. None without a
-    template."""
+    """Render `CONVERSATION`. Return the text or the template's error message, or None without a
+    template.
+    """
     if tokenizer.chat_template is None:
         return None
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # The template may be broken or may require other conversations. A conversion only copies
-        # it.
+        # The template may be broken or may require different conversations. A conversion only
+        # copies it.
         return str(error)

@@ -1,5 +1,6 @@
-"""`convert`: writes a model as a Hugging Face folder, a GGUF file or an Ollama folder, reads the
-result back, and refuses it unless it is the same model as the source."""
+"""`convert`: write a model as a Hugging Face folder, a GGUF file or an Ollama folder, read the
+result back, and reject it unless it is the same model as the source.
+"""
 
 from __future__ import annotations
 
@@ -113,21 +114,22 @@ class Conversion:
     """Result of a conversion.
 
     Attributes:
-        out: the folder that was written.
+        out: folder that was written.
         file: the GGUF file in `out`; None for a Hugging Face folder.
-        program: the source's program, such as "Hugging Face", "adapter (PEFT)" or "nanoGPT".
+        program: program that wrote the source, such as "Hugging Face", "adapter (PEFT)" or
+            "nanoGPT".
         model_type: the model's family, as in config.json.
-        parameters: number of weights that were written.
-        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. A Hugging Face
-            folder can also have "f64", or "mixed" for several dtypes, if the source does.
-        largest_difference: largest difference between logits of source and result on a fixed
-            prompt, after the mean of each position is subtracted (softmax ignores it).
+        parameters: number of weights written.
+        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. If the source
+            does, a Hugging Face folder can also have "f64", or "mixed" for several dtypes.
+        largest_difference: largest difference between the logits of source and result on a fixed
+            prompt, after subtracting the mean at each position (to which softmax is invariant).
         largest_logit: largest absolute logit of the source, after the same subtraction.
         has_chat_template: True if source and result have the same chat template, False if neither
-            has a template.
-        notes: remarks for the user.
-        perplexity: (perplexity of the source, perplexity of the result, bits of the file per
-            weight) on a fixed text, if llama.cpp quantised the file; otherwise None.
+            has one.
+        notes: messages to the user.
+        perplexity: (perplexity of the source, perplexity of the result, bits per weight in the
+            file) on a fixed text, if llama.cpp quantised the file; otherwise None.
     """
 
     out: Path
@@ -145,7 +147,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Result:
-    """The written model as read back from its files; `name` is used in messages."""
+    """The written model, read back from its files; `name` is used in messages."""
 
     name: str
     config: Mapping[str, Any]
@@ -165,26 +167,25 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model, and refuse a result that does not compute the same as the source. If an
-    error occurs, nothing is written.
+    """Convert a model. Reject a result that does not compute the same as the source. If an error
+    occurs, nothing is written.
 
     Args:
         source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
-            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's
+            checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, or a folder of OpenAI's
             GPT-2, Meta's Llama, litgpt or nanochat.
         out: the folder to write, which must be missing or empty and must not be inside the source.
         to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
             "ollama" (such a file and a Modelfile).
         dtype: "auto" (the source's dtype), "f32", "f16", "bf16", and for GGUF also "q8_0" and the
             formats of llama.cpp's quantiser, such as "q4_k_m".
-        tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
-        config: a JSON file with keys of a Hugging Face config.json that are missing in another
-            program's files.
+        tokenizer: folder or file of a tokenizer that replaces the source's tokenizer.
+        config: JSON file with keys of a Hugging Face config.json that another program's files lack.
         tolerance: largest allowed difference between logits, as a fraction of the largest logit;
-            None uses the format's limit (`TOLERANCES`). For formats of llama.cpp's quantiser, the
-            largest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
-        calibration: a text file for the importance matrix of llama.cpp's quantiser.
-        best: True uses a run folder's checkpoint with the lowest validation loss instead of the
+            None uses the format's limit (`TOLERANCES`). For formats of llama.cpp's quantiser, it is
+            the largest allowed relative increase of the perplexity (`PERPLEXITY_LIMITS`).
+        calibration: text file for the importance matrix of llama.cpp's quantiser.
+        best: True to use a run folder's checkpoint with the lowest validation loss instead of the
             newest.
 
     Raises:
@@ -195,7 +196,7 @@ def convert(
             template differ.
         MissingDependencyError: the gguf package (for GGUF) or llama-cpp-python (for the formats of
             llama.cpp's quantiser) is not installed.
-        StorageError: the file system refuses a write.
+        StorageError: a file can't be written.
     """
     dtype, text = _checked_options(to, dtype, tolerance, calibration)
     out = _free_place(out, source)
@@ -226,13 +227,13 @@ def _converted(
     text: str | None,
     tolerance: float | None,
 ) -> Conversion:
-    """Write the model and compare the result with the source.
+    """Write the model, and compare the result with the source.
 
     Args:
-        model, config: the source, and its config.
+        model, config: the source and its config.
         folder: temporary folder, which is renamed to `out` at the end.
         to, dtype, tolerance: see `convert`.
-        text: the calibration text; None if there is none.
+        text: calibration text, or None.
     """
     quantised = dtype if dtype in QUANTISED else None
     chosen, rounding = _result_dtype(model.tensors, "auto" if quantised else dtype, to)
@@ -282,8 +283,9 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Return notes on the source, on differences of the target program, and on a missing
-    tokenizer."""
+    """Return notes about the source, about differences in the target program, and about a missing
+    tokenizer.
+    """
     if to == "hf":
         notes = export_notes(model.config, model.tokenizer)
     else:
@@ -293,8 +295,9 @@ def _notes(model: Source, to: str) -> list[str]:
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """Return the dtype of the result ("mixed" for several), and the format that its numbers are
-    rounded to ("f32" if they are not rounded)."""
+    """Return the dtype of the result ("mixed" for several), and the format to which its numbers are
+    rounded ("f32" if they are not rounded).
+    """
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
     chosen = own if dtype == "auto" else dtype
@@ -306,7 +309,7 @@ def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[s
 def _checked_options(
     to: str, dtype: str, tolerance: float | None, calibration: str | Path | None
 ) -> tuple[str, str | None]:
-    """Check the options of `convert`; return the dtype's short name and the calibration text.
+    """Check the options of `convert`. Return the dtype's short name and the calibration text.
 
     Raises:
         ConfigError, MissingDependencyError: an option is invalid, or a package is not installed.
@@ -351,7 +354,9 @@ def _free_place(out: str | Path, source: str | Path) -> Path:
 
 
 def _require_fit(model: Source, config: ModelConfig) -> None:
-    """Refuse a tokenizer larger than the model's vocabulary, and weights with NaN or infinity."""
+    """Raise an error for a tokenizer larger than the model's vocabulary, and for weights with NaN
+    or infinity.
+    """
     if model.tokenizer is not None and model.tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {model.tokenizer.vocab_size} tokens, more than the "
@@ -361,7 +366,7 @@ def _require_fit(model: Source, config: ModelConfig) -> None:
 
 
 def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
-    """Write a GGUF file, and read it back."""
+    """Write a GGUF file and read it back."""
     write_gguf(
         path,
         model.config,
@@ -384,7 +389,7 @@ def _write_gguf(model: Source, path: Path, dtype: str) -> _Result:
 
 
 def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
-    """Write a Hugging Face model folder, and read it back."""
+    """Write a Hugging Face model folder and read it back."""
     if model.folder is not None:
         for name in (CONFIG_NAME, GENERATION_CONFIG_NAME, *_TOKENIZER_FILES):
             if (model.folder / name).is_file():
@@ -404,15 +409,16 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """Return the entries of config.json for the tensors' dtype, under the keys of transformers 5
-    and 4. Empty if there are several dtypes."""
+    """Return the entries of config.json for the tensors' dtype, under the keys of both transformers
+    5 and 4, or an empty dict if there are several dtypes.
+    """
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     return {"dtype": names[0], "torch_dtype": names[0]} if len(names) == 1 else {}
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"); unchanged if it is None.
+    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if it is None.
 
     Raises:
         ModelError: a number is too large for `dtype`.
@@ -431,10 +437,10 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 def _compare(
     model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
-    """Refuse a result that differs from the source by more than the rounding of `kind`.
+    """Raise an error if the result differs from the source by more than the rounding of `kind`.
 
     Returns:
-        The largest difference of two logits, the largest logit, and notes.
+        The largest difference between two logits, the largest logit, and notes.
     """
     notes: list[str] = []
     if model.tokenizer is not None:
@@ -468,8 +474,8 @@ def _compare(
 
 T = TypeVar("T")
 
-#: Fewer rows than this beyond the tokenizer's vocabulary are considered padding, since programs pad
-#: to a multiple of 64 or 128.
+#: Fewer rows than this beyond the tokenizer's vocabulary are considered padding, because programs
+#: pad to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
 
@@ -480,14 +486,14 @@ class Source:
     Attributes:
         program: the program that wrote the model, or "adapter (PEFT)".
         name: name of the result, consisting of characters that are valid in file names.
-        config: content of config.json, with the ids of special tokens of `tokenizer` if that is
-            not from the same folder.
-        tensors: tensors by their Hugging Face names, memory-mapped where possible.
+        config: content of config.json, with the special token ids of `tokenizer` if it comes from a
+            different folder.
+        tensors: tensors, keyed by Hugging Face name, memory-mapped where possible.
         tokenizer: tokenizer of the result, if any.
-        folder: Hugging Face folder whose other files are copied to the result; None if there is
-            none.
-        notes: remarks for the user.
-        generation: content of its generation_config.json, which may exist even if `folder` is None.
+        folder: Hugging Face folder whose other files are copied to the result, or None.
+        notes: messages to the user.
+        generation: content of the model's generation_config.json, which may exist even if `folder`
+            is None.
     """
 
     program: str
@@ -509,19 +515,20 @@ def read_source(
     best: bool = False,
 ) -> T:
     """Open the model to convert, and return the result of calling `use` on it. If an active
-    training run deletes the checkpoint during that call, `use` is called again on the newest
+    training run deletes the checkpoint during that call, `use` is called again with the newest
     checkpoint.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
-        tokenizer: a tokenizer's folder or file, which replaces the source's tokenizer.
-        config: a JSON file with settings that are missing in another program's files.
+        tokenizer: folder or file of a tokenizer that replaces the source's tokenizer.
+        config: JSON file with settings that another program's files lack.
         use: function that reads the model's tensors and files, and writes the result.
-        best: True uses a run's checkpoint with the lowest validation loss instead of the newest.
+        best: True to use a run's checkpoint with the lowest validation loss instead of the newest.
 
     Raises:
         ConfigError: the source does not support `config` or `best`, or `config` is not an object.
-        InputError: a file is missing, or of an unsupported kind.
+        ModelError, CheckpointError, TokenizerError: the source can't be read. Errors raised by
+            `use` are passed on.
         ModelError, CheckpointError, TokenizerError: the source can't be read. Errors of `use` are
             passed on.
     """
@@ -567,15 +574,17 @@ def _generation(
     content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
 ) -> dict[str, Any]:
     """Return the content of a generation_config.json with all end tokens of the model, but without
-    token ids if the tokenizer `given` replaces the model's."""
+    token ids if the tokenizer `given` replaces the model's tokenizer.
+    """
     if given is not None:
         return {key: value for key, value in content.items() if not key.endswith("_token_id")}
     return {**content, "eos_token_id": [*ends]} if ends else dict(content)
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """Add zero biases to a GPT-2 without biases for queries, keys and values, since GPT-2 has these
-    biases in other programs. Any other model is returned unchanged."""
+    """Add zero biases to a GPT-2 that lacks biases for queries, keys and values, because GPT-2 has
+    these biases in other programs. Return any other model unchanged.
+    """
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
     tensors = dict(model.tensors)
@@ -592,8 +601,9 @@ def with_qkv_biases(model: Source) -> Source:
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """Merge an adapter into its base. The base's other files are copied, unless the tokenizer
-    differs (`given` or the adapter's) or the adapter unties the head or adds tokens."""
+    """Merge an adapter into its base model. The base model's other files are copied unless the
+    tokenizer differs (`given` or the adapter's) or the adapter unties the head or adds tokens.
+    """
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
     content: dict[str, Any] = read_json(base / CONFIG_NAME)
@@ -620,10 +630,11 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read config.json of a model folder as an object, and its tensors by their Hugging Face names.
+    """Read config.json of a model folder as an object, and its tensors, keyed by Hugging Face name.
 
-    Tensors are memory-mapped, except those of a sharded checkpoint, which are assembled in memory,
-    and experts in MXFP4, which are unpacked. Stacked experts are split into views of each.
+    Tensors are memory-mapped, except the tensors of a sharded checkpoint, which are assembled in
+    memory, and experts in MXFP4, which are unpacked. Stacked experts are split into one view per
+    expert.
 
     Raises:
         ModelError, CheckpointError: a file is missing or damaged, or the tensors don't match
@@ -643,8 +654,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _name_of(source: str | Path) -> str:
-    """Return a model's name, derived from its file, folder or run folder, or from its name on the
-    hub."""
+    """Return a model's name, derived from its file, folder, run folder or hub id."""
     path = Path(source).expanduser()
     if path.is_file():
         name = path.stem
@@ -706,7 +716,8 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
 
 def _tokenizer_beside(folder: Path) -> Tokenizer | None:
     """Return the tokenizer in the folder of another program's model, or `tokenizer.model` in its
-    parent folder, as in Meta's downloads. None if there is none."""
+    parent folder, as in Meta's downloads, or None.
+    """
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
         if place.is_file() or any((place / name).is_file() for name in names):
@@ -715,9 +726,10 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
-    """Remove the rows of embedding and head that pad the vocabulary beyond that of the tokenizer:
-    their ids are not tokens and must never be predicted. `_MAX_PADDING` rows or more are not
-    considered padding and are kept, with a note."""
+    """Remove the rows of the embedding and head that pad the vocabulary beyond the tokenizer's
+    size: their ids are not tokens and must never be predicted. If there are `_MAX_PADDING` such
+    rows or more, they are not considered padding and are kept, with a note.
+    """
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size
     if tokenizer is None or extra <= 0:

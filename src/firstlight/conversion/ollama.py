@@ -20,7 +20,7 @@ from firstlight.weights.huggingface import end_ids, generation_config, sampling_
 
 Messages = Sequence[Mapping[str, str]]
 
-#: Maximum context length in tokens for a Modelfile, since Ollama allocates the cache for the full
+#: Maximum context length in tokens for a Modelfile, because Ollama allocates the cache for the full
 #: context when it loads a model.
 _MOST_CONTEXT = 32_768
 
@@ -29,9 +29,10 @@ _SYSTEM = "System-7f3a"
 _FIRST = "First-7f3a"
 _ANSWER = "Answer-7f3a"
 _SECOND = "Second-7f3a"
-#: Roles of a conversation, starting with the first question.
+#: Roles in a conversation, starting with the first question.
 _TURNS = ("user", "assistant", "user", "assistant", "user")
-#: Conversations with which the template is verified; each is rendered with the start of an answer.
+#: Conversations on which the template is verified; each is rendered with the beginning of an
+#: answer.
 _CONTENTS = (
     "When does the sun rise?",
     "At six.\nIn winter, at eight.",
@@ -47,16 +48,16 @@ class OllamaTemplate:
 
     Attributes:
         head: text before the first question in a conversation without a system message.
-        system_head: text before the system message, which replaces `head` or, with `is_last`,
-            follows the text before the last question; None if the template does not support system
+        system_head: text before the system message. It replaces `head` or, with `is_last`, follows
+            the text before the last question. None if the template does not support system
             messages.
-        system_end: text between the system message and the following question.
+        system_end: text between the system message and the question that follows.
         user: text before every question except the first.
         assistant: text between a question and its answer.
         assistant_end: text after an answer that is followed by a question.
         prompt: text after the last question, which the model continues with its answer.
         is_last: True if the system message is in the last question, as in Mistral's templates.
-        stops: texts at which Ollama ends an answer.
+        stops: texts that make Ollama end an answer.
     """
 
     head: str
@@ -70,7 +71,7 @@ class OllamaTemplate:
     stops: tuple[str, ...]
 
     def render(self, messages: Messages) -> str:
-        """Return the text that `go` renders."""
+        """Return the text that the template `go` renders."""
         system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
         has_system = bool(system) and self.system_head is not None
         shown = f"{self.system_head}{system}{self.system_end}"
@@ -108,7 +109,8 @@ class OllamaTemplate:
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
     """Return the template that renders the same texts as the tokenizer's template, without the
-    token that llama.cpp adds before a text. None if it can't be expressed in this form."""
+    token that llama.cpp adds before a text. Return None if no such template exists.
+    """
     try:
         template = _observed(tokenizer)
         for count in (1, 3, 5):
@@ -141,8 +143,8 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
     """Determine the texts that the tokenizer's template renders around the messages.
 
     Raises:
-        FirstlightError: the template refuses a plain conversation.
-        ValueError: a message is missing in the text or is in another position.
+        FirstlightError: the template rejects a plain conversation.
+        ValueError: a message is missing in the text or is at a different position.
     """
     turns = [
         {"role": role, "content": content}
@@ -184,11 +186,11 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
 
 
 def _around(text: str, *contents: str) -> list[str]:
-    """Return the texts before, between and after `contents`, each of which must occur exactly once
-    and in this order.
+    """Return the texts before, between and after `contents`, each of which must occur exactly once,
+    in this order.
 
     Raises:
-        ValueError: one of `contents` does not.
+        ValueError: one of `contents` does not occur exactly once or in this order.
     """
     parts = []
     for content in contents:
@@ -200,8 +202,9 @@ def _around(text: str, *contents: str) -> list[str]:
 
 
 def _stops(tokenizer: Tokenizer, end: str, user: str) -> tuple[str, ...]:
-    """Return the texts that end an answer: the special tokens after an answer and before a
-    question, or the entire text before a question if it has no special tokens."""
+    """Return the texts that end an answer: the special tokens between an answer and a question or,
+    if there are none, the entire text before a question.
+    """
     found = sorted(
         (place, token)
         for token in tokenizer.special_tokens
@@ -223,8 +226,8 @@ def modelfile(
 
     Args:
         file: name of the GGUF file in the same folder.
-        tokenizer: the model's tokenizer, if any.
-        context: the model's context length in tokens.
+        tokenizer: tokenizer of the model, if any.
+        context: context length of the model in tokens.
         generation: content of the model's generation_config.json.
     """
     lines, notes = [f"FROM ./{file}"], []
@@ -240,7 +243,8 @@ def modelfile(
                 "has no TEMPLATE, so write one in Go's syntax (https://docs.ollama.com/template)"
             )
         else:
-            # Today's date occurs in this form only in templates that request it, such as gpt-oss'.
+            # Today's date occurs in this form only in templates that request it, such as the
+            # template of gpt-oss.
             go = template.go.replace(date.today().isoformat(), "{{ currentDate }}")
             lines.append(f'TEMPLATE """{go}"""')
             if date.today().strftime("%d %b %Y") in go:

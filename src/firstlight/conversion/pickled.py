@@ -3,8 +3,8 @@
 This is the only module that reads pickles. It uses torch's unpickler with `weights_only=True`,
 after checking that the pickle's opcodes build only tensors, numbers, strings and containers.
 `weights_only` alone would also call functions that allocate unlimited memory (`bytearray`,
-`torch.FloatTensor`), and would practically never finish on nested tuples that repeat one tuple many
-times.
+`torch.FloatTensor`), and would practically never finish on nested tuples that contain the same
+tuple many times.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: First bytes of a file written by `torch.save`: those of a zip archive or, before PyTorch 1.6, of
-#: a pickled magic number.
+#: First bytes of a file written by `torch.save`: the signature of a zip archive or, before PyTorch
+#: 1.6, a pickled magic number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-#: Maximum size of the pickle in an archive, in bytes. It has 100 to 200 bytes per tensor; the
-#: tensors' data is in other entries. Checking one megabyte of opcodes takes about a second.
+#: Maximum size of the pickle in an archive, in bytes. It takes 100 to 200 bytes per tensor; the
+#: data of the tensors is stored in other entries. Checking one megabyte of opcodes takes about a
+#: second.
 _MAX_PICKLE_BYTES = 1_500_000
-#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The tensors'
-#: data follows them.
+#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The data of the
+#: tensors follows them.
 _PICKLES_BEFORE_1_6 = 5
 #: Maximum number of elements in a tuple including nested tuples. A tuple that occurs several times
 #: is counted each time, because hashing visits it each time.
@@ -60,11 +61,11 @@ _KINDS = {dtype: kind for kind, dtype in FLOAT_FORMATS.items()}
 
 
 class _DamagedError(Exception):
-    """A damaged file; `read_pickle` converts this to a ModelError."""
+    """Raised for a damaged file; `read_pickle` converts this to a ModelError."""
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file written by `torch.save`. Its tensors are memory-mapped, except in a file from
+    """Read a file written by `torch.save`. Its tensors are memory-mapped, unless the file is from
     before PyTorch 1.6.
 
     Raises:
@@ -100,7 +101,7 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     except ModelError:
         raise
-    except Exception as error:  # torch raises about ten classes, including Exception itself.
+    except Exception as error:  # torch raises about ten classes, including Exception.
         raise ModelError(
             f"{path} is damaged, truncated or not a checkpoint with only weights: copy it again, "
             "or save the model's state_dict with the program that created it"
@@ -109,7 +110,8 @@ def read_pickle(path: Path) -> Any:
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
     """Yield the names, as "module name", to which the pickles in a file written by `torch.save`
-    refer."""
+    refer.
+    """
     if not is_zip:
         with open(path, "rb") as file:
             for _ in range(_PICKLES_BEFORE_1_6):
@@ -133,7 +135,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
     """Yield the names, as "module name", to which one pickle refers.
 
     Raises:
-        _DamagedError: the pickle is too long or has tuples with too many elements.
+        _DamagedError: the pickle is too long or contains tuples with too many elements.
     """
     # Simulate the unpickler's stack and memo (`known`). Each value is represented by its number of
     # elements if it is a tuple (1 plus those of its elements), and otherwise by 1. None is a mark.
@@ -163,7 +165,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
 
 
 def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
-    """Remove an opcode's operands from the simulated stack; return their numbers of elements."""
+    """Remove an opcode's operands from the simulated stack. Return their numbers of elements."""
     taken: list[int] = []
     for kind in reversed(opcode.stack_before):
         if kind is pickletools.stackslice:
@@ -175,8 +177,8 @@ def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
 
 
 def _require_few_parts(content: Any) -> None:
-    """Refuse content whose containers repeat others so often that comparing or printing it would
-    take forever.
+    """Raise an error for content whose containers repeat others so often that comparing or printing
+    it would take forever.
 
     Raises:
         _DamagedError: the containers have more than `_MOST_PARTS` elements.
@@ -206,12 +208,12 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
     DistributedDataParallel.
 
     Args:
-        path: the file, for messages.
-        content: the file's content, which is the state_dict or a mapping that contains it as
-            "model" or "model_state_dict".
+        path: path of the file, for messages.
+        content: content of the file: the state_dict, or a mapping that contains it as "model" or
+            "model_state_dict".
 
     Raises:
-        ModelError: there is no state_dict.
+        ModelError: no state_dict was found.
     """
     if not isinstance(content, Mapping):
         raise ModelError(
@@ -230,8 +232,9 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor read from a pickle, with the properties of `StoredTensor` that `require_fit`
-    uses."""
+    """A tensor read from a pickle, with those properties of `StoredTensor` that `require_fit`
+    uses.
+    """
 
     value: Tensor
 
@@ -249,11 +252,12 @@ class _PickledTensor:
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
     """Read the weights of a model folder with `pytorch_model.bin`, or with several such files and
-    an index, by their names in model.safetensors. Stacked experts are split into views of each.
+    an index, keyed by their names in model.safetensors. Stacked experts are split into one view per
+    expert.
 
     Raises:
-        ModelError: a file is missing, damaged or contains more than weights; the index does not
-            match its files; or tensors don't match config.json (the message names them).
+        ModelError: a file is missing, damaged or contains objects other than weights; the index
+            does not match its files; or tensors don't match config.json (the message names them).
     """
     stored = {n: _PickledTensor(t) for n, t in _all_tensors(folder).items()}
     config = read_config(folder)

@@ -1,10 +1,10 @@
-"""GGUF files in llama.cpp's quantised formats, written by llama.cpp's quantiser, and measurement of
-the loss of accuracy that the quantisation causes.
+"""Write GGUF files in llama.cpp's quantised formats with llama.cpp's quantiser, and measure the
+loss of accuracy caused by quantisation.
 
 llama.cpp quantises an unrounded GGUF file. An importance matrix (the mean square of each input of
-each matrix on a calibration text) specifies which columns matter; it is required for most formats
-with less than three bits. The result runs in llama.cpp, and its perplexity on a fixed text is
-compared with the source's.
+each matrix on a calibration text) specifies which columns matter; most formats with less than three
+bits require it. The result runs in llama.cpp, and its perplexity on a fixed text is compared with
+the perplexity of the source.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from firstlight.weights.gguf.tensors import tensor_rules
 from firstlight.weights.huggingface import config_from_hf
 from firstlight.weights.loading import fill
 
-#: Formats of llama.cpp's quantiser -> their values in its `enum llama_ftype`.
+#: Value in llama.cpp's `enum llama_ftype` for each format of its quantiser.
 QUANTISED = {
     "q4_0": 2,
     "q4_1": 3,
@@ -61,9 +61,9 @@ QUANTISED = {
     "iq1_m": 31,
 }
 
-#: Largest allowed relative increase of the perplexity, by the number of bits in a format's name.
-#: These limits are loose: on stories260K, whose width makes every format at least 4 bits, the
-#: perplexity rose by at most 6 %.
+#: Largest allowed relative increase of the perplexity, keyed by the number of bits in a format's
+#: name. These limits are loose: on stories260K, whose width makes every format use at least 4 bits,
+#: the perplexity rose by at most 6 %.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
 #: Maximum number of tokens on which the perplexity is measured, and number of tokens per
@@ -115,7 +115,8 @@ def import_llama_cpp() -> Any:
 
 def perplexity_limit(dtype: str) -> float:
     """Return the largest allowed increase of the perplexity for a format, relative to the
-    source's."""
+    source.
+    """
     return PERPLEXITY_LIMITS[dtype.removeprefix("i")[1]]
 
 
@@ -125,11 +126,11 @@ def quantise(
     """Quantise a GGUF file with llama.cpp.
 
     Args:
-        source: a GGUF file in f32, f16 or bf16.
+        source: GGUF file in f32, f16 or bf16.
         out: the file to write.
         dtype: one of `QUANTISED`.
-        importance: importance of each input of a matrix, fp32 [inputs], by the matrix's GGUF name;
-            None quantises without an importance matrix.
+        importance: importance of each input of a matrix, fp32 [inputs], keyed by the matrix's GGUF
+            name; None to quantise without an importance matrix.
 
     Raises:
         ModelError: llama.cpp fails, for example because the format needs an importance matrix.
@@ -160,8 +161,9 @@ def quantise(
 
 @contextlib.contextmanager
 def _said(library: Any) -> Iterator[list[str]]:
-    """Collect llama.cpp's log messages in a list during the `with` block, instead of printing them
-    to stderr."""
+    """Collect llama.cpp's log messages in a list during the `with` block instead of printing them
+    to stderr.
+    """
     from llama_cpp._logger import llama_log_callback
 
     said: list[str] = []
@@ -179,16 +181,17 @@ def _said(library: Any) -> Iterator[list[str]]:
 def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
-    """Compute the mean square of each input of each matrix on a text, fp32 [inputs], by GGUF name.
+    """Compute the mean square of each input of each matrix on a text, fp32 [inputs], keyed by GGUF
+    name.
 
     Matrices of experts, the embedding and the head are omitted.
 
     Args:
         config: the model's config.json.
-        tensors: weights by their Hugging Face names.
+        tensors: weights, keyed by Hugging Face name.
         tokenizer: the model's tokenizer.
-        text: the calibration text. At most its first 64 rows are used; a row has 512 tokens, or as
-            many as the context if that is shorter.
+        text: calibration text, of which at most the first 64 rows are used. A row has 512 tokens,
+            or as many as the context length if that is shorter.
 
     Raises:
         ConfigError: the text is shorter than one row.
@@ -236,8 +239,8 @@ def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
     """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is
-    not counted, since nothing predicts it. Infinite if the loss is above 709 nats, where exp
-    overflows in fp64.
+    excluded, because nothing predicts it. The result is infinite if the loss exceeds 709 nats,
+    where exp overflows in fp64.
     """
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
@@ -252,7 +255,8 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
     tokens = ids[0].tolist()
     with _said(library), contextlib.ExitStack() as stack:
         settings = library.llama_model_default_params()
-        # llama.cpp's kernels for weights repacked for AMX crash the process if GCC 12 built them.
+        # llama.cpp's kernels for weights that are repacked for AMX crash the process if built with
+        # GCC 12.
         settings.use_extra_bufts, settings.n_gpu_layers = False, 0
         model = library.llama_model_load_from_file(bytes(path), settings)
         if not model:
@@ -281,14 +285,14 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantisationLoss:
-    """Loss of accuracy of a quantised file.
+    """Loss of accuracy caused by quantising a file.
 
     Attributes:
         source: perplexity on `EVALUATION_TEXT` under the source's logits.
         result: perplexity under the result's logits in llama.cpp.
         bits: size of the file in bits, divided by the number of weights.
-        difference: largest difference between logits of source and result, after the mean of each
-            position is subtracted.
+        difference: largest difference between the logits of source and result, after subtracting
+            the mean at each position.
         largest: largest absolute logit of the source, after the same subtraction.
     """
 
@@ -310,14 +314,14 @@ def quantise_source(
     text: str | None,
     limit: float | None,
 ) -> QuantisationLoss:
-    """Quantise a converted file, and refuse a result whose perplexity is too high.
+    """Quantise a converted file. Reject a result whose perplexity is too high.
 
     Args:
-        plain: the unrounded GGUF file of the model; it is deleted.
+        plain: unrounded GGUF file of the model; it is deleted.
         out: the file to write.
         dtype: one of `QUANTISED`.
         config, tensors, tokenizer: the source of the conversion.
-        text: calibration text for the importance matrix; None quantises without one.
+        text: calibration text for the importance matrix; None to quantise without one.
         limit: largest allowed relative increase of the perplexity; None uses the format's limit
             (`PERPLEXITY_LIMITS`).
 

@@ -1,1 +1,3 @@
-"""Training data: text sources, preparation of token shards, packing of rows, and the loader."""
+"""Training data: text sources, preparation of token shards, packing of rows, and the data
+loader.
+"""

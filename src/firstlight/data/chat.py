@@ -1,5 +1,4 @@
-"""Preparation of conversations as token shards: reading, checking, rendering, encoding, splitting
-and writing.
+"""Prepare conversations as token shards: read, check, render, encode, split and write them.
 
 The result depends only on the records, the tokenizer with its chat template, and the options. The
 loss mask is computed in `tokenizer/chat_labels.py`.
@@ -64,7 +63,8 @@ from firstlight.tokenizer.chat_labels import (
 )
 from firstlight.tokenizer.messages import LOST, normalize_message, template_options
 
-#: Number of tokens per shard. It is smaller than for text because the loss mask is kept in memory.
+#: Number of tokens per shard. Shards are smaller than for text, because the loss mask is kept in
+#: memory.
 _SHARD_TOKENS = 10_000_000
 
 
@@ -73,16 +73,17 @@ class ChatOptions:
     """Options for converting records to examples.
 
     Attributes:
-        kind: kind of the records: "chat", or "preference" for two answers to a prompt (see
+        kind: kind of the records: "chat", or "preference" for two answers to one prompt (see
             `conversations`), which become two examples with the chosen answer first.
         form: format of the records; "auto" detects the format of each record from its keys.
         train_on: tokens to use as labels: "assistant" for the assistant's tokens (answers, tool
             calls, reasoning) and the ends of its turns, "last" for those of its last message only,
             "answers" for "assistant" without the reasoning, "all" for every token except the first
             of an example.
-        on_bad: treatment of a record that is not a conversation, or of which the chat template
+        on_bad: treatment of a record that is not a conversation, or from which the chat template
             omits something: "refuse" raises an error, "skip" drops the record, "keep" trains on the
-            part that the template keeps and refuses only records that are not conversations.
+            part that the template keeps and raises an error only for records that are not
+            conversations.
         val_fraction: fraction of the examples that is held out for validation. An example is held
             out whenever validation has less than this fraction so far. All examples with the same
             question go to the same split (see `Conversation.question`).
@@ -106,26 +107,26 @@ def prepare_chat(
     overwrite: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write conversations as token shards to the folder `out`; return its manifest.
+    """Write conversations as token shards to the folder `out`. Return the manifest.
 
     Args:
         inputs: files of records, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]". In folders, files
             named after splits are assigned to those splits; see `find_splits`.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_inputs: inputs for validation. If there are any, nothing in `inputs` is held out, and
+        val_inputs: inputs for validation. If any are given, no part of `inputs` is held out, and
             conversations with the same questions are excluded from training.
         template: chat template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None uses
             the tokenizer's template.
         options: see `ChatOptions`.
-        overwrite: True replaces `out` if it is a prepared folder.
+        overwrite: True to replace `out` if it is a prepared folder.
         progress: show a progress bar on stderr.
 
     Raises:
-        InputError: an input is missing or unreadable, or contains no conversation.
-        DataError: a record is not a conversation, or the template omits part of it, and `on_bad`
-            refuses it.
-        TokenizerError: the tokenizer or template can't be used, or they are incompatible.
+        InputError: an input is missing or unreadable, or does not contain a conversation.
+        DataError: `on_bad` is "refuse" and a record is not a conversation or the template omits
+            part of it.
+        TokenizerError: the tokenizer or the template is unusable, or they are incompatible.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
         StorageError: the disk is full or not writable; nothing is left behind.
@@ -159,7 +160,7 @@ def prepare_chat(
 
 
 class _ChatPreparation:
-    """The state of one run of `prepare_chat`."""
+    """State of one run of `prepare_chat`."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: ChatOptions, folder: Path, *, own_val: bool
@@ -177,10 +178,10 @@ class _ChatPreparation:
         self._warning = self._encoder.prompt_warning()
 
     def run(self, sources: Splits) -> Iterator[int]:
-        """Write all records; after each record, yield the number of examples so far.
+        """Write all records. After each record, yield the number of examples so far.
 
         Args:
-            sources: sources of each split.
+            sources: sources grouped by split.
 
         Raises:
             DataError, InputError: see `prepare_chat`.
@@ -283,7 +284,7 @@ class _ChatPreparation:
         self._with_control_tokens += any(map(control_tokens, texts))
 
     def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
-        """Count a record of which the template omits something.
+        """Count a record from which the template omits something.
 
         Raises:
             BadRecordError: such records are not kept, or the record has no labels left.
@@ -313,7 +314,7 @@ class _ChatPreparation:
 
         Args:
             question: see `Conversation.question`.
-            given: the split whose inputs contain the record.
+            given: the split to whose inputs the record belongs.
         """
         if not self._own_val and not self._fraction:
             return "train"
@@ -326,8 +327,8 @@ class _ChatPreparation:
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
-        # Bits per byte are computed by dividing by the bytes of text. An example whose only label
-        # is an end token has no text, so at least one byte is counted.
+        # Bits per byte divide the loss by the bytes of text. An example whose only label is an end
+        # token contains no text, so at least one byte is counted.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -348,7 +349,7 @@ class _ChatPreparation:
             )
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Finish the folder; return its manifest.
+        """Finish the folder. Return its manifest.
 
         Args:
             unread: files in the inputs that were not read.
@@ -391,22 +392,22 @@ def cached_chat(
     progress: bool = False,
 ) -> Path:
     """Return the cache folder with the prepared conversations, preparing them first if necessary.
-    If several processes call this at the same time, one of them prepares and the others wait.
+    If several processes call this concurrently, one of them prepares and the others wait.
 
     Args:
         files: the `inputs` of `prepare_chat`.
         val_files: the `val_inputs` of `prepare_chat`.
         tokenizer, template, options: see `prepare_chat`.
-        tell: function that is called with each message for the user.
+        tell: called with each message to the user.
         where: the tokenizer's folder, for error messages.
-        verify: True verifies a cached folder against the SHA-256 in its manifest.
+        verify: True to verify a cached folder against the SHA-256 in its manifest.
         progress: show a progress bar on stderr.
 
     Raises:
         InputError, DataError, TokenizerError, MissingDependencyError: see `prepare_chat`.
         StorageError: the cache can't be written.
     """
-    # Set the template before computing the key, because it is part of the key.
+    # Set the template first, because it is part of the cache key.
     tokenizer = with_chat_template(tokenizer, template, where)
     sources = find_splits(files, val_files)
     if sources.note:

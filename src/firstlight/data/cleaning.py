@@ -1,6 +1,6 @@
-"""Cleaning of texts while they are read: `split_documents` splits documents at separators such as
-<|endoftext|>, and `cleaned` replaces CRLF line endings and removes Project Gutenberg's header and
-licence, and the numbers and times of subtitles.
+"""Clean texts while they are read: `split_documents` splits documents at separators such as
+<|endoftext|>, and `cleaned` replaces CRLF line endings, removes the header and licence of Project
+Gutenberg, and removes the numbers and times of subtitles.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _SEPARATOR = re.compile(
     rb"<(?i:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
     rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",
 )
-#: Number of bytes on each side of a separator used to distinguish it from a mention of it. A
-#: separator is at most half as long.
+#: Number of bytes on each side of a separator that are examined to distinguish the separator from a
+#: mention of it. A separator is at most half as long.
 _CONTEXT = 64
 #: End of a text directly before a separator: a letter, a digit, punctuation or a closing quote. A
-#: quote is an opening quote, as in source code, if it follows a space, a bracket, an operator or
-#: the prefix of a string literal.
+#: quote after a space, a bracket, an operator or the prefix of a string literal is an opening
+#: quote, as in source code.
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
 #: End of a sentence, and spaces, before a separator.
 _SENTENCE_END = re.compile(rb"(?:[.!?]|\xe2\x80\xa6|\xe3\x80\x82)[\"')\]*_\x80-\xff]*[ \t]*\Z")
-#: Beginning of a text after a separator: a letter or digit after any opening quotes; after spaces,
-#: it must not be a lower-case letter.
+#: Beginning of a text after a separator: a letter or digit, possibly after opening quotes. After
+#: spaces, it must not be a lower-case letter.
 _CAPITAL_AFTER = re.compile(rb"[ \t]*[\"'(\[*_#-]*[A-Z0-9\x80-\xff]")
 _TEXT_AFTER = re.compile(rb"[\"'(\[*_#-]*[\w\x80-\xff]")
 _LINE_START, _LINE_END = re.compile(rb"\n[ \t]*\Z"), re.compile(rb"[ \t\r]*(?:\n|\Z)")
-#: Blank lines at the beginning of a text, otherwise the spaces of its first line.
+#: Blank lines at the beginning of a text or, if there are none, the spaces of its first line.
 _BLANK = re.compile(rb"(?:[ \t\r]*\n)+|[ \t]*")
 
 #: Project Gutenberg's lines around the text of a book:
@@ -55,7 +55,7 @@ _MARKS = re.compile(
     r")",
     re.IGNORECASE | re.MULTILINE,
 )
-#: Paragraph of credits after the start line, in books released before 2020.
+#: Credits paragraph after the start line in books released before 2020.
 _CREDITS = re.compile(
     r"\s*(?:This )?(?:e-?(?:text|book) )?(?:was )?(?:produced|prepared|transcribed) (?:by|from)\b"
     r"(?:[^\n]|\n(?![ \t\r]*\n)){0,2000}",
@@ -64,8 +64,8 @@ _CREDITS = re.compile(
 
 #: A text with one of these marks contains at least one of these words.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
-#: Beginning of a .vtt file, and the lines before each subtitle: blank lines, its number or name
-#: (SubRip, WebVTT) and its times.
+#: Beginning of a .vtt file, and the lines before each subtitle: blank lines, the subtitle's number
+#: or name (SubRip, WebVTT) and its times.
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
@@ -81,10 +81,10 @@ CHAT = "chat "
 
 
 class DocumentPart(NamedTuple):
-    """A document in a text.
+    """A document within a text.
 
     Attributes:
-        line: line of the text in which the document begins, counted from 1.
+        line: one-based line of the text in which the document begins.
         content: the document in UTF-8, possibly invalid; None if it is too long.
         changes: the separator next to the document, and "kept SEPARATOR" for each separator string
             inside it that does not separate documents.
@@ -104,16 +104,16 @@ def split_documents(
 ) -> Iterator[DocumentPart]:
     """Split a text into documents at separators; without separators, the text is one document.
 
-    A separator is alone on its line, or between the end of one text and the beginning of another. A
-    separator that is quoted or mentioned within a sentence is part of the text. White space around
-    separators is removed, and documents that consist of nothing else are dropped, unless there are
-    no others.
+    A separator is either alone on its line, or between the end of one text and the beginning of
+    another. A separator that is quoted or mentioned within a sentence is part of the text.
+    Whitespace around separators is removed. Documents that consist only of whitespace are dropped,
+    unless there are no others.
 
     Args:
         blocks: the text in UTF-8, in blocks of any size.
         largest: number of bytes above which a document is too long.
         is_code: True for source code, in which a separator must be alone on its line.
-        is_whole: True treats the text as one document and ignores separators.
+        is_whole: True to treat the text as one document and ignore separators.
     """
     document = _Document(largest)
     rest = b""
@@ -128,10 +128,10 @@ def split_documents(
             place = mark.end()
             start = max(begin, mark.start() - _CONTEXT)
             before, after = text[start : mark.start()], text[place : place + _CONTEXT]
-            # The beginning of a document counts as the beginning of a line.
+            # The beginning of a document is also the beginning of a line.
             before = before if start > begin or document.size else b"\n" + before
             if not _separates(mark[0], before, after, is_code=is_code):
-                # <s> is common in code, with other meanings.
+                # <s> is common in code, where it has other meanings.
                 if not is_code or _is_long(mark[0]):
                     document.kept[f"{_KEPT}{mark[0].decode()}"] = None
                 continue
@@ -170,13 +170,13 @@ class _Document:
         self.size += len(part)
         self._newlines += part.count(b"\n")
         if self.size > self._largest:
-            self._parts.clear()  # Do not keep a document in memory that is too long.
+            self._parts.clear()  # Do not keep a document in memory if it is too long.
         else:
             self._parts.append(part)
 
     def end(self, separator: str, *, even_empty: bool = False) -> Iterator[DocumentPart]:
         """Finish the document and begin the next one. Yield the document unless it is empty; with
-        `even_empty`, always yield it.
+        `even_empty`, yield it in any case.
 
         Args:
             separator: the separator after the document; "" at the end of the text.
@@ -225,16 +225,17 @@ def _separates(mark: bytes, before: bytes, after: bytes, *, is_code: bool) -> bo
 
 
 def _is_long(mark: bytes) -> bool:
-    """Return True for a string such as <|endoftext|>, which has no other use in texts."""
+    """Return True for a string such as <|endoftext|>, which has no other use in text."""
     return mark[1:2] in (b"|", b"\xef")
 
 
 def cleaned(
     text: str, *, is_code: bool = False, is_subtitles: bool = False
 ) -> tuple[str, tuple[str, ...]]:
-    """Clean a text: replace CRLF with LF and, unless it is code, remove Project Gutenberg's header
-    and licence. The numbers and times of subtitles are also removed. Return the text, which is ""
-    if nothing remains, and the keys of the changes."""
+    """Clean a text: replace CRLF with LF and, unless the text is code, remove the header and
+    licence of Project Gutenberg. Also remove the numbers and times of subtitles. Return the text,
+    which is "" if nothing remains, and the keys of the changes.
+    """
     changes: tuple[str, ...] = ()
     if "\r\n" in text:
         text, changes = text.replace("\r\n", "\n"), (CRLF,)
@@ -249,10 +250,10 @@ def cleaned(
 
 
 def without_gutenberg(text: str) -> str:
-    """Return the text without Project Gutenberg's header, credits and licence (see `_MARKS`).
+    """Return the text without the header, credits and licence of Project Gutenberg (see `_MARKS`).
 
-    All books in a file with several books are kept. A text in which no line begins with such a mark
-    is returned unchanged; the result is "" if there is no text between the marks.
+    If a file contains several books, all are kept. A text in which no line begins with such a mark
+    is returned unchanged. The result is "" if there is no text between the marks.
     """
     books: list[str] = []
     begin = 0
@@ -260,7 +261,7 @@ def without_gutenberg(text: str) -> str:
     is_marked = False
     for mark in _MARKS.finditer(text):
         if mark["print"] is not None and not text[mark.end() :].strip():
-            continue  # A few books have the small print after the text.
+            continue  # In a few books, the small print follows the text.
         if mark["end"] is not None:
             if is_inside:
                 books.append(text[begin : mark.start()])
@@ -306,7 +307,7 @@ class ChangeCounts:
                 self._last[change] = origin
 
     def record(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of documents and files for each change, as a JSON object."""
+        """Return the numbers of affected documents and files for each change, as a JSON object."""
         counts = self._documents.items()
         return {key: {"documents": n, "files": self._files[key]} for key, n in sorted(counts)}
 
@@ -318,7 +319,7 @@ class ChangeCounts:
 def change_lines(
     record: Mapping[str, Mapping[str, int]], names: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str]:
-    """Yield a user message for each kind of change.
+    """Yield a message to the user for each kind of change.
 
     Args:
         record, names: see `ChangeCounts`.

@@ -1,6 +1,6 @@
-"""Records of conversations and of preference pairs, checked and converted to messages.
+"""Validate records of conversations and of preference pairs, and convert them to messages.
 
-The format of each record is detected from its fields, whose names are in `kinds`:
+The format of each record is detected from its fields, whose names are defined in `kinds`:
 
     alpaca      a question and its answer, as texts or messages: {"instruction", "output"},
                 {"prompt", "completion"}, {"question", "answer"} and the like, optionally with
@@ -59,7 +59,7 @@ PAIRS_ARE_SELF_DESCRIBING = (
 )
 
 #: Maximum number of characters in all messages of a conversation: more than fit into the longest
-#: context, but fewer than a chat template may render.
+#: context, but few enough for a chat template to render.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
@@ -81,7 +81,7 @@ REASONS = {
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Names of the roles in records, in lower case. Tools keep the name in the record.
+#: Role for each lower-case role name in records. Tools keep the name in the record.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -92,16 +92,16 @@ _ROLE_NAMES = {
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 _ROLES |= {name: name for name in _TOOL_NAMES}
-#: Roles whose messages are trained on, and keys of a message that may replace its content.
+#: Roles whose messages are trained on, and message keys that may replace the content.
 _ANSWERING = ("assistant", *CALLING_ROLES)
 _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
-#: Possible keys for a message's role and for its content; the first existing key is used.
+#: Possible keys for a message's role and for its content. The first key that exists is used.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
 
 
 class BadRecordError(FirstlightError):
-    """A record is not a valid conversation, preference pair or text.
+    """Raised if a record is not a valid conversation, preference pair or text.
 
     Args:
         reason: a key of `REASONS`, or of `records.REASONS` for a text.
@@ -119,7 +119,7 @@ class Conversation:
 
     Attributes:
         messages: objects with `role`, `content` and additional keys that the chat template may use.
-        masked: indices of the assistant's messages that are excluded from the loss.
+        masked: indices of the assistant messages that are excluded from the loss.
         options: additional variables of the chat template, such as `tools`.
     """
 
@@ -129,8 +129,9 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """Normalised text up to the first answer to a user, without system messages. It is used to
-        compare questions, ignoring letter case and white space."""
+        """Normalised text up to the first answer to a user, without system messages, used to
+        compare questions. Letter case and whitespace are ignored.
+        """
         is_asked = False
         words: list[str] = []
         for message in self.messages:
@@ -201,12 +202,12 @@ def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the first name that the record has, or else the first name in `names`."""
+    """Return the first of the names that the record contains, or `names[0]` if it contains none."""
     return next((name for name in names if name in fields), names[0])
 
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
-    """Return the error for a record with an unknown format or of another kind."""
+    """Return the error for a record with an unknown format or of a different kind."""
     names = ", ".join(map(str, list(record)[:8])) or "none"
     problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
@@ -227,13 +228,13 @@ def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> l
 
 
 def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a question and its answer."""
+    """Return the messages for a question and its answer."""
     answer = _side(fields, _first(fields, ANSWER_FIELDS), "assistant")
     return [*_question(fields), *answer[:-1], answer[-1] | _thoughts(fields)]
 
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reasoning that a record has in addition to its answer."""
+    """Return the reasoning that a record contains in addition to its answer."""
     return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
 
 
@@ -261,13 +262,14 @@ def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any]]:
-    """Convert a record's field to messages: it is a list of messages, one message, or a text with
-    the given role."""
+    """Convert a record's field to messages. The field is a list of messages, a single message, or a
+    text with the given role.
+    """
     value = _listed(fields.get(name))
     if isinstance(value, str):
         if (markup := _markup_of(value) or _transcript_of(value)) is not None:
             return _from_written(value, markup)
-        if role == "assistant":  # Completions begin with the space after their prompt.
+        if role == "assistant":  # Completions begin with the space that follows the prompt.
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
@@ -282,8 +284,9 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Parse a list of messages that a table contains as text, in JSON or as a Python literal. Any
-    other value is returned unchanged."""
+    """Parse a list of messages that a table stores as text, in JSON or as a Python literal. Return
+    any other value unchanged.
+    """
     if not isinstance(value, str) or not re.match(r"\s*\[\s*\{\s*['\"]\w+['\"]\s*:", value):
         return value
     found = parsed_json(value)
@@ -291,7 +294,7 @@ def _listed(value: Any) -> Any:
 
 
 def is_messages(value: object) -> bool:
-    """Return True for a list of objects with roles."""
+    """Return True if the value is a list of objects with roles."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -410,14 +413,15 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     return _with_weights(messages)
 
 
-#: Keys of a message or record that specify whether it is trained on, in data for OpenAI, axolotl
+#: Keys of a message or record that determine whether it is trained on, in data for OpenAI, axolotl
 #: and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return a conversation whose messages lack the keys `_LEARNED`. An answer is masked if one of
-    these keys is 0 or false."""
+    """Return a conversation without the keys `_LEARNED` in its messages. An answer is masked if one
+    of these keys is 0 or false.
+    """
     masked = set()
     for index, message in enumerate(messages):
         for key in _LEARNED:
@@ -445,7 +449,7 @@ class _Markup(NamedTuple):
     Attributes:
         head: pattern for the beginning of a turn, with the role as its group.
         end: pattern for the end of a turn.
-        roles: roles of heads that do not contain the role's name.
+        roles: roles of turns whose beginning does not contain the role's name.
     """
 
     head: str
@@ -455,7 +459,7 @@ class _Markup(NamedTuple):
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
 _ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
-#: Beginning of a conversation -> control tokens.
+#: Control tokens for each possible beginning of a conversation.
 _MARKUP = {
     "<|im_start|>": _Markup(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)", r"<\|im_end\|>"),
     "<|start_header_id|>": _Markup(
@@ -475,18 +479,19 @@ _MARKUP = {
     ),
 }
 _TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
-#: Tokens at the beginning and end of a text that the tokenizer adds itself.
+#: Tokens that the tokenizer itself adds at the beginning and end of a text.
 _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Control tokens of all known chat templates, and substrings of which each token contains one.
+#: Control tokens of all known chat templates, and substrings of which every control token contains
+#: at least one.
 _CONTROL_TOKEN = re.compile(
     r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
     r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
 )
 _CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]")
-#: Tokens at the end of an answer that a chat template adds itself.
+#: Tokens that a chat template itself adds at the end of an answer.
 _END = re.compile(
     rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
 )
@@ -494,7 +499,7 @@ _END = re.compile(
 
 def control_tokens(text: str) -> list[str]:
     """Return the control tokens of chat templates that occur in a text as plain characters."""
-    # Only a few substrings are searched, because each search takes as long as reading the text.
+    # Search for only a few substrings first, because each search takes as long as reading the text.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
     found = dict.fromkeys(_CONTROL_TOKEN.findall(text))
@@ -502,7 +507,7 @@ def control_tokens(text: str) -> list[str]:
 
 
 def is_written(text: object) -> bool:
-    """Return True if a text begins like a conversation rendered by a chat template."""
+    """Return True if a text begins like a conversation rendered with a chat template."""
     return isinstance(text, str) and _markup_of(text) is not None
 
 
@@ -516,13 +521,14 @@ def _markup_of(text: str) -> _Markup | None:
 
 def _without_end(text: str) -> str:
     """Remove end tokens from the end of a text."""
-    # Only the end is searched, since the search can take quadratic time.
+    # Search only the end, because the search can take quadratic time.
     return text[:-200] + _END.sub("", text[-200:])
 
 
 def _transcript_of(text: str) -> _Markup | None:
-    """Return the markup of a text with "Human:" and "Assistant:" before its turns, or None for any
-    other text."""
+    """Return the markup of a text whose turns begin with "Human:" and "Assistant:", or None for any
+    other text.
+    """
     is_transcript = re.match(r"\s*Human:", text) and "\n\nAssistant:" in text
     return _TRANSCRIPT if is_transcript else None
 
@@ -531,7 +537,7 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     """Parse the messages of a conversation that is written as one text.
 
     Raises:
-        BadRecordError: part of the text is outside all turns, or a role is unknown.
+        BadRecordError: part of the text lies outside all turns, or a role is unknown.
     """
     before, *turns = re.split(markup.head, text)
     messages: list[dict[str, Any]] = []
@@ -603,8 +609,9 @@ def to_pair(record: object) -> Pair:
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages before both answers, which is at most a system message if the record has
-    no prompt."""
+    """Return the messages before both answers. If the record has no prompt, this is at most a
+    system message.
+    """
     name = _first(fields, [name for name in QUESTION_FIELDS if name in fields] or MESSAGE_FIELDS)
     if name not in fields:
         return _with_system(fields, [])

@@ -64,26 +64,27 @@ def num_rows(num_tokens: int, seq_len: int) -> int:
 
 
 def row_span(row: int, seq_len: int) -> slice:
-    """Return the range of a row's tokens in the stream: `seq_len` inputs and the last label after
-    them. It may extend beyond the end of the stream."""
+    """Return the range of a row's tokens in the stream: `seq_len` inputs, and the last label after
+    them. The range may extend beyond the end of the stream.
+    """
     return slice(row * seq_len, row * seq_len + seq_len + 1)
 
 
 def separate_documents(
     starts: npt.NDArray[np.int64], num_inputs: int, *, eos_opens: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Number the documents of a row's inputs, and find labels that belong to a different document
-    than their input.
+    """Number the documents of a row's inputs, and find the labels that belong to a different
+    document than their input.
 
     Args:
-        starts: positions of documents' first tokens among the row's num_inputs + 1 tokens,
+        starts: positions of the documents' first tokens among the row's num_inputs + 1 tokens,
             ascending, int64 [documents].
-        num_inputs: number of inputs of the row.
-        eos_opens: True if the token before a document's first token, an eos, is the first input of
-            the document.
+        num_inputs: number of inputs in the row.
+        eos_opens: True if the eos before a document's first token is the first input of the
+            document.
 
     Returns:
-        (document number of each input, counted from 0 within the row, int32 [num_inputs]; positions
+        (zero-based document number of each input within the row, int32 [num_inputs]; positions of
         of the labels to mask, int64 [masked labels])
     """
     inner = starts[starts > 0]
@@ -123,7 +124,8 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 def _mix(value: int) -> int:
     """Apply the 64-bit finalizer of splitmix64 (Steele et al. 2014): every bit of the result
-    depends on every bit of `value`."""
+    depends on every bit of `value`.
+    """
     value &= 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     value = (value ^ value >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -132,10 +134,10 @@ def _mix(value: int) -> int:
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One corpus of a mix, or a single corpus.
+    """One corpus of a mix, or a corpus used alone.
 
     Attributes:
-        name: name in the corpus's metrics; "" for a single corpus.
+        name: name used in the corpus's metrics; "" for a corpus used alone.
         dataset: the split.
         weight: number of the corpus's rows in a period of the mix (see `Turns`).
     """
@@ -146,15 +148,16 @@ class CorpusPart:
 
 
 class Corpus(Protocol):
-    """A split of prepared data, in rows of `seq_len` positions. The default methods fit text.
+    """A split of prepared data, in rows of `seq_len` positions. The default methods are suitable
+    for text.
 
     Attributes:
-        kind: the kind of the data.
-        has_examples: True if some rows are packed conversations, which need document masking.
-        folder: the prepared folder, with the tokenizer.
+        kind: kind of the data.
+        has_examples: True if some rows are packed conversations, which require document masking.
+        folder: the prepared folder, which contains the tokenizer.
         split: "train" or "val".
         manifest: the folder's manifest; for a mix, the manifests of all corpora with their weights.
-        vocab_size: vocabulary size of the tokenizer.
+        vocab_size: size of the tokenizer's vocabulary.
         num_tokens: number of tokens in the split.
     """
 
@@ -174,36 +177,44 @@ class Corpus(Protocol):
     @property
     def gzip_bits_per_byte(self) -> float | None:
         """Bits per byte of the text after gzip -9, a baseline for a model's bits per byte; None if
-        not recorded."""
+        not recorded.
+        """
         return None
 
     def num_rows(self, seq_len: int) -> int:
-        """Return the number of rows in an epoch. Raises a DataError if a conversation doesn't fit
-        into a row."""
+        """Return the number of rows per epoch. Raise a DataError if a conversation doesn't fit into
+        a row.
+        """
         ...
 
     def require_row(self, seq_len: int) -> None:
-        """Raise a DataError if the text is shorter than a row, or a conversation is longer."""
+        """Raise a DataError if the text is shorter than a row or a conversation is longer than a
+        row.
+        """
         ...
 
     def row_at(self, position: int, seq_len: int, seed: int) -> tuple[TokenDataset, int]:
-        """Return (split, index of the row in it) for the row at `position` in the order of a run
-        with this seed, counted over all epochs."""
+        """Return (split, index of the row in the split) for the row at `position` in a run with
+        this seed. Positions are counted across all epochs.
+        """
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Return the fraction of the rows' positions that have a label: 1 for text as a stream;
-        prompts and padding have no labels."""
+        """Return the fraction of the rows' positions that have a label. It is 1 for text as a
+        stream; prompts and padding do not have labels.
+        """
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Return lines of output about a split's rows: how full they are, and which examples are
-        dropped or cut."""
+        """Yield lines of output about a split's rows: how full they are, and which examples are
+        dropped or truncated.
+        """
         return iter(())
 
     def describe_run(self, rows: int, seq_len: int) -> Iterator[str]:
-        """Return lines of output about the share of each corpus in the first `rows` rows of a
-        mix."""
+        """Yield lines of output about the share of each corpus in the first `rows` rows of a
+        mix.
+        """
         return iter(())
 
     def records(self, seq_len: int) -> list[dict[str, Any]]:
@@ -211,27 +222,29 @@ class Corpus(Protocol):
         return []
 
     def identity(self) -> dict[str, Any]:
-        """Return, by name, the settings that identify the data of a run together with the
-        manifest."""
+        """Return the settings that, together with the manifest, identify the data of a run, keyed
+        by name.
+        """
         return {}
 
     def epochs_by_corpus(self, rows_seen: int, seq_len: int) -> dict[str, float]:
-        """Return the number of epochs of each corpus in the first `rows_seen` rows of a mix, by
-        corpus name."""
+        """Return the number of epochs of each corpus in the first `rows_seen` rows of a mix, keyed
+        by corpus name.
+        """
         return {}
 
 
 class TokenDataset(Corpus):
     """One split of prepared text, which can be sliced like a long array of token ids. Each block of
-    a shard is checked when it is read, so a shard that changes while it is in use causes an error
-    (see `shards`).
+    a shard is checked when it is read, so a shard that changes while in use causes an error (see
+    `shards`).
 
     Args:
-        folder: a folder that `prepare` wrote.
+        folder: a folder written by `prepare`.
         split: "train" or "val".
-        verify: True first checks every shard against the sha256 in the manifest and all ids against
-            the vocabulary, which takes about a second per GB. Sizes, headers and document offsets
-            are always checked, and so is each id when it is read.
+        verify: True to check, before use, every shard against the sha256 in the manifest and all
+            ids against the vocabulary, which takes about a second per GB. Sizes, headers and
+            document offsets are always checked, and so is each id when it is read.
 
     Raises:
         DataError: the folder is not a prepared corpus, lacks the split, is damaged, or contains
@@ -300,9 +313,9 @@ class TokenDataset(Corpus):
         return result
 
     def document_starts(self, span: slice) -> npt.NDArray[np.int64]:
-        """Return the positions at which documents begin among the tokens `start:stop`, counted from
-        `start`, ascending, int64 [documents]. An empty document has the same position as the next
-        one.
+        """Return the positions, relative to `start`, at which documents begin among the tokens
+        `start:stop`, ascending, int64 [documents]. An empty document has the same position as the
+        following document.
 
         Raises:
             DataError: a shard was changed or truncated since it was opened.
@@ -320,14 +333,17 @@ class TokenDataset(Corpus):
 
     @functools.cached_property
     def documents_begin_with_bos(self) -> bool:
-        """True if documents begin with a bos token, judging by the first token of the split."""
+        """True if the first token of the split is a bos token, which means that all documents begin
+        with one.
+        """
         first = self[0:1].tolist()
         return bool(first == [self.manifest.get("bos_token_id")])
 
     @property
     def eos_separates(self) -> bool:
-        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2: the first
-        token of a document is predicted from the eos before it."""
+        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2, so that the
+        first token of a document is predicted from the eos before it.
+        """
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
 
     @property
@@ -361,8 +377,10 @@ class TokenDataset(Corpus):
 
         Args:
             row: index of the row.
-            input_ids: inputs of the row, int64 [seq_len]; the end of a short row is not written.
-            labels: labels of the row, int64 [seq_len]; positions without a label are not written.
+            input_ids: inputs of the row, int64 [seq_len]; positions after the end of a short row
+                are left unchanged.
+            labels: labels of the row, int64 [seq_len]; positions without a label are left
+                unchanged.
             document_ids: document number of each position, int32 [seq_len], written at every
                 position; None without document masking.
         """
@@ -381,13 +399,15 @@ class TokenDataset(Corpus):
         labels[:length][loss_mask] = tokens[1:][loss_mask]
 
     def references_of(self, rows: Sequence[int], seq_len: int) -> npt.NDArray[np.float64] | None:
-        """Return `loader.Batch.references` of the given rows, fp64 [rows, documents]; None for data
-        other than preference pairs."""
+        """Return `loader.Batch.references` for the given rows, fp64 [rows, documents], or None for
+        data other than preference pairs.
+        """
         return None
 
     def predicts_first(self, first_id: int | None) -> bool:
         """Return True if the very first token of the split is predicted from `first_id`. A leading
-        bos is not predicted, because it has no text; nor is the first token of a conversation."""
+        bos is not predicted, because it has no text; neither is the first token of a conversation.
+        """
         return first_id is not None and int(self[0:1][0]) != first_id
 
     def bits_a_nat(self, *, document_masking: bool, first_id: int | None = None) -> float:
@@ -396,7 +416,7 @@ class TokenDataset(Corpus):
         return predicted / self.text_bytes / math.log(2)
 
     def _num_predicted(self, *, document_masking: bool, first_id: int | None = None) -> int:
-        """Return the number of tokens that are predicted in an epoch."""
+        """Return the number of tokens predicted per epoch."""
         if document_masking and self.documents_begin_with_bos:
             return self.num_tokens - self.num_documents
         return self.num_tokens - (not self.predicts_first(first_id))
@@ -418,17 +438,17 @@ class TokenDataset(Corpus):
 # In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of
 # its epochs.
 
-#: Maximum period in rows. The corpus of each row in a period is computed and kept in memory.
+#: Maximum period in rows. The corpus for each row of a period is computed and kept in memory.
 MAX_PERIOD = 1_000_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the smallest integers in the same ratio as the weights, whose decimal notation is
-    taken as exact: [0.7, 0.3] gives [7, 3].
+    """Return the smallest integers in the same ratio as the weights, taking their decimal notation
+    as exact: [0.7, 0.3] gives [7, 3].
 
     Raises:
-        ConfigError: there are no weights, a weight is not finite and above 0, or the integers add
-            up to more than `MAX_PERIOD`.
+        ConfigError: there are no weights, a weight is not finite and positive, or the sum of the
+            integers exceeds `MAX_PERIOD`.
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError(f"the weights of a mix must be above 0, not {list(weights)}")
@@ -454,10 +474,10 @@ class Turns:
     """Maps the position of a row in the run to the corpus that provides it.
 
     Args:
-        parts: number of rows of each corpus in a period, from `whole_weights`.
+        parts: number of rows of each corpus per period, from `whole_weights`.
 
     Attributes:
-        period: number of rows in a period.
+        period: number of rows per period.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -467,7 +487,8 @@ class Turns:
 
     def at(self, position: int) -> tuple[int, int]:
         """Return (index of the corpus that provides the row at `position`, number of rows that this
-        corpus has provided before)."""
+        corpus has provided before).
+        """
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
         before = int(np.searchsorted(self._positions[corpus], within))
@@ -483,9 +504,9 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return the index of the corpus of each row of one period, uint32 [period]; see above.
+    """Return the index of the corpus for each row of one period, uint32 [period]; see above.
 
-    `waiting` contains (earliest position of the corpus's next row, corpus), `ready` contains
+    `waiting` contains (earliest position of the corpus's next row, corpus); `ready` contains
     (deadline of the corpus's next row, corpus).
     """
     period = sum(parts)
@@ -507,10 +528,10 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """The same split of several corpora, from which rows are drawn by weight.
+    """The same split of several corpora, from which rows are drawn according to weights.
 
-    An epoch has as many rows as all corpora together. If the weights are proportional to the
-    corpora's sizes, each corpus is seen once per epoch; otherwise, a corpus with a larger weight is
+    An epoch has as many rows as all corpora together. If the weights are proportional to the sizes
+    of the corpora, each corpus is seen once per epoch. Otherwise a corpus with a larger weight is
     seen more than once, and a corpus with a smaller weight only in part.
 
     Args:
@@ -519,13 +540,13 @@ class MixedDataset(Corpus):
     Attributes:
         turns: assignment of rows to corpora.
         has_examples: True if at least one corpus consists of conversations.
-        folder: folder of the first corpus of conversations, or of the first corpus if there are no
-            conversations. The tokenizer is read from it; all corpora have the same tokenizer.
+        folder: folder of the first corpus of conversations or, without conversations, of the first
+            corpus. The tokenizer is read from this folder; all corpora have the same tokenizer.
         manifest: manifests of all corpora, with their weights.
         num_tokens: total number of tokens in all corpora.
 
     Raises:
-        DataError: a corpus is in the mix twice, or tokenizers or chat templates differ.
+        DataError: a corpus occurs twice in the mix, or tokenizers or chat templates differ.
     """
 
     kind: Kind = "mix"

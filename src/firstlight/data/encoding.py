@@ -1,13 +1,13 @@
-"""Encoding of pieces of documents, in order: in this process, in several processes on this machine
+"""Encode pieces of documents in order: in this process, in several processes on this machine
 (`encode_in_order`), or on a Ray cluster (`ray_encoder`).
 
-A process that is killed is replaced, and its batch is encoded again.
+If a process is killed, it is replaced and its batch is encoded again.
 
-The process that calls `prepare` reads the documents and writes the shards; a Ray cluster does the
-encoding, which is nearly all of the work. Files therefore need to be visible on only one machine,
-and failures of other machines can't change the written files: if a process or node is killed, Ray
-encodes its blocks again, including blocks whose ids were ready and were lost with the node. Each
-node needs firstlight with the extra `ray`, and the same version of `tokenizers`.
+The process that calls `prepare` reads the documents and writes the shards; a Ray cluster only does
+the encoding, which is nearly all of the work. Files therefore need to be visible on only one
+machine, and failures of other machines can't change the written files. If a process or node is
+killed, Ray encodes its blocks again, including finished blocks whose ids were lost with the node.
+Each node needs firstlight with the extra `ray`, and the same version of `tokenizers`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TextPiece(NamedTuple):
         split: "train" or "val".
         first: True if the document's text in the split begins with this piece.
         last: True if the document's text in the split ends with this piece.
-        document: number of the document, counted from 1.
+        document: one-based number of the document.
     """
 
     text: str
@@ -56,20 +56,20 @@ class TextPiece(NamedTuple):
     document: int
 
 
-#: Generator of each piece with its tokens, in the order of the pieces.
+#: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function of an engine that encodes pieces; all engines give the same tokens.
+#: Function with which an engine encodes pieces. All engines give the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
-#: Approximate number of characters in a batch; a process gets one batch at a time.
+#: Approximate number of characters per batch. A process gets one batch at a time.
 _BATCH_CHARACTERS = 1 << 20
-#: Maximum number of attempts per batch: after this many killed processes, the batch fails.
+#: Maximum number of attempts per batch. After this many killed processes, the batch fails.
 _ATTEMPTS = 3
-#: Approximate number of characters in a block for one task on a Ray cluster: at least half a second
-#: of work.
+#: Approximate number of characters per block, the work of one task on a Ray cluster: at least half
+#: a second.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of blocks that are sent to a Ray cluster ahead of writing, per processor, and the maximum
-#: in all (a gigabyte of text).
+#: Number of blocks per processor that are sent to a Ray cluster ahead of writing, and the maximum
+#: number in total (a gigabyte of text).
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
 #: Timeout for connecting to the address of a Ray cluster, in seconds.
 _SECONDS_TO_CONNECT = 10.0
@@ -101,14 +101,15 @@ def encode_in_order(
     workers: int,
     max_tokens: int | None = None,
 ) -> Encoded:
-    """Yield each piece with its tokens, in the order of the pieces, with any number of processes.
+    """Encode pieces with any number of processes, and yield each piece with its tokens in the
+    original order.
 
     Args:
-        pieces: the pieces; they are read ahead of the encoding by a bounded number of batches.
+        pieces: the pieces; only a bounded number of batches is read ahead of the encoding.
         tokenizer: the tokenizer.
         workers: number of processes; 1 encodes in this process.
-        max_tokens: number of tokens that are needed. If it is small, batches are smaller, so that
-            less text is read ahead. None means no limit.
+        max_tokens: number of tokens that are needed, or None. If it is small, batches are smaller,
+            so that less text is read ahead.
 
     Raises:
         DataError: the tokenizer gives ids beyond its vocabulary, or processes are killed
@@ -124,7 +125,7 @@ def encode_in_order(
     try:
         for batch in batches(pieces, characters):
             pool.submit(batch)
-            # Enough batches to keep all processes busy; the rest of the corpus stays on the disk.
+            # Enough batches to keep all processes busy; the rest of the corpus is not read yet.
             if len(pool) >= 3 * workers:
                 yield from pool.oldest()
         while len(pool):
@@ -134,7 +135,8 @@ def encode_in_order(
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
-    """Encode each text in one thread; return token ids in the dtype of the shards (`token_dtype`).
+    """Encode each text in a single thread. Return token ids in the dtype of the shards
+    (`token_dtype`).
 
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
@@ -145,11 +147,11 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
-    """Convert ids to the dtype of the shards, after checking that none is beyond the vocabulary and
-    would silently be truncated.
+    """Convert ids to the dtype of the shards. First check that no id is beyond the vocabulary,
+    because it would be truncated silently.
 
     Raises:
-        DataError: there is such an id.
+        DataError: an id is beyond the vocabulary.
     """
     if len(ids) and int(ids.max()) >= vocab_size:
         raise DataError(
@@ -160,18 +162,19 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """Encoding process, and this process' end of the pipe to it.
+    """Encoding process, with this process's end of the pipe to it.
 
     The tokenizer is sent through this pipe and not as an argument of the process. `spawn` writes
-    the arguments to a pipe whose reading end is also open in this process, so arguments longer than
-    the pipe's buffer would block forever if the new process is killed.
+    the arguments to a pipe whose reading end is also open in this process. Arguments longer than
+    the pipe's buffer would therefore block forever if the new process is killed.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._end, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there,), daemon=True)
-        # Close this process' copy of the other end, so that the pipe is closed when the child ends.
+        # Close this process's copy of the other end, so that the pipe is closed when the child
+        # ends.
         with there:
             self._process.start()
         self._unsent: list[str] = [tokenizer_json]
@@ -181,7 +184,7 @@ class _Worker:
 
         Raises:
             EOFError, OSError: the process has ended.
-            DataError: the tokenizer fails, or gives an id beyond its vocabulary.
+            DataError: the tokenizer fails, or returns an id beyond its vocabulary.
         """
         while self._unsent:
             self._end.send(self._unsent.pop())
@@ -193,7 +196,9 @@ class _Worker:
         return tokens
 
     def end(self) -> int:
-        """Kill the process if it is running; return its exit code, negative after a signal."""
+        """Kill the process if it is running. Return its exit code, which is negative after a
+        signal.
+        """
         self._process.kill()
         self._process.join()
         code = self._process.exitcode
@@ -203,8 +208,8 @@ class _Worker:
 class _Processes:
     """Processes that encode batches, and the queue of submitted batches, oldest first.
 
-    For each process, one thread of this process sends batches and receives tokens. No two processes
-    share a pipe or a lock, so if a process is killed at any moment, even while it starts, only its
+    For each process, one thread of this process sends batches and receives tokens. Processes do not
+    share pipes or locks. If a process is killed at any moment, even during its start, only its
     batch is lost, and a new process encodes that batch again.
     """
 
@@ -229,7 +234,7 @@ class _Processes:
         """Wait for the oldest batch, remove it, and yield each of its pieces with its tokens.
 
         Raises:
-            DataError: processes are killed repeatedly, or can't start; or see `encode`.
+            DataError: processes are killed repeatedly or can't start; or see `encode`.
         """
         batch, future = self._waiting.popleft()
         return zip(batch, future.result(), strict=True)
@@ -243,7 +248,7 @@ class _Processes:
         self._threads.shutdown(cancel_futures=True)
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
-        """Encode each text in this thread's process or, if that is killed, in a new one."""
+        """Encode each text in this thread's process or, if that process is killed, in a new one."""
         code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
@@ -251,7 +256,7 @@ class _Processes:
                 return worker.encode(texts)
             except (EOFError, OSError):
                 self._of_thread.worker = None
-                # A process that exits without a signal would exit again.
+                # A process that exits without a signal would do so again.
                 code = worker.end()
                 if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
@@ -291,8 +296,9 @@ def _work(end: Connection) -> None:
 
 
 def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArray] | DataError]:
-    """Encode texts; return (True, tokens of each text) or (False, the error to raise in the parent
-    process)."""
+    """Encode texts. Return (True, tokens of each text) or (False, the error to raise in the parent
+    process).
+    """
     try:
         return True, encode(texts, tokenizer)
     except DataError as error:
@@ -307,14 +313,16 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer_from_json(content: str) -> Tokenizer:
-    """Return a tokenizer for encoding texts, from `Tokenizer.backend.to_str()`: without bos, eos
-    and chat template."""
+    """Return a tokenizer for encoding texts, created from `Tokenizer.backend.to_str()`, without
+    bos, eos and chat template.
+    """
     return Tokenizer(tokenizers.Tokenizer.from_str(content))
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends, because a parent killed by SIGKILL can't stop its
-    workers."""
+    """End this process when its parent ends, because a parent that is killed by SIGKILL can't stop
+    its workers.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -326,18 +334,19 @@ def _exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
-    """Connect to a Ray cluster until the end of the block; yield the encoding function.
+    """Connect to a Ray cluster for the duration of the block. Yield the encoding function.
 
     Args:
         tokenizer: the tokenizer.
-        address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster that runs
-            on this machine) or "local" (a cluster that is started here and ends with the block).
-            None leaves the choice to Ray (`RAY_ADDRESS`, otherwise "auto", otherwise "local"). If
-            the caller is already connected, address must be None, and the connection is kept.
+        address: HOST:PORT of a cluster that this machine belongs to, "auto" (a cluster running on
+            this machine) or "local" (a cluster that is started here and stopped at the end of the
+            block). None leaves the choice to Ray (`RAY_ADDRESS`, otherwise "auto", otherwise
+            "local"). If the caller is already connected, `address` must be None, and the connection
+            is kept.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: there is no cluster at the address, or it can't be used.
+        ConfigError: there is no cluster at the address, or the cluster is unusable.
     """
     ray = optional("ray", _PURPOSE, "ray")
     with _quiet(), _connected(ray, address):
@@ -373,12 +382,12 @@ def _connect(ray: Any, address: str | None) -> None:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError("it is not auto, local or HOST:PORT")
-            # Check this first, because Ray would wait minutes for an address without a cluster.
+            # Check this first, because Ray would wait for minutes for an address without a cluster.
             place = (host.strip("[]"), int(port))
             socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
         with _signal_handlers_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray reports problems of a cluster with errors of many unrelated classes.
+    # Ray raises errors of many unrelated classes for problems of a cluster.
     except Exception as error:
         raise ConfigError(
             f"the ray cluster at '{address or 'local'}' can't be used ({_reason(error)}): start "
@@ -388,8 +397,9 @@ def _connect(ray: Any, address: str | None) -> None:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the SIGTERM handler that `ray.init` replaces: Ray's handler would end the process at
-    any point without cleanup."""
+    """Restore the SIGTERM handler that `ray.init` replaces. Ray's handler would end the process at
+    any point without cleanup.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -402,8 +412,9 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable Ray's usage statistics for a cluster started in the block, and its messages about
-    failed blocks after the first, unless the user has set the environment variables."""
+    """Disable Ray's usage statistics for a cluster started in the block, and Ray's messages about
+    failed blocks after the first, unless the user has set the environment variables.
+    """
     names = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
     added = {name: value for name, value in names.items() if name not in os.environ}
     os.environ.update(added)
@@ -424,15 +435,15 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
         for block in batches(pieces, _BLOCK_CHARACTERS):
             texts = [piece.text for piece in block]
             waiting.append((block, task.remote(texts, reference, tokenizers.__version__)))
-            # The size of a cluster may change.
+            # The size of a cluster can change.
             processors = int(ray.cluster_resources().get("CPU", 1))
             if len(waiting) >= max(1, min(_BLOCKS_PER_CPU * processors, _MAX_BLOCKS)):
                 yield from _oldest(waiting, ray)
         while waiting:
             yield from _oldest(waiting, ray)
     finally:
-        # `ray.cancel` can crash this process, so blocks that are still running are left to end with
-        # the connection.
+        # `ray.cancel` can crash this process, so blocks that are still running end with the
+        # connection.
         waiting.clear()
 
 
@@ -443,7 +454,7 @@ def _oldest(
     block, reference = waiting[0]
     try:
         is_good, result = ray.get(reference)
-    # The cluster and tasks on nodes that lack a package fail with errors of many classes.
+    # The cluster, and tasks on nodes that lack a package, raise errors of many classes.
     except Exception as error:
         raise DataError(
             f"the ray cluster failed ({_reason(error)}): check that its nodes are running and "
@@ -475,8 +486,9 @@ def _encode_block(
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause of an error as one line. Ray's errors are tracebacks from another process,
-    in which the original exception comes first."""
+    """Return the cause of an error in one line. Ray's errors are tracebacks from another process,
+    which begin with the original exception.
+    """
     first = str(error).partition("The above exception was the direct cause")[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

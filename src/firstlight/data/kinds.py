@@ -1,4 +1,4 @@
-"""File types other than plain text, detected by their first bytes or their suffix, each with a
+"""File types other than plain text, detected by their first bytes or their suffix. Each type has a
 command that extracts its text.
 """
 
@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 #: Number of bytes at the beginning of a file from which its type is detected.
 HEAD_BYTES = 1 << 16
 
-#: Control characters that do not occur in texts: those below 0x20 except 0x08 to 0x0D (backspace to
+#: Control characters that do not occur in text: those below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: A file is binary if at least this number and at least this fraction of its first bytes are
+#: A file is binary if at least this many, and at least this fraction, of its first bytes are
 #: control characters. In compressed data, a tenth of the bytes are control characters; a text may
-#: have a few.
+#: contain a few.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 
@@ -27,7 +27,7 @@ class FileKind(NamedTuple):
     """A file type.
 
     Attributes:
-        name: name of the type with its article, for messages.
+        name: name of the type, including its article, for messages.
         remedy: advice on how to extract the text, with the placeholders {file} (the file), {text}
             (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
             the file).
@@ -58,16 +58,16 @@ _SHEET = "save it as CSV in a spreadsheet program, and name the column of the te
 _SLIDES = "save it as PDF, and extract the text from that with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates for the first bytes of a ZIP file that contains an OpenDocument of some type, or a
-#: folder of some name.
+#: Templates for the first bytes of a ZIP file: of an OpenDocument of a given type, and of a file
+#: that contains a folder of a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
 _PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
 _BINARY = FileKind("a binary file", "leave it out")
-#: Type of text files with any suffix that does not belong to another type.
+#: Type of text files whose suffix does not belong to another type.
 OTHER_TEXT = FileKind("text", "")
-#: File types; the first type whose pattern matches is used.
+#: File types. The first type whose pattern matches is used.
 _KINDS = (
     _PDF,
     FileKind("a notebook", f"{_TEXT_BY}jupyter nbconvert --to markdown {{file}}", ".ipynb"),
@@ -144,7 +144,7 @@ _UNTIL_ANSWER = (
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and name that file"""
 )
-#: (pattern in the first bytes, type) of the chats that other programs export as JSON.
+#: (pattern in the first bytes, type) of chats that other programs export as JSON.
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -181,12 +181,12 @@ _EXPORTS = (
 _KEYS = re.compile(rb'"([A-Za-z_]{4,20})"\s*:')
 _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 
-#: Fields of records by meaning. Upper case, and spaces or hyphens instead of underscores, do not
-#: matter. If there are several fields with the same meaning, the first is used.
+#: Field names of records, grouped by meaning. Upper case, and spaces or hyphens instead of
+#: underscores, are also accepted. If several fields have the same meaning, the first one is used.
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
 QUESTION_FIELDS = tuple("instruction prompt question query problem input user human".split())
 ANSWER_FIELDS = tuple("output completion response solution answer assistant".split())
-#: Fields whose text follows that of a question in the same message.
+#: Fields whose text is appended to the question in the same message.
 CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
 #: (preferred answer, rejected answer)
@@ -219,7 +219,7 @@ def kind_by_bytes(head: bytes) -> FileKind | None:
 
 
 def is_binary(head: bytes) -> bool:
-    """Return True if the first bytes of a file have more control characters than a text has."""
+    """Return True if the first bytes of a file contain more control characters than text does."""
     controls = _control_characters(head)
     return controls >= _LEAST_CONTROLS and controls >= _LEAST_CONTROL_SHARE * len(head)
 
@@ -229,8 +229,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that is not text although it has the suffix of a text
-    file."""
+    """Return the message about a file that is not text even though its suffix suggests it."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
@@ -245,7 +244,8 @@ def kind_of(path: Path, ending: str) -> FileKind:
     Raises:
         OSError: the file can't be read.
     """
-    # The suffix is checked first, because the first bytes of a .tar.gz are those of any .gz.
+    # The suffix is checked first, because the first bytes of a .tar.gz are the same as for any .gz
+    # file.
     if (known := kind_by_ending(ending)) is not None:
         return known
     with open(path, "rb") as file:
@@ -259,8 +259,9 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def exported_chats(head: bytes) -> FileKind | None:
-    """Return the type of a JSON file to which another program exported chats, judging by its first
-    bytes. None if it is not recognised."""
+    """Return the type of a JSON file to which another program exported chats, detected from its
+    first bytes, or None if it is not recognised.
+    """
     return next((kind for sign, kind in _EXPORTS if re.search(sign, head)), None)
 
 
@@ -287,9 +288,9 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field. If a record has it, a question and an answer do not make
-            the record a conversation, except in Alpaca's format. If the text field has a name other
-            than "text", no other fields do.
+        text_key: name of the text field. A record with this field is a text even if it also has a
+            question and an answer, except in Alpaca's format. If `text_key` is not "text", other
+            fields do not make the record a conversation either.
     """
     names = {field_name(field) for field in fields}
     if text_key in fields and text_key != "text":
@@ -303,8 +304,9 @@ def conversation_kind(
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
-    """Return the message about records that are conversations instead of texts, or None if they may
-    be texts."""
+    """Return the message about records that are conversations rather than texts, or None if they
+    may be texts.
+    """
     if (kind := conversation_kind(fields)) is None:
         return None
     names = ", ".join(list(fields)[:8])

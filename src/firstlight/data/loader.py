@@ -1,11 +1,11 @@
 """The `data` section of a recipe, and the loader for training batches. The order of the rows is a
 pure function of the seed and the position.
 
-The loader's entire state is one number: the total rows read by all ranks. Resuming is therefore
-exact at any step of any epoch, with any number of ranks, and takes no time.
+The state of the loader is a single number: the total number of rows read by all ranks. Resuming is
+therefore exact at any step of any epoch, with any number of ranks, and takes no time.
 
-Threads are used to read ahead instead of processes: numpy's copies and searches and reads from disk
-release Python's global interpreter lock, and no batch has to be sent between processes.
+Reading ahead uses threads instead of processes: numpy's copies and searches and disk reads release
+Python's global interpreter lock, and no batch has to be sent between processes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Batch:
         input_ids: token ids, int64 [B, T].
         labels: int64 [B, T]; `labels[b, t]` is the token after `input_ids[b, t]`, or -100.
         num_valid: number of labels that are not -100.
-        document_ids: document number of each input token, counted from 0 within its row, int32 [B,
-            T]; None without document masking.
+        document_ids: zero-based document number of each input token within its row, int32 [B, T];
+            None without document masking.
         references: log-probability of each document's answer (preference pairs) under the reference
             model (the model before training), fp64 [B, D], where D is the maximum number of
             documents in a row. 0 means unknown; NaN means that the row has no such document.
-            Documents 2 i and 2 i + 1 are a pair. None for other data.
+            Documents 2 i and 2 i + 1 form a pair. None for other data.
     """
 
     input_ids: Tensor
@@ -64,7 +64,8 @@ class Batch:
     @property
     def inputs(self) -> tuple[Any, ...]:
         """Arguments of a loss function: input_ids, labels, document_ids and, for preference pairs,
-        references."""
+        references.
+        """
         further = () if self.references is None else (self.references,)
         return self.input_ids, self.labels, self.document_ids, *further
 
@@ -73,8 +74,9 @@ class Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def uncounted(self) -> Batch:
-        """Return a batch with the same tokens but without labels or pairs, which does not
-        contribute to the loss."""
+        """Return a batch with the same tokens but without labels or pairs. It does not contribute
+        to the loss.
+        """
         references = self.references
         return replace(
             self,
@@ -126,8 +128,8 @@ def rows_to_batch(
         rows: indices of the rows.
         seq_len: number of positions per row.
         fill_id: token id for padding; any id in the vocabulary.
-        document_masking: True numbers the documents, and predicts each token only from its own
-            document (see `corpus`).
+        document_masking: True to number the documents and predict each token only from tokens of
+            the same document (see `corpus`).
     """
     places = [(dataset, row) for row in rows]
     return _batch_of(places, seq_len, fill_id, document_masking=document_masking)
@@ -136,8 +138,9 @@ def rows_to_batch(
 def _batch_of(
     rows: list[tuple[TokenDataset, int]], seq_len: int, fill_id: int, *, document_masking: bool
 ) -> Batch:
-    """Combine rows into one batch, like `rows_to_batch`. Each row is (split, index of the row) and
-    may belong to a different split."""
+    """Combine rows into one batch, like `rows_to_batch`. Each row is given as (split, row index),
+    and rows may come from different splits.
+    """
     document_ids = np.empty((len(rows), seq_len), dtype=np.int32) if document_masking else None
     input_ids = np.full((len(rows), seq_len), fill_id, dtype=np.int64)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, dtype=np.int64)
@@ -156,29 +159,29 @@ def _batch_of(
 
 
 class TokenLoader:
-    """Infinite iterator over shuffled batches of rows from a split or a mix of corpora. The order
-    of the rows differs in each epoch.
+    """Infinite iterator over shuffled batches of rows from a split or a mix of corpora. Each epoch
+    has a different row order.
 
-    A batch may begin in one epoch and end in the next. Threads read the next batches during the
-    computation on the current batch. The batches do not depend on the number of threads or of
-    batches read ahead. With several ranks, the next `micro_batch_size` x `world_size` rows are a
-    global batch, of which each rank gets consecutive rows, in the order of the ranks. The loader is
-    a context manager that ends the threads on exit.
+    A batch may begin in one epoch and end in the next. Threads read the next batches while the
+    current batch is processed. The batches do not depend on the number of threads or of prefetched
+    batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a global
+    batch, of which each rank gets consecutive rows, in rank order. The loader is a context manager
+    that stops the threads on exit.
 
     Args:
         dataset: the split, or a mix.
-        seq_len: positions of a row.
-        micro_batch_size: rows of a batch.
-        seed: seed of the order of the rows.
-        rows_seen: number of rows that all ranks have read before, which is "rows_seen" in any
-            rank's `state_dict()`.
-        document_masking: True numbers the documents, and predicts each token only from its own
-            document.
+        seq_len: number of positions per row.
+        micro_batch_size: number of rows per batch.
+        seed: random seed for the row order.
+        rows_seen: total number of rows that all ranks have read before; any rank's `state_dict()`
+            contains it as "rows_seen".
+        document_masking: True to number the documents and predict each token only from tokens of
+            the same document.
         rank: index of this rank's part of each global batch.
         world_size: number of parts of a global batch.
         workers: number of threads that read ahead. More than one helps if the disk is slow. With 0,
-            the calling thread reads each batch when it is requested.
-        prefetch: number of batches that are read ahead.
+            the calling thread reads each batch on request.
+        prefetch: number of batches to read ahead.
         pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
@@ -227,7 +230,7 @@ class TokenLoader:
     def next_batch(self) -> Batch:
         """Return this rank's `micro_batch_size` rows of the next global batch.
 
-        An error in a reading thread is raised here, and again by every later call.
+        An error in a reading thread is raised here and again by every later call.
         """
         if self._readers is None:
             batch = self._read(self.rows_seen)
@@ -239,8 +242,9 @@ class TokenLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return {"rows_seen": rows read by all ranks together}, the same on every rank. Batches
-        that were read ahead but not returned do not count."""
+        """Return {"rows_seen": total rows read by all ranks}, the same on every rank. Batches that
+        were read ahead but not returned are not counted.
+        """
         return {"rows_seen": self.rows_seen}
 
     def _read_ahead(self) -> None:
@@ -271,7 +275,7 @@ class MixedCorpus(Section):
 
     @property
     def label(self) -> str:
-        """Name of the corpus, by default the last part of `dir`."""
+        """Name of the corpus; defaults to the last part of `dir`."""
         return self.name or self.dir.rstrip("/").rpartition("/")[2] or self.dir
 
 
@@ -348,7 +352,7 @@ class DataConfig(Section):
         }
         if values.get("kind") in ("chat", "preference"):
             values = {"document_masking": True, **values}
-        # `dir` is a required key unless `mix` or `files` replaces it.
+        # `dir` is required unless `mix` or `files` is set.
         if values.get("mix") is not None or values.get("files") is not None:
             return {"dir": None, **values}
         return values
@@ -396,7 +400,7 @@ class DataConfig(Section):
             raise ValueError(PAIRS_ARE_SELF_DESCRIBING)
 
 
-#: Keys of `data` that apply only to `files`.
+#: Keys of the `data` section that apply only to `files`.
 _OF_FILES = ("val_files", "val_fraction", "format", "template", "tokenizer", "train_on", "on_bad")
 NO_MASKING = (
     "document_masking can't be disabled for conversations, because examples never attend to "

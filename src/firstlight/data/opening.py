@@ -1,9 +1,9 @@
-"""Opening of text files: decompression and decoding.
+"""Open text files: decompress and decode them.
 
-UTF-8, and UTF-16 and UTF-32 with a byte-order mark (BOM), are read; the BOM is never part of the
-text. A file in any other encoding is refused with a message that includes a conversion command,
-because a wrong guess would silently change the text. The command names the encoding if it can be
-detected (`likely_encoding`).
+UTF-8 is supported, and UTF-16 and UTF-32 if they have a byte-order mark (BOM); the BOM is never
+part of the text. A file in any other encoding is rejected with a message that includes a conversion
+command, because a wrong guess would silently change the text. The command names the encoding if it
+can be detected (`likely_encoding`).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from firstlight.errors import MissingDependencyError
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
-#: A file may unpack to at most the larger of this number of bytes and this multiple of its size.
-#: Text is 3 to 10 times as large as its compressed form, log files up to 50 times.
+#: A file may decompress to at most this number of bytes or this multiple of its size, whichever is
+#: larger. Text is 3 to 10 times as large as its compressed form, log files up to 50 times.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
-#: Number of bytes added to each line's size in the limit, because each line may be a document,
-#: which takes time.
+#: Number of bytes that the limit counts for each line in addition to its size, because each line
+#: may be a document, which takes time.
 _LINE_BYTES = 16
 #: Number of bytes of a decompressed file that are read at a time.
 _PIECE_BYTES = 1 << 17
-#: Number of bytes of a .zst file that are unpacked at a time. It is small because 3 bytes can
-#: unpack to 128 KiB.
+#: Number of bytes of a .zst file that are decompressed at a time. It is small because 3 bytes can
+#: decompress to 128 KiB.
 _ZST_PIECE_BYTES = 1 << 11
-#: A document may have at most the larger of this number of bytes and this multiple of its file's
-#: size.
+#: A document may have at most this number of bytes or this multiple of its file's size, whichever
+#: is larger.
 _LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES = 1 << 26, 10
 #: Number of bytes of a file that are read at a time.
 _BLOCK_BYTES = 1 << 20
-#: Byte-order marks. Those of UTF-32 come first, because the little-endian mark of UTF-32 begins
-#: with that of UTF-16.
+#: Byte-order marks. The UTF-32 marks come first, because the little-endian mark of UTF-32 begins
+#: with the mark of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -53,7 +53,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: Suffix of a compressed file -> (decompression command, compression command).
+#: (decompression command, compression command) for each suffix of a compressed file.
 _PROGRAMS = {
     ".gz": ("gzip -dc", "gzip"),
     ".bz2": ("bzip2 -dc", "bzip2"),
@@ -63,11 +63,11 @@ _PROGRAMS = {
 
 
 class EncodingProblem(Exception):  # noqa: N818 - it becomes a rejected document, not an error
-    """A file or part of a file is not text in a supported encoding.
+    """Raised if a file or a part of it is not text in a supported encoding.
 
     Attributes:
         reason: a key of `records.REASONS`.
-        line: first line with invalid bytes, counted from 1.
+        line: first line with invalid bytes, one-based.
     """
 
     def __init__(self, reason: str, detail: str, line: int = 1) -> None:
@@ -86,8 +86,8 @@ def head_of(path: Path) -> bytes:
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """Return Python's name for a file's encoding, judging by its first bytes: utf-8-sig (UTF-8 with
-    or without a BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
+    """Return Python's name for a file's encoding, detected from its first bytes: utf-8-sig (UTF-8
+    with or without a BOM), utf-16 or utf-32. The bytes after the BOM are not checked.
 
     Raises:
         EncodingProblem: the content is not text, or is UTF-16 or UTF-32 without a BOM.
@@ -110,22 +110,22 @@ def encoding_of(head: bytes, path: Path) -> str:
     return "utf-8-sig"
 
 
-#: Python's names for the encodings to detect: 16-bit and 32-bit encodings, encodings for non-Latin
-#: alphabets, and encodings for the Latin alphabet.
+#: Python's names for the encodings to detect: 16-bit and 32-bit encodings, encodings of non-Latin
+#: alphabets, and encodings of the Latin alphabet.
 _WIDE = ("utf_32_le", "utf_32_be", "utf_16_le", "utf_16_be")
 _NOT_LATIN = tuple(
     "cp932 euc_jp gb18030 big5 cp949 cp1251 koi8_r koi8_u cp866 iso8859_5 cp1253 iso8859_7 "
     "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
 _LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
-#: Minimum number of non-ASCII bytes for detecting an encoding, and the margin by which other
-#: encodings must be worse in charset-normalizer's measure of disorder.
+#: Minimum number of non-ASCII bytes for detecting an encoding, and minimum difference from the
+#: other encodings in charset-normalizer's measure of disorder.
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
 #: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
-#: Dutch and Scandinavian texts. Letters whose byte is a different letter in Windows-1250 or
-#: Windows-1254 are excluded.
+#: Dutch and Scandinavian texts, except those that stand for a different letter in Windows-1250 or
+#: Windows-1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
         "cp1252"
@@ -137,12 +137,11 @@ _DECLARED = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 
 @functools.lru_cache(maxsize=8)
 def likely_encoding(path: Path) -> str | None:
-    """Return iconv's name for the encoding of a text file that is not valid UTF-8, or None if it is
-    uncertain.
+    """Return iconv's name for the encoding of a text file that is not valid UTF-8, or None if the
+    encoding is uncertain.
 
-    The following can be detected: the encoding that a Python file declares, UTF-8 with a few
-    invalid bytes, common encodings for non-Latin alphabets, and Windows-1252 (which includes
-    ISO-8859-1).
+    Detected are: the encoding that a Python file declares, UTF-8 with a few invalid bytes, common
+    encodings of non-Latin alphabets, and Windows-1252 (which includes ISO-8859-1).
     """
     with open_compressed(path) as file:
         head = content = file.read(HEAD_BYTES)
@@ -155,7 +154,7 @@ def likely_encoding(path: Path) -> str | None:
     text = content.decode("utf-8", "replace")
     if sum(character > "\x7f" for character in text) > 3 * text.count("\ufffd"):
         return "UTF-8"
-    # Drop the last line, which may be cut inside a character.
+    # Drop the last line, which may end in the middle of a character.
     content = content[: content.rfind(b"\n") + 1] or content
     high = [byte for byte in content if byte > 0x7F]
     matches = _matches(content, (*_NOT_LATIN, *_LATIN)) if len(high) >= _LEAST_BYTES else []
@@ -167,7 +166,7 @@ def likely_encoding(path: Path) -> str | None:
 
 
 def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]:
-    """Return the encodings in which the content is text, best match first."""
+    """Return the encodings in which the content decodes to text, best match first."""
     from charset_normalizer import from_bytes
 
     found = from_bytes(
@@ -177,13 +176,14 @@ def _matches(content: bytes, encodings: Sequence[str]) -> Sequence[CharsetMatch]
 
 
 def _iconv_name(encoding: str) -> str:
-    """Convert Python's name of an encoding to iconv's: utf_16_le becomes UTF-16LE."""
+    """Convert Python's name of an encoding to iconv's name: utf_16_le becomes UTF-16LE."""
     return re.sub("_([LB]E)$", r"\1", encoding.upper()).replace("_", "-")
 
 
 def _known(name: str) -> str | None:
-    """Return Python's name for a declared encoding. None if the encoding is unknown, or if it is
-    UTF or ASCII, which is impossible for a text that is not valid UTF-8."""
+    """Return Python's name for a declared encoding, or None if it is unknown. A UTF encoding or
+    ASCII also gives None, because a text that is not valid UTF-8 can't be in either.
+    """
     try:
         found = codecs.lookup(name).name
     except LookupError:
@@ -192,12 +192,12 @@ def _known(name: str) -> str | None:
 
 
 def _western(content: bytes, high: Sequence[int]) -> str | None:
-    """Detect Windows-1252 from single accented letters among unaccented letters, because
+    """Detect Windows-1252 by single accented letters between unaccented letters, because
     charset-normalizer prefers Windows-1250 for French and German.
 
     Args:
         content: the text.
-        high: its non-ASCII bytes.
+        high: non-ASCII bytes in the text.
     """
     letters = len(re.findall(rb"[A-Za-z]", content))
     is_alone = len(high) < letters / 2 + 1 and not re.search(rb"[\x80-\xff]{4}", content)
@@ -210,12 +210,12 @@ def decoded_utf8(content: bytes, path: Path) -> str:
     """Decode a document in UTF-8.
 
     Args:
-        content: the document.
-        path: the document's file, for the message.
+        content: bytes of the document.
+        path: file that contains the document, for the message.
 
     Raises:
-        EncodingProblem: the document is not UTF-8. The message names the first invalid byte; the
-            line is counted from the document's first line.
+        EncodingProblem: the document is not UTF-8. The message shows the first invalid byte; lines
+            are counted from the document's first line.
     """
     try:
         return content.decode("utf-8")
@@ -226,16 +226,18 @@ def decoded_utf8(content: bytes, path: Path) -> str:
 
 
 def largest_document(path: Path) -> int:
-    """Return the maximum size in bytes of an unpacked document in a file: 64 MiB, or ten times the
-    file's size if that is more. A document in an uncompressed file can't be larger."""
+    """Return the maximum size in bytes of a decompressed document in a file: 64 MiB or ten times
+    the file's size, whichever is larger. A document in an uncompressed file can't be larger.
+    """
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
 
 def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
-    """Return all bytes of a file. If the file is longer than `most_bytes`, only its beginning is
-    returned; it is also longer than `most_bytes`, so that the caller can detect the excess."""
-    # Read in blocks, because a single read of `most_bytes` would allocate that much even for the
-    # shortest file.
+    """Return all bytes of a file. From a file longer than `most_bytes`, return only the beginning,
+    which is still longer than `most_bytes` so that the caller can detect the excess.
+    """
+    # Read in blocks, because a single read of `most_bytes` would allocate that much memory even for
+    # a tiny file.
     content = io.BytesIO()
     while content.tell() <= most_bytes and (block := file.read(_BLOCK_BYTES)):
         content.write(block)
@@ -243,12 +245,12 @@ def read_at_most(file: IO[bytes], most_bytes: int) -> bytes:
 
 
 def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks of any size. With a limit, only the complete lines in the
-    first `most_bytes` bytes are yielded. If the first line is longer, its first `most_bytes` bytes
-    are yielded, without an incomplete character at the end.
+    """Yield the bytes of a file in blocks of any size. With a limit, yield only the complete lines
+    in the first `most_bytes` bytes. If the first line is longer, yield its first `most_bytes` bytes
+    without an incomplete character at the end.
 
     Args:
-        stream: the file from its beginning, as `utf8_stream` returns it.
+        stream: the file from its beginning, as returned by `utf8_stream`.
         most_bytes: the limit in bytes; None means no limit.
     """
     if most_bytes is None:
@@ -278,12 +280,12 @@ def blocks_of(stream: IO[bytes], most_bytes: int | None) -> Iterator[bytes]:
 def utf8_stream(file: IO[bytes], path: Path) -> IO[bytes]:
     """Return a stream of a file's text in UTF-8, without a BOM.
 
-    A UTF-8 file is not checked, because the callers reject individual lines of it. If UTF-16 or
-    UTF-32 is invalid, the text before the invalid bytes is returned first, and then reading raises
+    A UTF-8 file is not checked, because the callers reject individual lines. If UTF-16 or UTF-32 is
+    invalid, the text before the invalid bytes is returned first; then reading raises
     EncodingProblem.
 
     Args:
-        file: the file from its beginning, as `open_compressed` returns it.
+        file: the file from its beginning, as returned by `open_compressed`.
         path: the path of `file`.
 
     Raises:
@@ -309,7 +311,7 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
         try:
             text = decoder.decode(read, final=not read)
         except UnicodeDecodeError as error:
-            # The text before the invalid bytes is valid and is returned.
+            # The text before the invalid bytes is valid, so return it.
             text = error.object[: error.start].decode(codec)
             yield text.encode("utf-8")
             where = f"from byte {place - waiting + error.start:,} on"
@@ -327,7 +329,7 @@ def bad_byte(byte: int, path: Path) -> str:
 
 
 def _advice(path: Path, encoding: str | None) -> str:
-    """Return the end of a message, with the command that converts a file to UTF-8."""
+    """Return the end of a message, with a command that converts a file to UTF-8."""
     name = encoding or "ENCODING"
     # "-c" drops the invalid bytes of a file that is otherwise UTF-8.
     options = "-c -f UTF-8" if name == "UTF-8" else f"-f {name}"
@@ -353,13 +355,13 @@ def _converted(path: Path) -> Path:
 
 
 def open_compressed(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed according to its ending (.gz, .bz2, .xz, .zst).
+    """Open a file for reading, decompressed according to its suffix (.gz, .bz2, .xz, .zst).
 
     Raises:
-        OSError: the file can't be opened. A later read raises it if the file is damaged, or unpacks
-            to far more than text does (see `require_unpacked_size`).
-        EOFError: raised by a later read if the file is truncated.
-        MissingDependencyError: the package for .zst is not installed.
+        OSError: the file can't be opened. Later reads raise it if the file is damaged or
+            decompresses to far more than text does (see `require_unpacked_size`).
+        EOFError: raised by later reads if the file is truncated.
+        MissingDependencyError: the package for .zst files is not installed.
     """
     suffix = path.suffix.lower()
     zstandard = optional("zstandard", f"reading {path}") if suffix == ".zst" else None
@@ -374,7 +376,9 @@ def open_compressed(path: Path) -> IO[bytes]:
 
 
 class _ChunkFile(io.RawIOBase):
-    """File whose content comes from an iterator of byte chunks. Closing it also closes `source`."""
+    """File whose content is read from an iterator of byte chunks. Closing it also closes
+    `source`.
+    """
 
     def __init__(self, chunks: Iterator[bytes], source: IO[bytes] | None = None) -> None:
         self._chunks, self._source = chunks, source
@@ -401,8 +405,9 @@ class _ChunkFile(io.RawIOBase):
 
 
 def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
-    """Yield `chunks`, the decompressed content of the file at `path`, enforcing
-    `require_unpacked_size`."""
+    """Yield `chunks`, the decompressed content of the file at `path`, and enforce
+    `require_unpacked_size`.
+    """
     total = 0
     try:
         for chunk in chunks:
@@ -414,11 +419,12 @@ def _bounded(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
 
 
 def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
-    """Refuse a file that unpacks to far more than text does.
+    """Reject a file that decompresses to far more than text does.
 
     Args:
         path: the compressed file.
-        unpacked_bytes: number of bytes that the file unpacks to, or has unpacked to so far.
+        unpacked_bytes: number of bytes that the file decompresses to, or has decompressed to so
+            far.
 
     Raises:
         OSError: `unpacked_bytes` is more than 50 MB and more than 100 times the file's size.
@@ -435,13 +441,13 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
     """Decompress a .zst file in chunks.
 
-    The library's reader treats a truncated file as complete.
+    The reader of the library would treat a truncated file as complete.
 
     Raises:
         OSError: the file is damaged.
         EOFError: the file is truncated.
     """
-    # `zstd --long=31` writes windows of 2 GiB, which the default limit refuses.
+    # `zstd --long=31` writes windows of 2 GiB, which exceed the default limit.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
     try:
@@ -458,20 +464,21 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
         raise EOFError("the compressed file is cut short")
 
 
-#: Number of bytes that are compressed at a time; xz takes a fifth of a second for this much of a
-#: genome.
+#: Number of bytes that are compressed at a time; xz takes a fifth of a second for this many bytes
+#: of a genome.
 _COMPRESSED_BYTES = 1 << 16
 
 
 class Compressor(Protocol):
-    """A compressor of zlib or lzma."""
+    """Compressor from zlib or lzma."""
 
     def compress(self, data: bytes, /) -> bytes: ...
 
 
 def compress(compressor: Compressor, data: bytes) -> int:
     """Compress data in small blocks, because signals are handled only between calls of zlib or
-    lzma. Return the number of compressed bytes, excluding those that `compressor` still buffers."""
+    lzma. Return the number of compressed bytes, excluding bytes that `compressor` still buffers.
+    """
     starts = range(0, len(data), _COMPRESSED_BYTES)
     return sum(len(compressor.compress(data[at : at + _COMPRESSED_BYTES])) for at in starts)
 
@@ -481,9 +488,8 @@ def optional(package: str, purpose: str, extra: str = "data") -> Any:
 
     Args:
         package: the module to import.
-        purpose: description of the work that needs the package, used at the beginning of the error
-            message.
-        extra: firstlight's extra that installs the package.
+        purpose: description of the work that needs the package, which begins the error message.
+        extra: the firstlight extra that installs the package.
 
     Raises:
         MissingDependencyError: the package is not installed.

@@ -1,13 +1,13 @@
-"""Splits whose rows are packed by `pack_best_fit`: conversations, preference pairs, and text whose
-rows begin with documents.
+"""Splits whose rows are packed with `pack_best_fit`: conversations, preference pairs, and text
+whose rows begin with documents.
 
 Conversations are examples that are never split across rows and never attend to each other. An
-example of n tokens takes n - 1 positions of a row: all tokens except the last are inputs, and all
-except the first are predicted. Within a row, each example is a separate document: positions start
-at 0 and attention is limited to it. The remaining positions form another document. Its labels are
--100, like those of all tokens outside the loss mask. The two examples of a preference pair are
-adjacent in the same row. Which examples share a row depends only on the lengths and T; the order of
-the rows differs in each epoch, as with text (see `loader`).
+example of n tokens takes n - 1 positions of a row: all its tokens except the last are inputs, and
+all except the first are predicted. Within a row, each example is a separate document: positions
+start at 0, and attention is limited to the example. The remaining positions form another document.
+Its labels are -100, as are the labels of all tokens outside the loss mask. The two examples of a
+preference pair are adjacent in the same row. Which examples share a row depends only on the lengths
+and T; the order of the rows differs in each epoch, as with text (see `loader`).
 
 Text is packed with `data.row_alignment: document`. Each document is split into pieces of at most
 one row, and the pieces are packed into rows without further splitting (Ding et al. 2024, arXiv
@@ -16,7 +16,7 @@ per epoch, as in a stream. The rest of a row is padding without labels. A row st
 beginning of a document, unless all its pieces are later pieces of long documents.
 
 Rows of text are a pure function of the document lengths and the row length, and are shuffled like
-those of a stream, so the loader's state is still a single number.
+the rows of a stream. The loader's state is therefore still a single number.
 
 The first input of a document of text depends on the tokens around it:
 
@@ -51,7 +51,7 @@ LongPolicy = Literal["refuse", "drop", "cut"]
 #: documents into rows.
 RowAlignment = Literal["stream", "document"]
 
-#: Maximum number of files listed in a message about rejected records.
+#: Maximum number of files that a message about rejected records lists.
 _SHOWN_FILES = 5
 #: Name of the file with the origin (file and line) of each example in a split, one per line.
 ORIGINS_NAME = "{split}-examples.txt"
@@ -59,15 +59,16 @@ ORIGINS_NAME = "{split}-examples.txt"
 
 @dataclass(frozen=True)
 class Packing:
-    """Rows of a split for one row length. For preference data, "example" means pair here.
+    """Packed rows of a split for one row length. For preference data, "example" means pair here.
 
     Attributes:
-        examples: indices of the examples of all rows, row by row, int64 [examples].
-        starts: index in `examples` of each row's first example, then their number, [rows + 1].
+        examples: indices of the examples in all rows, row by row, int64 [examples].
+        starts: index in `examples` of each row's first example, followed by the number of examples,
+            [rows + 1].
         num_labels: number of labels per epoch.
-        num_inputs: number of positions that examples take in all rows together.
-        dropped: number of examples that are dropped because they are longer than a row.
-        cut: number of examples that are cut because they are longer than a row.
+        num_inputs: total number of positions that examples occupy in all rows.
+        dropped: number of examples dropped because they are longer than a row.
+        cut: number of examples truncated because they are longer than a row.
         seq_len: number of positions per row.
     """
 
@@ -88,7 +89,7 @@ class Packing:
 
     @property
     def filled(self) -> float:
-        """Fraction of the rows' positions that examples take, from 0 to 1."""
+        """Fraction of the rows' positions that examples occupy, from 0 to 1."""
         return self.num_inputs / (len(self) * self.seq_len)
 
     def record(self) -> dict[str, Any]:
@@ -107,16 +108,16 @@ def pack_best_fit(
     lengths: npt.NDArray[np.int64], capacity: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Pack items into rows by best-fit decreasing: the longest items come first, and each is placed
-    in the fullest row that still has room for it (Johnson et al. 1974). The result has at most
-    about 11/9 of the minimum number of rows. The same lengths give the same rows.
+    in the fullest row with enough room (Johnson et al. 1974). The result has at most about 11/9 of
+    the minimum number of rows. Equal lengths always give equal rows.
 
     Args:
         lengths: length of each item, from 1 to `capacity`, int64 [items].
         capacity: length of a row.
 
     Returns:
-        (indices of the items of all rows, row by row, int64 [items]; index in them of each row's
-        first item, then the number of items, int64 [rows + 1])
+        (indices of the items in all rows, row by row, int64 [items]; index in them of each row's
+        first item, followed by the number of items, int64 [rows + 1])
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
@@ -156,17 +157,17 @@ class ExampleDataset(TokenDataset):
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
         num_labels: number of labels in all examples.
-        together: number of adjacent examples that are always in the same row, called a unit below.
+        together: number of adjacent examples that always share a row, called a unit below.
 
     Raises:
-        DataError: see `TokenDataset`; or the folder contains text.
+        DataError: see `TokenDataset`; also raised if the folder contains text.
     """
 
     version = LABELLED_VERSION
     kind: Kind = "chat"
     has_examples = True
     together = 1
-    #: Name of the examples, or of the pairs, in messages.
+    #: Plural name in messages of the examples or pairs.
     unit = "conversations"
 
     def __init__(
@@ -206,7 +207,7 @@ class ExampleDataset(TokenDataset):
         try:
             with open(path, encoding="utf-8") as file:
                 return next(itertools.islice(file, index, None)).rstrip("\n")
-        # A downloaded folder lacks the file, because only shards and the tokenizer are fetched.
+        # A downloaded folder lacks this file, because only shards and the tokenizer are fetched.
         except (OSError, UnicodeDecodeError, StopIteration):
             return f"{self.folder}, example {index + 1} of '{self.split}'"
 
@@ -214,7 +215,7 @@ class ExampleDataset(TokenDataset):
         """Return the packed rows of `seq_len` positions.
 
         Raises:
-            DataError: an example is longer than a row and `long` is "refuse", or no example is
+            DataError: an example is longer than a row and `long` is "refuse", or no examples are
                 left.
         """
         if seq_len not in self._packings:
@@ -222,7 +223,7 @@ class ExampleDataset(TokenDataset):
         return self._packings[seq_len]
 
     def _packed(self, seq_len: int) -> Packing:
-        # Number of positions of each unit, which is an example or both examples of a pair.
+        # Number of positions of each unit, which is one example or both examples of a pair.
         sizes = (self.lengths - 1).reshape(-1, self.together).sum(1)
         long = np.flatnonzero(sizes > seq_len)
         if len(long) and self.long == "refuse":
@@ -256,8 +257,9 @@ class ExampleDataset(TokenDataset):
         )
 
     def examples_of_row(self, row: int, seq_len: int) -> list[int]:
-        """Return the indices of the examples in a row, in order; in each pair, the chosen answer
-        comes first."""
+        """Return the indices of the examples in a row, in order. In each pair, the chosen answer
+        comes first.
+        """
         return [i for unit in self.packing(seq_len).row(row) for i in self._of_unit(unit)]
 
     def _of_unit(self, unit: int) -> range:
@@ -331,7 +333,7 @@ class PreferenceDataset(ExampleDataset):
     rejected answer of pair i.
 
     Args:
-        folder, split, verify, long: see `ExampleDataset`. A long pair is never cut, because a
+        folder, split, verify, long: see `ExampleDataset`. A long pair is never truncated, because a
             truncated answer can't be compared with the other answer.
 
     Attributes:
@@ -340,7 +342,7 @@ class PreferenceDataset(ExampleDataset):
         reference_model: name and sha256 of the model that computed `references`.
 
     Raises:
-        DataError: see `ExampleDataset`; or `long` is "cut".
+        DataError: see `ExampleDataset`; also raised if `long` is "cut".
     """
 
     kind: Kind = "preference"
@@ -385,20 +387,20 @@ class PreferenceDataset(ExampleDataset):
 
 # Text whose rows begin with documents
 
-#: Number of pieces that are packed at a time. A block takes a fraction of a second, and larger
-#: blocks would not fill the rows better.
+#: Number of pieces that are packed at a time. Packing a block takes a fraction of a second, and
+#: larger blocks would not fill the rows better.
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """Rows of a split: its pieces, row by row.
+    """Rows of a split, as pieces in row order.
 
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].
-        lengths: number of positions of each piece, int64 [pieces].
-        opens: True for a piece at the beginning of a document, bool [pieces].
-        starts: index of each row's first piece, then the number of pieces, int64 [rows + 1].
+        lengths: number of positions in each piece, int64 [pieces].
+        opens: True for a piece that begins a document, bool [pieces].
+        starts: index of each row's first piece, followed by the number of pieces, int64 [rows + 1].
     """
 
     labels: npt.NDArray[np.int64]
@@ -416,9 +418,9 @@ def align_rows(
     """Split documents into pieces, and pack the pieces into rows.
 
     Args:
-        offsets: position in the stream of each document's first token, then the number of tokens,
-            int64 [documents + 1].
-        seq_len: positions of a row.
+        offsets: position in the stream of each document's first token, followed by the number of
+            tokens, int64 [documents + 1].
+        seq_len: number of positions per row.
         predicts_first: True if the first token of a document is also a label.
     """
     skipped = 0 if predicts_first else 1
@@ -430,8 +432,8 @@ def align_rows(
     labels = offsets[document] + skipped + number * seq_len
     lengths = np.minimum(sizes[document] - number * seq_len, seq_len)
     rows = _pack(lengths, seq_len)
-    # Within a row, pieces at the beginning of a document come before later pieces of other
-    # documents, so that the row begins with a document if possible.
+    # Within a row, pieces that begin a document come before later pieces of other documents, so
+    # that the row begins with a document if possible.
     order = np.lexsort((np.arange(len(rows)), number > 0, rows))
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))]).astype(np.int64)
     return AlignedRows(labels[order], lengths[order], number[order] == 0, starts)
@@ -496,7 +498,7 @@ class AlignedDataset(TokenDataset):
             end = position + length
             labels[position:end] = self[first : first + length]
             if rows.opens[piece] and self.eos_separates:
-                # There is no token to read before the first document of the stream.
+                # No token precedes the first document of the stream.
                 input_ids[position] = self.manifest["eos_token_id"]
             else:
                 input_ids[position] = self[first - 1 : first][0]
@@ -552,8 +554,8 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each reason for rejecting records, with their files and the first such
-    record.
+    """Yield a message for each reason why records were rejected, with their files and the first
+    such record.
 
     Args:
         folder: the prepared folder.

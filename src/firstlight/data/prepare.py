@@ -1,12 +1,12 @@
-"""Preparation of texts as token shards: reading, splitting, parallel encoding and writing in order.
+"""Prepare texts as token shards: read, split, encode in parallel and write in order.
 
-The result depends on the inputs, the tokenizer and the options, not on the engine or the number of
-processes: documents are encoded by any free process and written in the order in which they were
-read.
+The result depends on the inputs, the tokenizer and the options, but not on the engine or the number
+of processes: any free process encodes a document, and documents are written in the order in which
+they were read.
 
-`random:TOKENS[:SEED]` in place of texts prepares random tokens for measurements of speed and
-memory. They are written as a prepared folder, so every command that uses prepared folders accepts
-them.
+The input `random:TOKENS[:SEED]` prepares random tokens instead of texts, for measurements of speed
+and memory. They are written as a prepared folder, so every command that uses prepared folders
+accepts them.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import cut_long
 
 Engine = Literal["local", "ray"]
-#: Function that returns the split for a document's text. "tail" means that the last `val_fraction`
-#: of the document is held out; None means that the document is rejected as a duplicate.
+#: Function that returns the split for a document's text. "tail" holds out the last `val_fraction`
+#: of the document; None rejects the document as a duplicate.
 SplitOf = Callable[[str], Literal["train", "val", "tail"] | None]
 
-#: A corpus with fewer bytes than this is encoded in this process, because starting others would
-#: take longer.
+#: A corpus with fewer bytes than this is encoded in this process, because starting more processes
+#: would take longer.
 _SMALL_CORPUS_BYTES = 16 << 20
-#: Maximum number of characters that `look_ahead` keeps in memory. If they contain fewer than
-#: 1/fraction documents, the corpus is treated as having few documents.
+#: Maximum number of characters that `look_ahead` keeps in memory. If this many characters contain
+#: fewer than 1/fraction documents, the corpus is treated as having few documents.
 _LOOKAHEAD_CHARACTERS = 1 << 28
 #: Prefix of the input that requests random tokens.
 _RANDOM_PREFIX = "random:"
@@ -102,10 +102,10 @@ def prepare(
     shard_tokens: int = 100_000_000,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write a corpus as token shards to the folder `out`; return its manifest.
+    """Write a corpus as token shards to the folder `out`. Return the manifest.
 
     Args:
-        inputs: INPUTs as in `find_sources`, the results of that function, or only
+        inputs: INPUTs as in `find_sources`, results of that function, or only
             "random:TOKENS[:SEED]".
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
@@ -113,27 +113,30 @@ def prepare(
             documents. If there are fewer than 1/val_fraction documents, the end of each document is
             held out instead.
         split_of: see `SplitOf`; None splits only by `val_fraction`.
-        workers: number of encoding processes; None chooses automatically. With more than one, each
-            process imports the caller's script, which must use `if __name__ == "__main__":`.
-        engine: "local" encodes in `workers` processes, "ray" on a Ray cluster.
+        workers: number of encoding processes; None selects it automatically. With more than one,
+            each process imports the caller's script, which must therefore use `if __name__ ==
+            "__main__":`.
+        engine: "local" to encode in `workers` processes, "ray" to encode on a Ray cluster.
         ray_address: address of the Ray cluster; None lets Ray choose.
         text_key: name of the text field in JSONL lines, tables and datasets.
         max_documents: maximum number of documents to read; None means no limit.
-        max_tokens: maximum number of tokens, including separators; `val_fraction` of them are for
+        max_tokens: maximum number of tokens, including separators, of which `val_fraction` are for
             validation. The last document of each split is cut between two characters. None means no
             limit.
-        val_inputs: INPUTs whose documents form the validation split. Nothing in `inputs` is then
-            held out, and documents that also occur in `val_inputs` are excluded from training. The
-            limits above apply only to `inputs`.
-        as_is: True reads texts unchanged. Otherwise, documents end at separators such as
-            <|endoftext|>, CRLF becomes LF, and Project Gutenberg's header and licence are removed.
-        strip_gutenberg: no effect; use `as_is`.
-        overwrite: True replaces `out` if it is a prepared corpus.
+        val_inputs: INPUTs whose documents form the validation split. In this case no part of
+            `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
+            training. The limits above apply only to `inputs`.
+        as_is: True to read texts unchanged. Otherwise documents end at separators such as
+            <|endoftext|>, CRLF becomes LF, and the header and licence of Project Gutenberg are
+            removed.
+        strip_gutenberg: ignored; use `as_is`.
+        overwrite: True to replace `out` if it is a prepared corpus.
         shard_tokens: number of tokens after which a new shard begins.
         progress: show a progress bar on stderr.
 
     Raises:
-        InputError, TokenizerError: an input or the tokenizer can't be read, or there is no text.
+        InputError, TokenizerError: an input or the tokenizer can't be read, or the inputs contain
+            no text.
         ConfigError, MissingDependencyError: an argument is invalid, or a package or cluster is
             missing.
         DataError, StorageError: encoding or writing failed; nothing is left behind.
@@ -196,10 +199,10 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """Return (inputs that are names, sources of all inputs)."""
+    """Return (names among the inputs, sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
-    if names or not sources:  # Without any input, `find_sources` raises the error.
+    if names or not sources:  # `find_sources` raises the error if there are no inputs.
         sources += find_sources(names, as_is=as_is)
     return names, sources
 
@@ -239,7 +242,7 @@ def _encoder(
 
 
 def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, Iterator[Record]]:
-    """Return (True if there are at least 1/fraction documents, all documents from the first on)."""
+    """Return (True if there are at least 1/fraction documents, iterator over all documents)."""
     wanted = math.ceil(1 / fraction) if fraction else 0
     seen: list[Record] = []
     characters = 0
@@ -253,9 +256,9 @@ def look_ahead(documents: Iterator[Record], fraction: Fraction) -> tuple[bool, I
 
 
 class _Preparation:
-    """The state of one run of `prepare`.
+    """State of one run of `prepare`.
 
-    Documents are numbered from 1 in the order in which they are read, skipping rejected ones.
+    Documents are numbered from 1 in reading order, skipping rejected documents.
     """
 
     def __init__(
@@ -275,15 +278,15 @@ class _Preparation:
         self.has_val_inputs = False
         self.separators = separators_of(writer.tokenizer)
         #: Number of documents read so far, number of documents written, and number of the last
-        #: written document.
+        #: document that was written.
         self.accepted = self.written = self.last_written = 0
-        #: File and changes of each document that was changed but is not written yet, by document
-        #: number.
+        #: File and changes of each document that was changed but has not been written yet, keyed by
+        #: document number.
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
-        #: Rejected records that are not counted yet (with `max_tokens`), each with the number of
-        #: the preceding document. Those after the last written document are never counted, so that
-        #: reading ahead does not affect the manifest.
+        #: Rejected records that have not been counted yet (with `max_tokens`), each with the number
+        #: of the preceding document. Records after the last written document are never counted, so
+        #: that reading ahead does not affect the manifest.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0
@@ -302,15 +305,16 @@ class _Preparation:
         Args:
             sources: the sources of the texts.
             text_key, progress: see `prepare`.
-            encode: function that encodes pieces of text in order.
-            held_out: sources of validation texts; if empty, part of the texts is held out.
+            encode: function that encodes pieces of text and keeps their order.
+            held_out: sources of validation texts. If it is empty, part of the texts is held out.
 
         Raises:
             InputError: there is no text.
             ConfigError: `max_tokens` is too small for any text.
         """
         self.has_val_inputs = bool(held_out)
-        # The size after gzip -9 is a baseline for a model's bits per byte; wbits 31 selects gzip.
+        # The size after gzip -9 is a baseline for a model's bits per byte. wbits 31 selects the
+        # gzip format.
         compressor = zlib.compressobj(9, wbits=31)
         with (
             progress_bar(TextColumn("{task.fields[done]}"), shown=progress) as bar,
@@ -319,7 +323,7 @@ class _Preparation:
             closing(self._accepted(records, self.max_documents)) as documents,
             closing(self._accepted(others if held_out else ())) as validation,
             self.writer.open(),
-            # Also closed after an error, so that other processes end before the folder is removed.
+            # Closed even after an error, so that other processes end before the folder is removed.
             closing(encode(self._pieces(documents, validation))) as encoded,
         ):
             total = None
@@ -351,10 +355,10 @@ class _Preparation:
             raise InputError(f"the inputs have no text to train on {beside}")
 
     def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Finish the folder; return its manifest.
+        """Finish the folder. Return its manifest.
 
         Args:
-            unread: files in the inputs that were not read because of their type.
+            unread: files in the inputs that were not read because their type is not supported.
         """
         further: dict[str, Any] = {
             "max_documents": self.max_documents,
@@ -373,10 +377,10 @@ class _Preparation:
     def _accepted(
         self, records: Iterable[Record], most: int | None = None
     ) -> Generator[Record, None, None]:
-        """Yield the readable records, at most `most`."""
+        """Yield the readable records, at most `most` of them."""
         for number, record in enumerate(self._readable(records), start=1):
             yield record
-            # Check before reading the next record, because that may need a download.
+            # Check before reading the next record, which may require a download.
             if number == most:
                 return
 
@@ -391,8 +395,9 @@ class _Preparation:
             yield record
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected. With max_tokens, it is counted only once a later document is
-        written."""
+        """Count a record as rejected. With max_tokens, it is counted only after a later document
+        has been written.
+        """
         if self.max_tokens is None:
             self.writer.reject(record, error)
         else:
@@ -432,12 +437,11 @@ class _Preparation:
     def _pieces(
         self, documents: Iterator[Record], held_out: Iterable[Record] = ()
     ) -> Iterator[TextPiece]:
-        """Yield the documents as pieces, after assigning each document to a split and splitting
-        long documents.
+        """Assign each document to a split, split long documents, and yield them as pieces.
 
         Args:
             documents: documents to train on, or to split.
-            held_out: documents to validate on, which come first.
+            held_out: documents to validate on, which are processed first.
         """
         assigned = self._assigned(documents, held_out)
         cuttable = self.tokenizer.encodes_in_pieces
@@ -491,8 +495,8 @@ class _Preparation:
                 continue
             size = len(document.value.encode("utf-8"))
             # A document is held out whenever validation has less than its share of the bytes so
-            # far. The share is therefore maintained in every part of the corpus, however the corpus
-            # is sorted.
+            # far. The share is therefore maintained throughout the corpus, however the corpus is
+            # sorted.
             split = "val" if held_out < self.fraction * seen else "train"
             seen += size
             held_out += size if split == "val" else 0
@@ -514,7 +518,7 @@ def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """Split off the last `fraction` of a text, after a line ending if there is one nearby; return
+    """Split off the last `fraction` of a text, after a line ending if there is one nearby. Return
     (first part, last part).
 
     Args:
@@ -535,14 +539,14 @@ def within_tokens(
     separators: int,
     encode: Callable[[str], TokenArray],
 ) -> Iterator[tuple[TextPiece, TokenArray]]:
-    """Yield the pieces that fit into `max_tokens`. Iteration ends once both splits are full.
+    """Yield the pieces that fit into `max_tokens`. Stop once both splits are full.
 
     Args:
         encoded: each piece with its tokens, in order.
         max_tokens: maximum number of tokens in both splits together, including separators.
         val_fraction: fraction of `max_tokens` for the validation split; with 0, that split has no
             limit.
-        separators: number of separator tokens (bos, eos) that each document gets.
+        separators: number of separator tokens (bos, eos) added to each document.
         encode: function that returns the tokens of a text.
 
     Yields:
@@ -550,8 +554,7 @@ def within_tokens(
         its last piece has `last` set. Later documents of the split are skipped.
 
     Raises:
-        ConfigError: `max_tokens` leaves no room for text in addition to the separators of one
-            document.
+        ConfigError: `max_tokens` leaves no room for text besides the separators of one document.
     """
     held_out = round(max_tokens * val_fraction)
     left = {"train": max_tokens - held_out, "val": held_out}
@@ -583,12 +586,12 @@ def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int
     """Return the longest prefix of a text, in whole characters, with at most `room` tokens.
 
     The prefix can have a few tokens fewer than `room`, because the next character may be several
-    tokens, or may change how the preceding characters are merged. It is found by bisection,
-    assuming that more characters never have fewer tokens.
+    tokens or may change how the preceding characters are merged. It is found by bisection, assuming
+    that a longer prefix never has fewer tokens.
 
     Args:
         text: the text.
-        room: maximum number of tokens in the prefix, less than `tokens`.
+        room: maximum number of tokens in the prefix; less than `tokens`.
         tokens: number of tokens in the text.
         count: function that returns the number of tokens in a text.
     """
@@ -615,10 +618,10 @@ def longest_prefix(text: str, room: int, tokens: int, count: Callable[[str], int
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """A request for random tokens.
+    """Request for random tokens.
 
     Attributes:
-        name: the input as the user wrote it.
+        name: the input exactly as the user wrote it.
         tokens: number of tokens in both splits together, including separators.
         seed: seed of the random generator.
     """
@@ -629,7 +632,7 @@ class RandomTokens:
 
 
 def requested_tokens(inputs: Sequence[object]) -> RandomTokens | None:
-    """Return the random tokens that the inputs request, or None if they request none.
+    """Return the random tokens that the inputs request, or None if they do not request any.
 
     Raises:
         InputError: random tokens are combined with other inputs, or their number or seed is not a
@@ -661,22 +664,22 @@ def prepare_random(
     overwrite: bool,
     shard_tokens: int,
 ) -> dict[str, Any]:
-    """Write shards of uniformly random tokens, in documents of 1,024 tokens; return the manifest.
+    """Write shards of uniformly random tokens, in documents of 1,024 tokens. Return the manifest.
 
-    The bytes of text in the manifest are the sum of the bytes of the individual tokens. Control
-    tokens occur only between documents.
+    The number of text bytes in the manifest is the sum of the bytes of the individual tokens.
+    Control tokens occur only between documents.
 
     Args:
-        drawn: number of tokens, and seed.
+        drawn: the request, with the number of tokens and the seed.
         tokenizer: the tokenizer, from whose vocabulary the tokens are drawn.
         out: the folder to write.
         val_fraction: fraction of the tokens that is held out for validation.
         overwrite: True replaces `out` if it exists.
-        shard_tokens: tokens after which the next shard begins.
+        shard_tokens: number of tokens after which a new shard begins.
 
     Raises:
         StorageError: the disk is full or not writable.
-        InputError: the tokenizer has only control tokens.
+        InputError: all tokens of the tokenizer are control tokens.
     """
     vocabulary = set(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     plain = np.array(sorted(vocabulary - tokenizer.special_token_ids), np.int64)
@@ -706,11 +709,12 @@ def _random_documents(
     tokenizer: Tokenizer,
     generator: np.random.Generator,
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield documents with `count` tokens in total, as token ids, int64 [tokens of the document].
+    """Yield documents with `count` tokens in total, each as token ids, int64 [tokens of the
+    document].
 
     Args:
         count: total number of tokens, including separators.
-        plain: ids of the vocabulary's tokens that are not control tokens, int64 [ids].
+        plain: token ids in the vocabulary that are not control tokens, int64 [ids].
         tokenizer: the tokenizer, for the ids of the separators.
         generator: the random generator, advanced by each document.
     """

@@ -1,10 +1,10 @@
 """Readers for text, JSONL, JSON, CSV, Parquet and Arrow files and for Hugging Face datasets:
 `read_records` yields conversations and preference pairs, and `read_documents` yields texts, each
-with file and line.
+with its file and line.
 
-A *document* is one text file, one line of a JSONL file or one row of a table (CSV, Parquet), or a
-part of one of these that ends at a separator (see `cleaning`). A document that can't be read is a
-`Record` with an error, so the number of documents read is the sum of accepted and rejected
+A *document* is one text file, one line of a JSONL file, one row of a table (CSV, Parquet), or a
+part of any of these that ends at a separator (see `cleaning`). A document that can't be read is a
+`Record` with an error, so the number of documents read equals the number of accepted plus rejected
 documents.
 """
 
@@ -63,8 +63,8 @@ _JSON_SUFFIXES = compressed(".json")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
 #: Maximum size in bytes of a line in a JSONL file of records, and of a JSON file. A longer line is
-#: rejected without being read into memory; a larger JSON file, which would have to be read at once,
-#: is refused.
+#: rejected without being read into memory. A larger JSON file is rejected, because it would have to
+#: be read at once.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
 #: Maximum number of lists and objects in a JSON text, each of which takes at least 64 bytes of
@@ -72,10 +72,9 @@ _MAX_JSON_BYTES = 4 << 30
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes that a rejected document counts towards `DataSource.most_bytes`.
+#: Number of bytes that each rejected document adds to the count for `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: Fraction of a text that must consist of more than one common character. A text that is almost
-#: entirely one character is useless for training.
+#: Fraction of a text above which a single character makes it useless for training.
 COMMON_SHARE = 0.999
 
 #: Number of records at the beginning of a source from which its kind is detected; some of them may
@@ -102,13 +101,13 @@ REASONS = {
 
 
 class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a frozen dataclass.
-    """One record or document, or the reason why it can't be read.
+    """A record or document, or the reason why it can't be read.
 
     Attributes:
         origin: the file, or `hf:NAME`.
-        line: line in a JSONL file or table, otherwise the number of the record; counted from 1.
+        line: line in a JSONL file or table, otherwise the number of the record; one-based.
         value: the JSON value, or the text of a document; None if there is an error.
-        error: the reason why the record can't be read; None if it can.
+        error: the reason why the record can't be read, or None.
         is_line: True if `line` is a line in the file, False if it is the number of a record.
         changes: keys of the changes that were made to the text; see `cleaning`.
     """
@@ -130,7 +129,7 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     """Resolve inputs to files of records and datasets; see `find_sources`.
 
     Raises:
-        InputError: an input does not exist, matches nothing, or contains no records.
+        InputError: an input does not exist, matches nothing, or does not contain records.
     """
     return find_sources(inputs, RECORD_SUFFIXES)
 
@@ -144,12 +143,12 @@ _SHOWN_FILES = 3
 
 
 class Splits(NamedTuple):
-    """Sources of records by split.
+    """Sources of records, grouped by split.
 
     Attributes:
         train, val: sources of the splits; `val` is empty if part of `train` is held out.
-        test: files of test data in folders, which are not read.
-        note: a message if file names determine the splits; otherwise "".
+        test: test data files in folders, which are not read.
+        note: a message if file names determine the splits, otherwise "".
     """
 
     train: list[DataSource]
@@ -163,17 +162,17 @@ def find_splits(
     val_inputs: Sequence[str | Path] = (),
     found: Sequence[DataSource] | None = None,
 ) -> Splits:
-    """Sort the files of records and datasets in the inputs by split.
+    """Assign the files of records and datasets in the inputs to splits.
 
-    In a folder (or among the files of a glob) in which some files are not validation or test data,
-    the split is determined by the names of files and their folders: train.jsonl,
+    This applies to folders and globs that contain at least one file that is neither validation nor
+    test data. There the names of a file and its folders determine the split: train.jsonl,
     valid-00000-of-00002.parquet, chats.test.csv, dev/a.json. Files without such a name are used for
     training.
 
     Args:
         inputs: see `find_records`.
-        val_inputs: inputs to validate on instead of the validation files in folders.
-        found: the sources in `inputs` to sort; None sorts all of them.
+        val_inputs: inputs for validation, used instead of the validation files in folders.
+        found: the sources in `inputs` to assign; None assigns all of them.
 
     Raises:
         InputError: see `find_records`.
@@ -184,7 +183,7 @@ def find_splits(
         root = Path(item).expanduser()
         if item.startswith("hf:") or root.is_file():
             continue
-        # A glob may also match folders; only the names of its files count.
+        # A glob may also match folders; only the names of files in it matter.
         of_item = {
             source.name: _split_named(
                 source.path.relative_to(root).parts if root.is_dir() else source.path.parts[-1:]
@@ -210,7 +209,8 @@ def find_splits(
 
 def _split_named(parts: Sequence[str]) -> str:
     """Return the split indicated by the first or last word in the name of a file or one of its
-    folders, or "" if there is none."""
+    folders, or "" if there is none.
+    """
     for part in parts:
         words = re.split(r"[-_.]", part.lower())
         left_out = {"of", *"".join(RECORD_SUFFIXES).split(".")}
@@ -228,13 +228,13 @@ def read_records(
     read.
 
     Args:
-        text_key: name of the text field if only texts are needed. Text files are then also read, a
+        text_key: name of the text field if only texts are needed. Text files are then read, too, a
             blank line is a bad record, and a line may be as long as `largest_document`. None if
             complete records are needed.
 
     Raises:
-        InputError: a file can't be read at all (permissions, damaged compression), or was changed
-            while it was read; or a JSON file has no list of records.
+        InputError: a file can't be read at all (permissions, damaged compression), was changed
+            while it was read, or is a JSON file without a list of records.
         MissingDependencyError: a package that a source needs is not installed.
     """
     for source in sources:
@@ -244,7 +244,7 @@ def read_records(
 
 @contextlib.contextmanager
 def _unchanged(source: DataSource) -> Iterator[None]:
-    """Refuse a file that another program changes while it is being read in the block.
+    """Raise an error if another program changes a file while it is read in the block.
 
     Raises:
         InputError: the file was changed. This error replaces any error about the file's content,
@@ -305,7 +305,8 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
 
 def _filled(value: Any) -> Any:
     """Remove null entries from a row of Arrow data. Arrow gives all objects in a column the same
-    keys, so a tool call would otherwise have the arguments of all other tools."""
+    keys, so each tool call would otherwise have the arguments of all other tools.
+    """
     if isinstance(value, dict):
         return {key: _filled(entry) for key, entry in value.items() if entry is not None}
     return [_filled(entry) for entry in value] if isinstance(value, list) else value
@@ -352,8 +353,9 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
 
 
 def _first_values(text: str) -> list[Any]:
-    """Parse the first values of possibly truncated JSON: a single object, or the values of a list
-    or of lines."""
+    """Parse the first values of possibly truncated JSON: a single object, or the values in a list
+    or on separate lines.
+    """
     for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
         with contextlib.suppress(ValueError):
             found = [
@@ -364,14 +366,15 @@ def _first_values(text: str) -> list[Any]:
 
 
 def _records_in(value: Any) -> list[Any]:
-    """Return the records in the value of a JSON file, which is a list, one record (also a bare list
-    of messages), or an object such as {"data": [...]} whose only list of objects contains them.
+    """Return the records in the value of a JSON file. The value is a list, one record (or a bare
+    list of messages), or an object such as {"data": [...]} whose only list of objects contains the
+    records.
 
     Raises:
         ValueError: an object has several lists of objects.
     """
     if isinstance(value, list):
-        return [value] if is_messages(value) else value
+        return [value] if _is_conversation(value) else value
     if not isinstance(value, dict) or conversation_kind(value) is not None:
         return [value]
     lists = {
@@ -386,6 +389,16 @@ def _records_in(value: Any) -> list[Any]:
             f"example with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
+
+
+def _is_conversation(value: list[Any]) -> bool:
+    """Return True for a bare list of messages, and False for a list of records, which may have a
+    role among their fields."""
+    return is_messages(value) and all(
+        conversation_kind([str(key) for key in entry]) is None
+        and not {"content", "value", "parts", "tool_calls"}.isdisjoint(entry)
+        for entry in value
+    )
 
 
 def read_documents(
@@ -410,8 +423,8 @@ def read_documents(
             for record in records:
                 for document in _documents_of(record, source, text_key, clean):
                     yield document
-                    # Also count rejected documents, so that a dataset without the field is not read
-                    # to its end.
+                    # Rejected documents are counted, too, so that a dataset without the field is
+                    # not read to its end.
                     left -= _REJECTED_BYTES if document.error is not None else 0
                     if source.most_bytes is not None and document.error is None:
                         left -= len(document.value.encode("utf-8"))
@@ -420,8 +433,8 @@ def read_documents(
 
 
 def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
-    """Yield the documents, and refuse texts that consist of one repeated character. Once the
-    documents are known to have others, no more characters are counted.
+    """Yield the documents; raise an error for texts that consist of one repeated character. Once
+    other characters have been found, counting stops.
 
     Raises:
         InputError: at least 99.9 % of the text is the same character.
@@ -463,7 +476,7 @@ def _documents_of(
     text_key: str,
     clean: Callable[[str], tuple[str, tuple[str, ...]]],
 ) -> Iterator[Record]:
-    """Yield the documents in a record, which are its text split at separators and cleaned."""
+    """Yield the documents in a record: its text, split at separators and cleaned."""
     try:
         if record.error is not None:
             raise record.error
@@ -482,7 +495,7 @@ def _documents_of(
         parts = [((one.content or b"").decode("utf-8"), one.changes + marks) for one in found]
     for part, changes in parts:
         text, made = clean(part)
-        # A record with only separators has one empty part.
+        # A record that contains only separators has one empty part.
         reason = _ONLY_SEPARATORS
         if part:
             reason = _ONLY_TIMES if SUBTITLES in made else _ONLY_LICENCE
@@ -519,7 +532,8 @@ def digest_of(text: str) -> bytes:
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
     """Return the message about inputs without a usable document, given the number of rejected
-    documents for each reason, and the position and reason of the first one."""
+    documents for each reason, and the position and reason of the first rejection.
+    """
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
@@ -588,7 +602,7 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
 
 
 def _require_few_values(content: bytes) -> None:
-    """Refuse JSON whose parsed value would take far more memory than its text.
+    """Reject JSON whose parsed value would take far more memory than its text.
 
     Raises:
         ValueError: the content has too many lists and objects.
@@ -620,7 +634,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         _require_few_values(content)
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        # The first record is one line, and another record follows it.
+        # The first record is a single line, and another record follows.
         if error.msg == "Extra data" and "\n" not in text[: error.pos].strip():
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
@@ -652,6 +666,6 @@ def _dataset_rows(source: DataSource) -> Iterator[object]:
     except Exception as error:
         raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error
     finally:
-        # If a scan is not read to its end and a reference cycle keeps it alive until Python exits,
-        # pyarrow aborts the process (https://github.com/apache/arrow/issues/45214).
+        # If a scan is not finished and a reference cycle keeps it alive until Python exits, pyarrow
+        # aborts the process (https://github.com/apache/arrow/issues/45214).
         gc.collect()

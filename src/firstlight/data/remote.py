@@ -1,4 +1,5 @@
-"""Prepared corpora at a URL, which are downloaded into a cache on this machine and verified.
+"""Access prepared corpora at a URL by downloading them into a cache on this machine and verifying
+them.
 
 Any protocol that fsspec supports can be used: s3://BUCKET/FOLDER, gs://,
 hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints are
@@ -7,9 +8,9 @@ HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
 In the folder data/ of the cache (see `files.cache`), each corpus has a folder named after the hash
 of its URL and manifest, so a corpus that is prepared again gets a new folder. Files are created
-there atomically, after their size and SHA-256 are verified against the manifest. A correct file is
-not downloaded again. fsspec's cache (`filecache::`) is not used because it silently keeps damaged
-and truncated files.
+there atomically, after their size and SHA-256 have been verified against the manifest. A correct
+file is not downloaded again. fsspec's cache (`filecache::`) is not used, because it silently keeps
+damaged and truncated files.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 #: Valid shard names. They contain no "/" and no characters with a special meaning in URLs, so that
-#: no name leads out of the folder.
+#: no name can lead out of the folder.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
-#: The tokenizer's files; the manifest has a fingerprint of tokenizer.json.
+#: Files of the tokenizer. The manifest contains a fingerprint of tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 #: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json has 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
@@ -64,15 +65,15 @@ _LOCK_NAME = ".lock"
 #: fsspec options for reading a file as one stream (`block_size` 0) and, for HTTP, without first
 #: requesting the file's size (any `size`).
 _STREAMED = {"http": {"block_size": 0, "size": 1}, "hf": {"block_size": 0}}
-#: Timeout in seconds for connecting and between arrivals of data. The duration of a download is not
-#: limited.
+#: Timeout in seconds for connecting and for each wait for data. The total duration of a download is
+#: not limited.
 _SILENCE_SECONDS = 60.0
 
 Found = TypeVar("Found")
 
 
 class _TransferError(Exception):
-    """A transfer failed but may succeed if repeated."""
+    """Raised if a transfer failed but may succeed when repeated."""
 
 
 #: A shard's entry in the manifest: "file", "bytes", "sha256", "tokens".
@@ -91,21 +92,20 @@ def local_folder(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """Return the local folder of a prepared corpus, downloading a corpus at a URL into the cache
-    first. If several processes call this at the same time, one of them downloads and the others
-    wait.
+    """Return the local folder of a prepared corpus, first downloading a corpus at a URL into the
+    cache. If several processes call this concurrently, one of them downloads and the others wait.
 
     Args:
-        location: a URL, or the path of a folder, which is returned without any check.
+        location: a URL, or the path of a folder, which is returned without being checked.
         splits: names of the splits to download; splits that the corpus lacks are ignored. None
             downloads all splits.
-        verify: True checks cached files against the SHA-256 in the manifest and not only against
-            the sizes, and downloads damaged files again.
+        verify: True to check cached files against the SHA-256 in the manifest in addition to the
+            sizes, and to download damaged files again.
         progress: show a progress bar on stderr.
 
     Raises:
-        DataError: the URL is invalid, there is no prepared corpus at the URL, or it could not be
-            downloaded completely in several attempts.
+        DataError: the URL is invalid, it does not contain a prepared corpus, or the corpus could
+            not be downloaded completely in several attempts.
         MissingDependencyError: the protocol's package is not installed.
         StorageError: the cache can't be written, or the disk is too small.
     """
@@ -129,7 +129,7 @@ def local_folder(
     if missing or not _is_tokenizer(folder, fingerprint):
         with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             remove_leftovers(folder)
-            # Another process may have fetched some of them.
+            # Another process may have downloaded some of them in the meantime.
             missing = _missing(folder, missing, verify)
             _fetch_tokenizer(store, folder, fingerprint)
             _fetch_shards(store, folder, missing, progress)
@@ -137,8 +137,9 @@ def local_folder(
 
 
 class _Store:
-    """The folder at `url`, with the path `root` in the fsspec file system `system`; `options` are
-    passed to `system.open`."""
+    """The folder at `url`. Its path in the fsspec file system `system` is `root`; `options` are
+    passed to `system.open`.
+    """
 
     def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
         self.url = url
@@ -193,7 +194,7 @@ class _Store:
 
 
 def _open_store(url: str) -> _Store:
-    """Open the folder at a URL. Raises a DataError if the URL is invalid."""
+    """Open the folder at a URL. Raise a DataError if the URL is invalid."""
     parsed = urlsplit(url)
     if parsed.password is not None:
         raise DataError(
@@ -233,16 +234,16 @@ def _missing_package(url: str, error: ImportError) -> MissingDependencyError:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return True for an HTTP status that means a permanent refusal: 400 to 499, except 408
-    (timeout) and 429 (too many requests)."""
+    """Return True for an HTTP status that indicates a permanent rejection: 400 to 499, except 408
+    (timeout) and 429 (too many requests).
+    """
     response = getattr(error, "response", None)
     status = getattr(error, "status", None) or getattr(response, "status_code", None)
     return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
 
 
 def _retried(work: Callable[[], Found]) -> Found:
-    """Return the result of `work`, retrying it after a `_TransferError` for at most four attempts
-    in total.
+    """Return the result of `work`. After a `_TransferError`, retry up to a total of four attempts.
 
     Raises:
         DataError: all attempts failed.
@@ -262,10 +263,11 @@ def _retried(work: Callable[[], Found]) -> Found:
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
-    """Return the manifest entries of the splits' shards, each once. `splits` None means all splits.
+    """Return the manifest entries of the splits' shards, each once. None for `splits` selects all
+    splits.
 
     Raises:
-        DataError: a shard has an invalid name, or two different shards have the same name.
+        DataError: a shard name is invalid, or two different shards have the same name.
     """
     chosen = [name for name in manifest["splits"] if splits is None or name in splits]
     found: dict[str, _Entry] = {}
@@ -280,8 +282,9 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Return the wanted shards that are missing in the folder or differ from their entry in size
-    or, with `verify`, in SHA-256."""
+    """Return the wanted shards that are missing in the folder or whose size or, with `verify`,
+    SHA-256 differs from their entry.
+    """
 
     def is_there(file: _Entry) -> bool:
         path = folder / file["file"]
@@ -348,7 +351,8 @@ def _fetch(store: _Store, folder: Path, file: _Entry, show: Callable[[int], None
     """Download one shard; `show` is called with the number of bytes received so far.
 
     Raises:
-        DataError, _TransferError: see `_Store.parts`; or the shard differs from the manifest.
+        DataError, _TransferError: see `_Store.parts`; also raised if the shard does not match the
+            manifest.
     """
     digest = hashlib.sha256()
     received = 0

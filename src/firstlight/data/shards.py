@@ -1,7 +1,7 @@
-"""Token shards: the format of a prepared corpus on disk, the reader for shards, and the writer for
+"""Token shards: the on-disk format of a prepared corpus, the reader for shards, and the writer for
 shards and manifest (`CorpusWriter`).
 
-A prepared folder holds
+A prepared folder contains
 
     manifest.json           counts, sha256 of each shard, the tokenizer's fingerprint
     tokenizer.json, tokenizer_config.json
@@ -9,7 +9,7 @@ A prepared folder holds
     val-00000.bin ...       shards of the validation split, if there is one
     rejected.jsonl          rejected documents, with file, line and reason, if there are any
 
-A shard is, little-endian:
+A shard consists of the following parts, little-endian:
 
     offset  size          content
     0       8             magic b"FLTOKENS"
@@ -28,10 +28,10 @@ shard is one example, and the shard ends with a loss mask:
     ...     N             one byte for each token: 1 if it is a label, else 0
 
 Tokens are uint16 if every id of the tokenizer fits. The tokens of a document include the bos before
-its text (if the tokenizer adds one) and the eos after it (if there is one). A document is never
-split across shards.
+its text (if the tokenizer adds one) and the eos after it (if the tokenizer has one). A document is
+never split across shards.
 
-Shards are not memory-mapped, because truncating a mapped file ends the process with SIGBUS, and
+Shards are not memory-mapped, because truncating a mapped file kills the process with SIGBUS, and
 overwriting it silently changes the data. Instead, `pread` reads a shard in blocks, and each block
 is compared with its checksum from when the file was verified (or, without verification, from when
 the block was first read).
@@ -81,7 +81,7 @@ HEADER = struct.Struct("<8sIIQQ32x")
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_FORMAT = "firstlight-tokens"
-#: File with the rejected records, one JSON object per line.
+#: File that lists the rejected records, one JSON object per line.
 REJECTED_NAME = "rejected.jsonl"
 #: File that lists the files in input folders that were not read, one per line.
 UNREAD_NAME = "unread.txt"
@@ -95,18 +95,18 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 #: Size of a block in bytes. It is small because reading any token requires the checksum of its
 #: entire block (13 µs at the 5 GB/s of zlib's CRC-32 with carry-less multiplication), but large
-#: enough that the checksums of 100 GB take only 12 MB of memory.
+#: enough that the checksums for 100 GB take only 12 MB of memory.
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One out of this many document offsets is kept in memory; those in between are read when needed.
+#: One in this many document offsets is kept in memory; those in between are read when needed.
 _OFFSETS_HELD = 512
 #: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return uint16 if it can represent every id below `vocab_size`, else uint32."""
+    """Return uint16 if it can represent every id below `vocab_size`, otherwise uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a prepared folder.
 
     Raises:
-        DataError: the manifest is missing or damaged, or has another format or version.
+        DataError: the manifest is missing or damaged, or has a different format or version.
     """
     if not folder.is_dir():
         raise DataError(f"data folder {folder} does not exist: create it with `firstlight prepare`")
@@ -149,7 +149,7 @@ def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
 
 
 class BlockFile:
-    """File that is read in verified blocks, by any number of threads.
+    """File that is read in verified blocks by any number of threads.
 
     Args:
         path: the file. It is opened only once, so a file that later replaces it is not read.
@@ -176,8 +176,8 @@ class BlockFile:
         self._checksums = np.full(-(-self.size // BLOCK_BYTES), -1, dtype=np.int64)
 
     def sha256(self) -> str:
-        """Return the SHA-256 of all bytes in hexadecimal. The checksum of each block is also
-        stored.
+        """Return the hexadecimal SHA-256 of the file. The checksum of each block is stored along
+        the way.
 
         Raises:
             DataError: see `read`.
@@ -188,7 +188,7 @@ class BlockFile:
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes `start:stop`, which must be inside the file.
+        """Return the bytes `start:stop`, which must lie inside the file.
 
         Raises:
             DataError: the file was changed or truncated since it was opened, or can't be read.
@@ -224,9 +224,9 @@ class BlockFile:
 
 
 def _opened(path: Path) -> int:
-    """Open a file and return its descriptor. If the soft limit on open files is reached, it is
-    raised to the hard limit, because a corpus may have more shards than the usual soft limit of
-    1,024."""
+    """Open a file and return its descriptor. If the soft limit on open files is reached, raise it
+    to the hard limit, because a corpus may have more shards than the usual soft limit of 1,024.
+    """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -238,14 +238,14 @@ def _opened(path: Path) -> int:
 
 
 class Shard:
-    """A shard: its header, and access to its tokens, document offsets and loss mask.
+    """A shard, with its header and access to its tokens, document offsets and loss mask.
 
     Every method that reads raises a DataError if the file was changed or truncated in the meantime.
 
     Args:
-        path: the shard's file.
+        path: file of the shard.
         version: the required version of the shard.
-        sha256: the required SHA-256 of the file, in hexadecimal; None does not verify the file.
+        sha256: the required hexadecimal SHA-256 of the file; None to skip verification.
 
     Attributes:
         file: the file, read in verified blocks.
@@ -254,7 +254,7 @@ class Shard:
         itemsize: bytes per token, 2 or 4.
 
     Raises:
-        DataError: the file is not a shard, has another version, or is truncated or damaged.
+        DataError: the file is not a shard, has a different version, or is truncated or damaged.
     """
 
     def __init__(self, path: Path, version: int = VERSION, sha256: str | None = None) -> None:
@@ -290,7 +290,7 @@ class Shard:
         return np.frombuffer(data, dtype=f"<u{self.itemsize}")
 
     def offsets(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64]:
-        """Return the document offsets `start:stop` out of all D + 1, read-only [stop - start]."""
+        """Return elements `start:stop` of the D + 1 document offsets, read-only [stop - start]."""
         stop = self.num_documents + 1 if stop is None else min(stop, self.num_documents + 1)
         data = self.file.read(self._offsets_at + start * 8, self._offsets_at + stop * 8)
         return np.frombuffer(data, dtype="<u8")
@@ -305,8 +305,7 @@ class Shard:
     def documents_before(self, token: int) -> int:
         """Return the number of documents that begin before a token; call `check_documents`
         first."""
-        # Read only the offsets from the last one in memory before the token to the next one in
-        # memory.
+        # Read only the offsets between the two neighbouring ones that are in memory.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
         if held == 0:
             return 0
@@ -317,8 +316,8 @@ class Shard:
         return first + int(np.searchsorted(self.offsets(first, stop), np.uint64(token)))
 
     def check_documents(self) -> None:
-        """Check that the document offsets begin with 0, never decrease and end with N. One out of
-        `_OFFSETS_HELD` offsets is then kept in memory for `documents_before`.
+        """Check that the document offsets begin with 0, never decrease and end with N. Afterwards,
+        one in `_OFFSETS_HELD` offsets is kept in memory for `documents_before`.
 
         Raises:
             DataError: the offsets are damaged.
@@ -347,12 +346,12 @@ def open_shard(
         folder: the prepared folder.
         entry: the shard's entry in the manifest.
         version: version of the folder.
-        vocab_size: number of ids of the tokenizer.
-        verify: True checks all bytes against the sha256 of the entry, and all ids against the
+        vocab_size: number of token ids of the tokenizer.
+        verify: True to check all bytes against the sha256 of the entry, and all ids against the
             vocabulary.
 
     Raises:
-        DataError: the shard is missing or damaged, or differs from its entry.
+        DataError: the shard is missing or damaged, or does not match its entry.
     """
     if Path(entry["file"]).name != entry["file"]:
         raise DataError(f"{folder}: the manifest lists a shard outside the folder: {entry['file']}")
@@ -377,15 +376,15 @@ def open_shard(
 
 
 def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
-    """Refuse token ids beyond the vocabulary, for which a model has no embedding.
+    """Raise an error for token ids beyond the vocabulary, for which a model has no embedding.
 
     Args:
         tokens: token ids, of any integer dtype.
-        vocab_size: number of ids of the tokenizer.
+        vocab_size: number of token ids of the tokenizer.
         where: description of the tokens, for the error message.
 
     Raises:
-        DataError: there is such an id.
+        DataError: an id is beyond the vocabulary.
     """
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise DataError(
@@ -398,8 +397,9 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
 
 
 def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None:
-    """Raise a ConfigError if both inputs to validate on and a fraction to hold out (other than its
-    default) are specified."""
+    """Raise a ConfigError if both validation inputs and a fraction to hold out (other than the
+    default) are specified.
+    """
     if val_inputs and val_fraction not in (0, 0.1):
         raise ConfigError(
             "val_inputs (--val-input) and val_fraction (--val-fraction) exclude each other: use "
@@ -408,11 +408,11 @@ def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None
 
 
 def require_replaceable(out: Path, overwrite: bool) -> None:
-    """Refuse an output folder that must not be replaced.
+    """Raise an error if an output folder must not be replaced.
 
     Args:
         out: the folder to write.
-        overwrite: True allows an existing prepared folder to be replaced.
+        overwrite: True to allow replacing an existing prepared folder.
 
     Raises:
         InputError: `out` exists and `overwrite` is False; or `out` is a file, or a folder that is
@@ -433,7 +433,7 @@ class ShardWriter:
     """Writes the documents of one split into consecutive shards.
 
     Args:
-        folder: the folder of the shards, a temporary folder until the entire corpus is written.
+        folder: folder for the shards, a temporary folder until the entire corpus is written.
         split: "train" or "val".
         dtype: dtype of the token ids, from `token_dtype`.
         shard_tokens: number of tokens at which a shard is closed.
@@ -537,10 +537,10 @@ class CorpusWriter:
 
     Attributes:
         dtype: dtype of the token ids.
-        counts: split -> numbers by name: "documents", "tokens", "text_bytes" (UTF-8 bytes)
-            and, with `labelled`, "learned" (labels).
+        counts: for each split, the numbers "documents", "tokens", "text_bytes" (UTF-8 bytes) and,
+            with `labelled`, "learned" (labels).
         rejected: number of rejected documents for each reason.
-        first_rejected: position and reason of the first rejected document; "" if there is none.
+        first_rejected: position and reason of the first rejected document, or "".
     """
 
     def __init__(
@@ -560,7 +560,7 @@ class CorpusWriter:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context manager that keeps the files open for `write` and `reject`."""
+        """Keep the files open for `write` and `reject`, and close them on exit."""
         with ExitStack() as stack:
             self._log = stack.enter_context(OutputFile(self.folder / REJECTED_NAME))
             for shards in self._shards.values():
@@ -615,13 +615,13 @@ class CorpusWriter:
         gzip_bytes: int | None = None,
         **further: Any,
     ) -> dict[str, Any]:
-        """Finish the folder; return its manifest.
+        """Finish the folder. Return its manifest.
 
         Args:
             written: number of input documents or records that are in the shards.
-            fraction: requested fraction for validation.
+            fraction: requested fraction to hold out for validation.
             split_by: how validation was held out: "document", "tail", "example", "files" or "none".
-            unread: files in the inputs that were not read because of their type.
+            unread: files in the inputs that were not read because their type is not supported.
             gzip_bytes: size of the validation text in bytes after gzip -9; None if not measured.
             further: additional entries for the manifest.
 

@@ -1,6 +1,7 @@
-"""Sources of text and records: files, folders, globs, the standard library, Hugging Face datasets.
+"""Find sources of text and records: files, folders, globs, the standard library, Hugging Face
+datasets.
 
-This module finds the sources; `records` reads them. `unread_files` lists the files in folders and
+This module only finds the sources; `records` reads them. `unread_files` lists files in folders and
 globs whose type is not supported.
 """
 
@@ -34,7 +35,7 @@ COMPRESSIONS = ("", ".gz", ".zst", ".bz2", ".xz")
 
 
 def compressed(*suffixes: str) -> tuple[str, ...]:
-    """Return the suffixes, followed by the same suffixes for compressed files."""
+    """Return the suffixes, followed by the suffixes of the corresponding compressed files."""
     return tuple(suffix + compression for suffix in suffixes for compression in COMPRESSIONS)
 
 
@@ -43,7 +44,7 @@ LINES_SUFFIXES, TABLE_SUFFIXES = compressed(".jsonl", ".ndjson"), compressed(".c
 #: Suffixes of files that contain several documents.
 _MANY_DOCUMENTS = (*LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
 SUFFIXES = (*compressed(*TEXT_SUFFIXES), *_MANY_DOCUMENTS)
-#: Descriptions, for messages, of the file types that are read as texts and as records.
+#: Descriptions, for messages, of the file types that can be read as texts and as records.
 READ_KINDS = (
     "text and code with any suffix or none, .jsonl, .ndjson, .csv, .tsv (all may be compressed "
     "as .gz, .bz2, .xz or .zst) and .parquet"
@@ -52,16 +53,16 @@ _RECORD_KINDS = (
     ".jsonl, .ndjson, .json, .csv, .tsv (all may be compressed as .gz, .bz2, .xz or .zst), "
     ".parquet and .arrow"
 )
-#: File in a prepared corpus with the names of the corpus's inputs.
+#: Name of the file in a prepared corpus that lists the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
-#: Input name for the source code of the running Python's standard library.
+#: Input name that stands for the source code of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"
 #: Maximum number of suffixes in a message, and of commands for converting such files to text.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
-#: Folders that are not searched because their files are not the user's text.
+#: Names of folders that are not searched, because their files are not the user's text.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
-#: Files by which a run folder is recognised.
+#: Files whose presence identifies a run folder.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
 #: Files without records in folders written by `save_to_disk` of the datasets package.
 _DATASET_FILES = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
@@ -70,21 +71,21 @@ _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 #: Estimated bytes of text per byte of a compressed file.
 _UNPACKED = 3.0
-#: Maximum size in bytes of a text file that `limited_sources` includes entirely or not at all.
+#: Maximum size in bytes of a text file that `limited_sources` includes either completely or not at
+#: all.
 _WHOLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file or a Hugging Face dataset from which documents are read.
+    """A file or a Hugging Face dataset that contains documents.
 
     Attributes:
-        name: name in messages.
-        path: the file; None for a dataset.
-        dataset: NAME[:CONFIG[:SPLIT]] of the dataset; None for a file.
-        most_bytes: number of UTF-8 bytes of text after which no more documents are read; None means
-            no limit.
-        as_is: True if texts are neither split at separators nor cleaned; see `cleaning`.
+        name: name used in messages.
+        path: the file, or None for a dataset.
+        dataset: NAME[:CONFIG[:SPLIT]] of the dataset, or None for a file.
+        most_bytes: number of UTF-8 bytes of text after which reading stops; None means no limit.
+        as_is: True to neither split texts at separators nor clean them; see `cleaning`.
     """
 
     name: str
@@ -102,7 +103,7 @@ class DataSource:
 def find_sources(
     inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES, *, as_is: bool = False
 ) -> list[DataSource]:
-    """Resolve INPUTs to files and datasets, in a deterministic order, each file once.
+    """Resolve INPUTs to files and datasets in a deterministic order, with each file listed once.
 
     An INPUT is one of:
 
@@ -117,7 +118,7 @@ def find_sources(
     Args:
         inputs: the INPUTs.
         suffixes: suffixes of the files to find. With the default suffixes, `stdlib` and text files
-            with other suffixes are also found.
+            with other suffixes are found, too.
         as_is: see `DataSource`.
 
     Raises:
@@ -139,9 +140,10 @@ def find_sources(
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """Return a message if "stdlib" is an input and there is also a file or folder of that name, or
-    if a folder contains links to folders, which are not searched unless they are inputs. Otherwise
-    return ""."""
+    """Return a message if "stdlib" is an input and a file or folder of that name exists. Also
+    return a message if a folder contains links to folders, which are searched only if they are
+    inputs. Otherwise return "".
+    """
     if STANDARD_LIBRARY in map(str, inputs) and Path(STANDARD_LIBRARY).exists():
         return (
             "stdlib means Python's standard library; use ./stdlib for the file or folder of "
@@ -196,8 +198,9 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
 
 
 def missing_input(item: str) -> str:
-    """Return the message about an input that is neither a file nor a folder nor any other kind of
-    input."""
+    """Return the message about an input that is neither a file nor a folder nor any other valid
+    input.
+    """
     path = Path(item).expanduser()
     if kind := special_kind(path):
         return special_input(item, kind)
@@ -242,7 +245,7 @@ def special_kind(path: Path) -> str:
 
 
 def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the message about a folder without supported files."""
+    """Return the message about a folder that does not contain supported files."""
     others = unread_files([folder], suffixes)
     if not others:
         return f"folder {item} contains no {_kinds(suffixes)}: add some"
@@ -255,7 +258,8 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
     """Return the type of a file that can't be read, with advice on how to convert it, for a
-    message."""
+    message.
+    """
     if suffixes != SUFFIXES:
         return f"{path} has an unknown type: supported are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
@@ -268,8 +272,8 @@ def _kinds(suffixes: tuple[str, ...]) -> str:
 
 
 def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """Return the unsupported files in the folders and globs among INPUTs, including pipes, sockets,
-    devices and broken links, but not hidden files.
+    """Return the unsupported files in the folders and globs among the INPUTs, including pipes,
+    sockets, devices and broken links, but not hidden files.
 
     Raises:
         InputError: a folder can't be read.
@@ -287,11 +291,11 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
 
 
 def neutral_name(item: str) -> str:
-    """Return the name of an input without local folder names and secrets.
+    """Return the name of an input without local folder names or secrets.
 
-    For an absolute path, a path that begins with `~`, `..` or `./`, or a file:// URL, this is the
-    last part. For another URL, it is everything except user, password, query and fragment. Names of
-    datasets and other relative paths are returned unchanged.
+    For an absolute path, a path that begins with `~`, `..` or `./`, or a file:// URL, return the
+    last part. For any other URL, return everything except user, password, query and fragment.
+    Dataset names and other relative paths are returned unchanged.
     """
     if "://" in item:
         url = urlsplit(item)
@@ -305,16 +309,16 @@ def neutral_name(item: str) -> str:
 
 def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[str] = ()) -> None:
     """Write `sources.json`, which contains the `neutral_name` of each INPUT of a prepared corpus.
-    Nothing is written if there are no inputs.
+    Without inputs, do not write a file.
 
-    The names are not in the manifest, because it identifies the data, which does not depend on
-    names. The key "cleaned" exists since the version in which texts are cleaned unless the options
-    include --as-is.
+    The names are kept out of the manifest, because it identifies the data, which does not depend on
+    names. The key "cleaned" was introduced in the version that began to clean texts unless the
+    options include --as-is.
 
     Args:
         folder: the folder of the corpus.
         inputs: the INPUTs (see `find_sources`).
-        options: options of `firstlight prepare` for reading the inputs that are not in the
+        options: options of `firstlight prepare` that affect how inputs are read and are not in the
             manifest.
 
     Raises:
@@ -327,9 +331,10 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
-    """Read the file of `write_sources`; return (names, options, True), or False as the last item if
-    it was written by a version that read texts unchanged, as with --as-is. The result is ([], [],
-    True) if there is no such file."""
+    """Read the file written by `write_sources`. Return (names, options, True). The last item is
+    False if the file was written by a version that did not clean texts, as with --as-is. If the
+    file does not exist, return ([], [], True).
+    """
     try:
         found = read_json(folder / SOURCES_NAME)
     except InputError:
@@ -348,13 +353,14 @@ def by_ending(files: Sequence[Path]) -> dict[str, int]:
 
 
 def _unread_kind(file: Path) -> str:
-    """Return the `special_kind` of an unread file, or else its suffix."""
+    """Return the `special_kind` of an unread file, or its suffix if it has none."""
     return special_kind(file) or _ending(file.name.lower())
 
 
 def _ending(name: str) -> str:
-    """Return the suffix of a file name; for a compressed file, also the suffix before it, as in
-    .tar.gz."""
+    """Return the suffix of a file name. For a compressed file, include the suffix before it, as in
+    .tar.gz.
+    """
     stem, dot, last = name.rpartition(".")
     if not stem or not dot or not last.isalnum() or len(last) > 10:
         return ""
@@ -365,7 +371,8 @@ def _ending(name: str) -> str:
 
 def listed(unread: Mapping[str, int]) -> str:
     """Describe the result of `by_ending` in words, as in "7 .pdf, 2 without a suffix", with
-    commands that convert such files to text."""
+    commands that convert such files to text.
+    """
     kinds = (kind_by_ending(end) for end in unread)
     ways = [
         kind.advice(Path(f"FILE{end}"))
@@ -403,7 +410,7 @@ def _files_under(folder: Path) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=unreadable):
         if set(names) >= _RUN_FILES:
-            # The samples and metrics of a run are JSONL files, but are not text to train on.
+            # The samples and metrics of a run are JSONL files, but not text to train on.
             folders.clear()
             continue
         folders[:] = _searched(folders)
@@ -416,13 +423,14 @@ def _files_under(folder: Path) -> Iterator[Path]:
 
 
 def _searched(folders: Sequence[str]) -> list[str]:
-    """Return the names of the subfolders to search."""
+    """Return the names of the subfolders that should be searched."""
     return [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
     """Yield the links in a folder to folders that are not in `named`. `_files_under` does not
-    follow links, since they may be cyclic."""
+    follow links, because they may be cyclic.
+    """
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
         links = (Path(root) / name for name in folders if (Path(root) / name).is_symlink())
@@ -445,13 +453,14 @@ def _standard_library() -> list[DataSource]:
 
 
 def holds_one_document(source: DataSource) -> bool:
-    """Return True if a source is a text file, which is one document."""
+    """Return True if a source is a text file and therefore a single document."""
     return source.path is not None and not source.name.lower().endswith(_MANY_DOCUMENTS)
 
 
 def without(sources: Sequence[DataSource], others: Sequence[DataSource]) -> list[DataSource]:
-    """Return the sources that are not in `others`, taking into account that a file can have several
-    names."""
+    """Return the sources that are not in `others`. A file may have different names in the two
+    lists.
+    """
     known = {_key(source) for source in others}
     return [source for source in sources if _key(source) not in known]
 
@@ -476,9 +485,9 @@ def limited_sources(
     """Limit the sources so that about `most_bytes` bytes of text are read in total.
 
     If the files are larger in total, an evenly spaced subset of the small text files is read
-    entirely, and the same fraction is read of every other file. A dataset, whose size is unknown,
-    gets the full limit. The files in `kept` are always included, with the limits that they have
-    there.
+    completely, and the same fraction of every other file is read. The full limit applies to each
+    dataset, because its size is unknown. The files in `kept` are always included, with the limits
+    set there.
     """
     as_kept = {source.name: source for source in kept}
     known = [text_size(source) for source in sources]
@@ -487,7 +496,7 @@ def limited_sources(
         return [as_kept.get(source.name, source) for source in sources]
     share = min(most_bytes / total, 1.0) if total else 1.0
     limited: list[DataSource] = []
-    # If the share is a fifth, every fifth small file is included, starting with the first.
+    # If the share is one fifth, every fifth small file is included, starting with the first.
     due = 1.0 - share
     for source, size in zip(sources, known, strict=True):
         if holds_one_document(source) and 0 < size <= _WHOLE_BYTES:
@@ -511,7 +520,8 @@ def text_size(source: DataSource) -> float:
 
 def text_bytes(sources: Sequence[DataSource]) -> int | None:
     """Return the total size of the sources' files in bytes, or None if the size of a source differs
-    from that of its text."""
+    from the size of its text.
+    """
     plain = (*TEXT_SUFFIXES, ".jsonl")
     if all(s.path is not None and s.path.suffix in plain for s in sources):
         return sum(source.size for source in sources)

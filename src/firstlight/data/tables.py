@@ -1,10 +1,10 @@
 """Readers for tables: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow
-(`read_arrow`). Each row is one object. Memory use is bounded.
+(`read_arrow`). Each row becomes one object. Memory use is bounded.
 
-Parquet can store a value that many rows share only once: in a column's dictionary of values, or as
-a common prefix of texts (DELTA_BYTE_ARRAY). A small file can therefore contain more text than fits
-into memory. The header of a column's first page limits the length of such a value. If the value may
-be long, either fewer rows are read at a time, or the rows also share the value in memory (pyarrow's
+Parquet can store a value shared by many rows only once: in a column's dictionary of values, or as a
+common prefix of texts (DELTA_BYTE_ARRAY). A small file can therefore contain more text than fits in
+memory. The header of a column's first page limits the length of such a value. If the value may be
+long, either fewer rows are read at a time, or the rows also share the value in memory (pyarrow's
 `read_dictionary`). Other texts are not read as dictionaries, because pyarrow would then keep all
 distinct texts of a row group in memory.
 """
@@ -32,20 +32,20 @@ from firstlight.errors import InputError, first_line, nearest
 
 #: Delimiters of .csv files. Spreadsheets write semicolons in locales whose decimal mark is a comma.
 _DELIMITERS = (",", ";", "\t")
-#: Maximum number of rows of a Parquet file that are read at a time. If memory allows fewer than
-#: `_FEW_ROWS`, the rows share values in memory instead.
+#: Maximum number of rows of a Parquet file that are read at a time. If fewer than `_FEW_ROWS` fit
+#: in memory, the rows share values instead.
 _BATCH_ROWS, _FEW_ROWS = 1024, 8
-#: The rows of a batch with more bytes than this are converted to objects one at a time.
+#: A batch with more bytes than this is converted to objects one row at a time.
 _BATCH_BYTES = 1 << 24
 #: Maximum size in bytes of a column in a batch in which each row has a separate copy of a value.
 _COPIED_BYTES = 1 << 26
 #: Number of bytes at the beginning of a page header that contain its type and size, and size of
 #: pyarrow's read buffer in bytes.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Minimum number of bytes counted for a row and for a list element, which may take no space in the
-#: file.
+#: Minimum number of bytes counted for a row and for a list element, which may not take any space in
+#: the file.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
-#: Values of Parquet's `PageType`: data page and data page v2; dictionary page.
+#: Values of `PageType` in Parquet: data page and data page v2; dictionary page.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
@@ -53,8 +53,8 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
     """Return the error for records without the field `text_key`.
 
     Args:
-        names: the names of the fields.
-        text_key: the missing name.
+        names: names of the existing fields.
+        text_key: name of the missing field.
         what: "field" or "column", for the message.
     """
     if (problem := conversation_text(names)) is not None:
@@ -74,18 +74,19 @@ def read_table(
 
     Args:
         file: the table's bytes, decompressed.
-        path: the file, whose suffix and size are used, and whose name is used in messages.
-        text_key: the column that is read; None reads all columns.
+        path: the file. Its suffix and size are used, and its name appears in messages.
+        text_key: the column to read; None reads all columns.
 
     Yields:
         (first line of the row; the row as {column: text}, or the reason why it is rejected).
     """
-    # csv has a single limit for the process instead of one per reader.
+    # The csv module has one limit per process instead of one per reader.
     csv.field_size_limit(largest_document(path))
     line = 0
     try:
         stream = utf8_stream(file, path)
-        # Invalid UTF-8 becomes lone surrogates, so that only its row is rejected and not the file.
+        # Invalid UTF-8 becomes lone surrogates, so that only the affected row is rejected and not
+        # the file.
         text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         try:
             for line, found in _table_rows(text, path, text_key):
@@ -145,15 +146,15 @@ def _table_rows(
 
 
 class _Lines:
-    """Iterator over the lines of a table, with a limit on the number of characters in a row.
+    """Iterator over the lines of a table, with a limit on the number of characters per row.
 
     Args:
         text: the table.
         most: maximum number of characters in a row; a longer row raises BadRecordError.
 
     Attributes:
-        row_characters: number of characters read of the current row. The reader sets it to 0 for a
-            new row, because a row may span several lines if a quoted field contains newlines.
+        row_characters: number of characters read so far in the current row. The reader resets it to
+            0 for each row, because a row spans several lines if a quoted field contains newlines.
     """
 
     def __init__(self, text: io.TextIOWrapper, most: int) -> None:
@@ -176,9 +177,10 @@ class _Lines:
 
 
 def _delimiter(first: str, path: Path, text_key: str | None) -> str:
-    """Return the delimiter of a table. It is a tab for .tsv. Otherwise, it is the delimiter with
-    which the first line has the column `text_key` (the columns of conversations if `text_key` is
-    None), or else the most frequent delimiter in the first line."""
+    """Return the delimiter of a table. For .tsv it is a tab. Otherwise it is the delimiter with
+    which the first line contains the column `text_key` (or the columns of conversations if
+    `text_key` is None), or else the most frequent delimiter in the first line.
+    """
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
     for delimiter in _DELIMITERS:
@@ -192,7 +194,7 @@ def _delimiter(first: str, path: Path, text_key: str | None) -> str:
 
 
 def _damage(error: csv.Error, begin: int, end: int) -> str:
-    """Return the message about a row in the lines `begin` to `end` that csv can't read."""
+    """Return the message about a row in lines `begin` to `end` that the csv module can't read."""
     lines = f" (lines {begin} to {end})" if end > begin else ""
     if "unexpected end" in str(error):
         return f"a quote is not closed{lines}"
@@ -201,7 +203,8 @@ def _damage(error: csv.Error, begin: int, end: int) -> str:
 
 def _undecoded(text: str) -> int | None:
     """Return the first byte that is not UTF-8, recovered from its lone surrogate (PEP 383), or None
-    if all bytes are UTF-8."""
+    if the text is valid.
+    """
     if text.isascii():
         return None
     found = next((character for character in text if "\udc80" <= character <= "\udcff"), None)
@@ -219,15 +222,15 @@ def read_parquet(
     Args:
         path: the file.
         origin: the file's name in messages.
-        text_key: the column that is read; None reads all columns.
+        text_key: the column to read; None reads all columns.
 
     Yields:
-        (number of the row, counted from 1; the row as {column: value}, or the reason why it is
+        (one-based number of the row; the row as {column: value}, or the reason why it is
         rejected).
 
     Raises:
         InputError: the file is damaged.
-        OSError: the file can't be read, or unpacks to far more than text does (see
+        OSError: the file can't be read, or decompresses to far more than text does (see
             `require_unpacked_size`).
         MissingDependencyError: pyarrow is not installed.
     """
@@ -270,7 +273,7 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
                 whole = arrow.ipc.open_file(file)
                 found = map(whole.get_batch, range(whole.num_record_batches))
             for batch in found:
-                # pyarrow trusts the offsets in the file, and reads out of bounds if they are wrong.
+                # pyarrow trusts the offsets in the file and reads out of bounds if they are wrong.
                 batch.validate(full=True)
                 yield batch
 
@@ -284,7 +287,7 @@ def read_arrow(path: Path, origin: str) -> Iterator[tuple[int, Any | BadRecordEr
 
 
 def _rows_of(batches: Iterable[Any], path: Path, most_rows: int) -> Iterator[Any]:
-    """Yield the rows of a file's batches, with at most `most_rows` rows as objects at a time."""
+    """Yield the rows of a file's batches. At most `most_rows` rows exist as objects at a time."""
     arrow = optional("pyarrow", f"reading {path}")
     total = 0
     for batch in batches:
@@ -302,15 +305,15 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
     Args:
         path: the file.
         footer: the file's metadata (`pyarrow.parquet.FileMetaData`).
-        columns: the columns that are read; None reads all columns.
+        columns: the columns to read; None reads all columns.
 
     Returns:
-        (number of rows that are read at a time, paths of the columns whose rows share values in
+        (number of rows to read at a time, paths of the columns whose rows share values in
         memory)
 
     Raises:
         InputError: the memory for a column can't be limited.
-        OSError: a column unpacks to far more than text does.
+        OSError: a column decompresses to far more than text does.
     """
     rows, shared = _BATCH_ROWS, []
     for index in range(footer.num_columns):
@@ -322,8 +325,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
         # pyarrow can share only values of text columns, and not with DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
-        # For each row group, the maximum size of one row's value; then the number of copies of the
-        # largest value that fit into a batch.
+        # Compute the maximum size of one row's value per row group; then the number of copies of
+        # the largest value that fit into a batch.
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
@@ -336,7 +339,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
                 shared.append(leaf.path)
             else:
                 rows = max(1, min(rows, copies))
-        # A row may contain any number of values of a nested column, so a limit on rows does not
+        # A row may contain any number of values of a nested column, so limiting the rows does not
         # help.
         elif not is_text:
             require_unpacked_size(path, values * _width(leaf))
@@ -352,15 +355,16 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
 
 def _width(leaf: Any) -> int:
     """Return the size in bytes of a value in a column (`leaf`, a `ColumnSchema`) that does not
-    contain texts."""
+    contain text.
+    """
     if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY":
         return int(leaf.length)
     return 12 if leaf.physical_type == "INT96" else 8
 
 
 def _longest_shared(path: Path, chunk: Any) -> int:
-    """Return an upper bound on the size in bytes of a value that rows share, from the header of the
-    first page.
+    """Return an upper bound on the size in bytes of a value shared by rows, taken from the header
+    of the first page.
 
     Args:
         path: the Parquet file.
@@ -368,7 +372,7 @@ def _longest_shared(path: Path, chunk: Any) -> int:
 
     Returns:
         The size of the dictionary page; the size of the column for DELTA_BYTE_ARRAY or an
-        unreadable header; 0 if rows share no values.
+        unreadable header; 0 if rows do not share values.
     """
     offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
     with path.open("rb") as file:
@@ -384,7 +388,7 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
     Args:
         path: the Parquet file.
-        column: path of the column of texts.
+        column: path of the text column.
         group: index of the row group.
         page_bytes: size of the dictionary page in bytes.
 
@@ -400,7 +404,7 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
         for batch in file.iter_batches(batch_size=1, row_groups=[group], columns=[column]):
             texts = batch.column(0).dictionary
             sizes = compute.binary_length(texts)
-            # A plain page contains four bytes (the length) and the bytes of each text.
+            # A plain page contains, for each text, its length (four bytes) and its bytes.
             if 4 * len(texts) + (compute.sum(sizes).as_py() or 0) == page_bytes:
                 return int(compute.max(sizes).as_py())
             break
@@ -408,11 +412,12 @@ def _longest_found(path: Path, column: str, group: int, page_bytes: int) -> int:
 
 
 def _page_head(head: bytes) -> tuple[int | None, int]:
-    """Return (type of a page, size of the unpacked page in bytes). The type is None for an invalid
-    header.
+    """Return (type of a page, size of the decompressed page in bytes). The type is None for an
+    invalid header.
 
-    These are the first two fields of the Thrift struct `PageHeader` in the compact protocol: each a
-    byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits in each byte.
+    These are the first two fields of the Thrift struct `PageHeader` in the compact protocol. Each
+    consists of a byte 0x15 (next field, 32-bit integer) and a number in zigzag encoding, 7 bits per
+    byte.
     """
     values, place = [], 0
     for _ in range(2):
@@ -433,10 +438,9 @@ def _page_head(head: bytes) -> tuple[int | None, int]:
 
 
 def _batch_rows(batch: Any) -> list[Any]:
-    """Convert the rows of a batch to objects, with a BadRecordError in place of a row with invalid
-    UTF-8."""
+    """Convert the rows of a batch to objects; a row with invalid UTF-8 becomes a BadRecordError."""
     arrow = optional("pyarrow", "reading Parquet")
-    # Converting dictionaries of texts takes much longer than converting texts.
+    # Converting dictionary-encoded texts takes much longer than converting plain texts.
     for index, column in enumerate(batch.columns):
         if arrow.types.is_dictionary(column.type):
             batch = batch.set_column(index, batch.schema.names[index], column.dictionary_decode())
@@ -450,8 +454,9 @@ def _batch_rows(batch: Any) -> list[Any]:
 
 
 def _value_bytes(column: Any, arrow: Any) -> int:
-    """Return the size of a column's values in bytes. A text that rows share is counted once per
-    row."""
+    """Return the size of a column's values in bytes. A text shared by several rows is counted once
+    per row.
+    """
     kind = column.type
     if arrow.types.is_dictionary(kind):
         compute = optional("pyarrow.compute", "reading Parquet")

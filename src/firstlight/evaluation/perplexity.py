@@ -1,6 +1,7 @@
 """Loss, perplexity and bits per byte on a split of prepared data or on a sample of its rows, and
 the loss by token position. By default, a model is evaluated with the data and options of its
-training."""
+training.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +50,11 @@ class RowOptions(TypedDict, total=False):
         seq_len: number of tokens per row.
         batch_size: number of rows per forward pass; affects only the speed.
         device: device of the model.
-        document_masking: True lets tokens attend only to their own document, as in training with
+        document_masking: True to let tokens attend only to their own document, as in training with
             `data.document_masking`.
         first_id: token id that is inserted before the split's very first token, so that this token
-            is also predicted and all bytes of the text count. None skips that token.
-        on_rows: function that is called after each batch with the numbers of completed and of all
-            rows.
+            is predicted, too, and all bytes of the text are counted. None skips that token.
+        on_rows: called after each batch with the number of completed rows and the total number.
     """
 
     seq_len: Required[int]
@@ -73,13 +73,13 @@ def load_for_evaluation(
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: True loads a run folder's checkpoint with the lowest validation loss instead of the
+        best: True to load a run folder's checkpoint with the lowest validation loss instead of the
             newest.
 
     Raises:
         ConfigError: the device does not exist, or `best` is True and `checkpoint` is not a run
             folder.
-        ModelError, CheckpointError: the model can't be used.
+        ModelError, CheckpointError: the model is unusable.
     """
     hardware = find_hardware(device)
 
@@ -97,7 +97,7 @@ def load_for_evaluation(
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
-    """Return `checkpoint` if it is a loaded model, else the result of `load_for_evaluation`.
+    """Return `checkpoint` if it is a loaded model, otherwise the result of `load_for_evaluation`.
 
     Raises:
         ModelError: the loaded model's files have changed; see `LoadedModel.require_unchanged`.
@@ -116,8 +116,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         loaded, data, split: see `evaluated_folder`.
 
     Raises:
-        DataError: the data consists of preference pairs, or another reason listed in
-            `evaluated_folder`.
+        DataError: the data consists of preference pairs, or see `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
@@ -133,7 +132,7 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
     """Return the description of the data that the model was trained on; see `trained_on`.
 
     Raises:
-        CheckpointError: the model's checkpoint is deleted or damaged.
+        CheckpointError: the model's checkpoint was deleted or is damaged.
     """
     return trained_on(loaded.folder) if loaded.trained_on is None else loaded.trained_on
 
@@ -141,13 +140,13 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """Return the options of an evaluation, with the values of training for arguments that are None.
+    """Return the options of an evaluation. Arguments that are None get the values used in training.
 
     Args:
         loaded: the model.
         dataset: the split to evaluate.
-        seq_len: number of tokens per row; None uses the value of training, or else the model's
-            context, but at most 1,024.
+        seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
+            the model's context length, but at most 1,024.
         document_masking: see `RowOptions`.
 
     Raises:
@@ -171,13 +170,13 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """Return the local folder of the data, downloading it if it is at a URL.
+    """Return the local folder of the data, downloading data at a URL first.
 
     Args:
         loaded: the model.
         data: a prepared folder or its URL; None uses the data that the model was trained on.
         split: name of the split to download.
-        progress: show a progress bar of the download.
+        progress: True to show a progress bar during the download.
 
     Raises:
         DataError: `data` is None and the model's training data is unknown or a mix of several
@@ -200,11 +199,12 @@ def evaluated_folder(
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
-    """Refuse data that was prepared with another tokenizer than the model's.
+    """Raise an error for data that was prepared with a different tokenizer than the model's.
 
     Raises:
         ModelError: the model has no tokenizer.
-        DataError: the tokenizers differ, or the data has token ids beyond the model's vocabulary.
+        DataError: the tokenizers differ, or the data contains token ids beyond the model's
+            vocabulary.
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
@@ -261,8 +261,8 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
     """Return the indices of the rows to evaluate.
 
     Args:
-        total: number of rows of the split.
-        limit: maximum number of rows, spread evenly over the split; 0 means all.
+        total: number of rows in the split.
+        limit: maximum number of rows, spread evenly over the split; 0 means all rows.
     """
     if limit == 0 or limit >= total:
         return list(range(total))
@@ -308,7 +308,7 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
-    # Row 0 predicts all tokens but the split's first, which is predicted from `first_id`.
+    # Row 0 predicts all tokens except the split's first, which is predicted from `first_id`.
     if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)
@@ -327,28 +327,28 @@ def evaluate_split(
     processes: int = 1,
     **options: Unpack[RowOptions],
 ) -> Evaluation:
-    """Evaluate non-overlapping rows. Every token is predicted once, from the tokens before it in
-    its row; with document masking, only from those in the same document.
+    """Evaluate non-overlapping rows. Each token is predicted once, from the preceding tokens in its
+    row; with document masking, only from those in the same document.
 
-    Bits per byte assume the mean loss for tokens that are not predicted. Losses of rows are added
-    without rounding. The last fp32 digits of a row's loss depend on its batch: results with
+    For tokens that are not predicted, bits per byte assume the mean loss. The losses of rows are
+    added without rounding. The last fp32 digits of a row's loss depend on its batch: results with
     different batch sizes agree to a relative 1e-6.
 
     Args:
-        loss_sum: function from input_ids and labels, int64 [B, T], and with document masking
+        loss_sum: function that maps input_ids and labels, int64 [B, T], and with document masking
             document_ids, to the summed loss in nats: a scalar [] for the batch, or [B] for its
             rows.
         dataset: the split.
-        rows: indices of the evaluated rows, ascending; None means all.
-        drawn: True if the rows were drawn at random, which adds standard errors to the result.
-            Requires a loss function that returns the loss of each row.
+        rows: indices of the rows to evaluate, ascending; None means all rows.
+        drawn: True if the rows were drawn at random, which adds standard errors to the result. This
+            requires a loss function that returns the loss of each row.
         rank, processes: rank of this process and number of processes that share the batches. All
-            processes get the same result, which equals that of a single process.
+            processes get the same result, which equals the result of a single process.
         options: see `RowOptions`.
 
     Raises:
-        DataError: there is no token to predict (with document masking, all documents have one
-            token).
+        DataError: there is no token to predict (with document masking, if all documents have only
+            one token).
     """
     seq_len, masking = options["seq_len"], options.get("document_masking", False)
     total = dataset.num_rows(seq_len)
@@ -374,8 +374,8 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
-        # Delta method: the standard error of a function of the loss is that of the loss times the
-        # derivative.
+        # Delta method: the standard error of a function of the loss is the standard error of the
+        # loss times the derivative.
         loss_stderr=error,
         perplexity_stderr=None if error is None else perplexity * error,
         bits_per_byte_stderr=None if error is None else error * bits_a_nat,
@@ -391,7 +391,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """Return the losses of all rows on all processes, where each row is computed by one process."""
+    """Return the losses of all rows in all processes. Each row is computed by one process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -405,9 +405,10 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """Return this rank's rows and the rows of an uncounted batch, which is [] unless other ranks
+    """Return this rank's rows, and the rows of an uncounted batch, which is [] unless other ranks
     have one more batch. With a sharded model, all ranks need the same number of forward passes,
-    because they gather each layer together."""
+    because they gather each layer together.
+    """
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
     most = -(-len(batches) // processes)
@@ -441,25 +442,25 @@ def evaluate(
     standard errors from a random sample of its rows.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
+        checkpoint: a folder or hub id as in `firstlight.load`, or a model returned by that
+            function.
         data: a prepared folder or its URL; None uses the data that the model was trained on.
         split: "val" or "train".
-        sample: number of rows, drawn at random without replacement. None, or a number that is not
-            below the number of rows, evaluates the entire split.
-        seed: seed of the sample.
-        seq_len: tokens of a row; None is that of training, or else the model's context, 1,024 at
-            most.
+        sample: number of rows, drawn at random without replacement. None, or a number that is at
+            least the number of rows, evaluates the entire split.
+        seed: random seed of the sample.
+        seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
+            the model's context length, but at most 1,024.
         batch_size: number of rows per forward pass.
-        document_masking: True lets tokens attend only to their own document; None uses the setting
-            of training. Different conversations never attend to each other.
+        document_masking: True to let tokens attend only to their own document; None uses the
+            setting from training. Different conversations never attend to each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
-        on_rows: function that is called after each batch with the numbers of completed and of all
-            rows.
+        on_rows: called after each batch with the number of completed rows and the total number.
 
     Raises:
         ConfigError: sample, seed, seq_len, batch_size or device is invalid.
-        DataError: the data is missing, damaged, or of another tokenizer.
-        ModelError, CheckpointError: the model can't be used.
+        DataError: the data is missing or damaged, or was prepared with a different tokenizer.
+        ModelError, CheckpointError: the model is unusable.
     """
     given = {"seq_len": seq_len, "batch_size": batch_size, "sample": sample, "seed": seed}
     for (name, value), minimum in zip(given.items(), (1, 1, 2, 0), strict=True):
@@ -493,12 +494,12 @@ _STRETCHES = 16
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Loss of the tokens in one range of positions.
+    """Loss of the tokens in a range of positions.
 
     Attributes:
-        first, last: first and last position of the range. The position of a prediction is that of
-            the input token at which it is made, counted from 0 in the row, or in the document with
-            document masking.
+        first, last: first and last position of the range. The position of a prediction is the
+            zero-based position of its input token in the row or, with document masking, in the
+            document.
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).
@@ -541,8 +542,8 @@ def evaluate_by_position(
 ) -> ByPosition:
     """Evaluate the loss in each of 16 equal ranges of positions. Ranges without tokens are omitted.
 
-    The arguments are those of `evaluate`, except that for a model with rotary position embeddings
-    `seq_len` may be longer than its context.
+    The arguments are the same as for `evaluate`, except that for a model with rotary position
+    embeddings `seq_len` may exceed its context length.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: see `evaluate`.
@@ -582,8 +583,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, fp64 [T], and the number of predicted tokens, int64 [T], at each
-    position, on the CPU.
+    """Return, for each position, the summed loss, fp64 [T], and the number of predicted tokens,
+    int64 [T], on the CPU.
 
     Args:
         model: the model.

@@ -1,7 +1,7 @@
 """Scores of texts: losses of rows, log-likelihoods of continuations, and task results with standard
 errors.
 
-Sums are computed by `math.fsum`, which rounds only once. The sum over rows is therefore bitwise
+Sums are computed with `math.fsum`, which rounds only once. The sum over rows is therefore bitwise
 identical for any order of the rows and any distribution over processes.
 """
 
@@ -45,7 +45,7 @@ def row_losses(model: Model) -> LossFunction:
 def token_losses(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """Return the loss of each token in nats, [B, T], in fp32 or wider; it is 0 where the label is
+    """Return the loss of each token in nats, [B, T], in fp32 or wider. It is 0 where the label is
     -100.
 
     Args:
@@ -81,8 +81,8 @@ class Likelihood:
     """Likelihood of a continuation.
 
     Attributes:
-        logprob: natural logarithm of its probability.
-        is_greedy: True if each of its tokens is the most probable token, as in greedy decoding.
+        logprob: natural logarithm of the continuation's probability.
+        is_greedy: True if each of its tokens is the most probable one, as in greedy decoding.
     """
 
     logprob: float
@@ -95,9 +95,9 @@ def encode_choices(
     """Encode a context with each of several continuations, like lm-evaluation-harness
     (`TemplateLM._encode_pair`).
 
-    White space at the end of the context is moved to the continuation. Context and continuation are
-    encoded as one text; if the context alone has n tokens, the continuation is everything after the
-    first n tokens.
+    Whitespace at the end of the context is moved to the continuation. Context and continuation are
+    encoded as one text. If the context alone has n tokens, the continuation consists of all tokens
+    after the first n.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -126,20 +126,20 @@ def likelihoods(
     tokens.
 
     If context and continuation don't fit into the model's context length, the context is truncated
-    from the left. A context that several continuations share is computed once, and contexts of the
-    same length are computed together. The result differs in the last fp32 digits from that of a
-    separate pass over each pair.
+    from the left. A context shared by several continuations is computed once, and contexts of the
+    same length are computed together. The results differ in the last fp32 digits from a separate
+    pass over each pair.
 
     Args:
         model: a model in evaluation mode.
         pairs: contexts and continuations.
         batch_size: maximum number of continuations per forward pass (continuations of one context
             are never split); affects only the speed.
-        on_pairs: function that is called after each batch with the numbers of completed and of all
-            pairs; it may raise an error.
+        on_pairs: called after each batch with the number of completed pairs and the total number;
+            it may raise an error.
 
     Raises:
-        ModelError: a log-likelihood is not a finite number.
+        ModelError: a log-likelihood is not finite.
     """
     results: dict[int, Likelihood] = {}
     for batch in _batches(pairs, model.config.max_position_embeddings, batch_size):
@@ -160,7 +160,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
     for number, pair in enumerate(pairs):
         assert pair.context
         assert 0 < len(pair.continuation) <= limit
-        # The last token is only predicted and needs no position.
+        # The last token is only predicted and does not need a position.
         room = limit + 1 - len(pair.continuation)
         by_context.setdefault(pair.context[-room:], []).append(number)
     batch: _Batch = []
@@ -175,7 +175,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """Return the likelihoods of a batch's pairs, by index of the pair."""
+    """Return the likelihoods of a batch's pairs, keyed by index of the pair."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
@@ -207,15 +207,16 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad the token ids of several rows with 0 to int64 [B, T]; return them with the mask of
-    positions that are not padding, bool [B, T]."""
+    """Pad the token ids of several rows with 0 to int64 [B, T]. Return them with the mask of
+    positions that are not padding, bool [B, T].
+    """
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return torch.tensor(ids, device=device), torch.arange(longest, device=device) < lengths[:, None]
 
 
-#: Function that is called with the numbers of scored and of all texts; it may raise an error.
+#: Called with the number of scored texts and the total number; it may raise an error.
 Progress = Callable[[int, int], None]
 
 
@@ -225,7 +226,7 @@ class Metric:
 
     Attributes:
         value: value of the metric.
-        stderr: its standard error; None if it has none.
+        stderr: standard error of the value, or None.
     """
 
     value: float
@@ -234,12 +235,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A model's results in a task.
+    """Results of a model in a task.
 
     Attributes:
         task: name of the task.
-        metrics: metrics by name, such as `acc`.
-        items: number of scored items; None for a task group.
+        metrics: metrics, keyed by name, such as `acc`.
+        items: number of scored items, or None for a task group.
         chat_template: True if the items were rendered with the model's chat template.
     """
 
@@ -268,21 +269,21 @@ class Task(Protocol):
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Score a model. A task group has several results.
+        """Score a model. A task group returns several results.
 
         Args:
             loaded: a model with the tokenizer and context length for which the task was prepared.
             batch_size: number of texts per forward pass; affects only the speed.
-            on_texts: function that is called after each batch.
+            on_texts: called after each batch.
 
         Raises:
-            ModelError: the model's outputs are NaN or infinite.
+            ModelError: the model's outputs contain NaN or infinity.
         """
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """The loss of one row, or of a batch of rows.
+    """Loss of one row, or of a batch of rows.
 
     Attributes:
         row: index of the row in the split; for a batch, the index of its first row.
@@ -305,8 +306,9 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Return the mean loss in nats per token: the sum of the rows' losses divided by the number of
-    their tokens, which must be at least one."""
+    """Return the mean loss in nats per token: the sum of the rows' losses divided by their total
+    number of tokens, which must be at least one.
+    """
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
@@ -314,8 +316,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
     """Return the standard error of a sample's `mean_loss` as an estimate of the mean loss of all
     rows.
 
-    The mean is a ratio of two sums because rows differ in their number of tokens. The result is the
-    root of the linearised variance of the ratio estimator for a simple random sample without
+    The mean is a ratio of two sums, because the number of tokens varies between rows. The result is
+    the root of the linearised variance of the ratio estimator for a simple random sample without
     replacement, with the finite-population correction (Cochran, Sampling Techniques, 1977, section
     2.11):
 
@@ -323,7 +325,7 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
     Args:
         rows: the sample of n rows, at least two.
-        total_rows: N, the number of rows from which the sample is drawn.
+        total_rows: N, the number of rows from which the sample was drawn.
     """
     n = len(rows)
     assert 2 <= n <= total_rows
@@ -334,8 +336,8 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of equally weighted values, and its standard error: the sample standard
-    deviation divided by the root of the number of values; None for a single value.
+    """Return the mean of equally weighted values and its standard error: the sample standard
+    deviation divided by the root of the number of values, or None for a single value.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -346,8 +348,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Format a value with its error, as in `3.214 ± 0.012`: the error has two significant digits
-    and the value the same number of decimals. Without an error, the value has four decimals."""
+    """Format a value with its error, as in `3.214 ± 0.012`: the error has two significant digits,
+    and the value has the same number of decimals. Without an error, the value has four decimals.
+    """
     if error is None:
         return f"{value:.4f}"
     if error == 0:

@@ -1,11 +1,11 @@
-"""Evaluation tasks: loads them by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`)
-and scores a model on them.
+"""Evaluation tasks: load them by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`) and
+score a model on them.
 
 HellaSwag (Zellers et al. 2019) is implemented here: its items, and a model's choice among the
 endings of each item. All other tasks come from lm-evaluation-harness (Gao et al. 2024), which reads
-them, formats the prompts and computes the metrics. This module implements the harness' model
+them, formats the prompts and computes the metrics. This module implements the harness's model
 interface: log-likelihoods of texts and generated continuations. Texts are encoded as in the
-harness' transformers backend (`HFLM`).
+harness's transformers backend (`HFLM`).
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ def ready_tasks(
     task_folder: str | Path | None = None,
     chat_template: bool | None = None,
 ) -> list[Task]:
-    """Load tasks by name and check them, so that they are ready to be scored.
+    """Load tasks by name and check that they are ready to be scored.
 
     Args:
         tasks: names of the form `hellaswag`, `hellaswag,FILE.jsonl` or `lm-eval:NAME,...`.
             `hellaswag` without a file loads its data from the Hugging Face hub.
-        loaded: a model with the context length and the tokenizer of the models that will be scored.
-        items: number of items per task, taken from the beginning; None means all.
+        loaded: a model with the same context length and tokenizer as the models that will be
+            scored.
+        items: number of items per task, taken from the beginning; None means all items.
         task_folder: folder with additional tasks for lm-evaluation-harness.
-        chat_template: True renders the items with the model's chat template. None follows
+        chat_template: True to render the items with the model's chat template. None follows
             `apply_chat_template` in the task's metadata; tasks without this entry are not rendered.
 
     Raises:
@@ -128,7 +129,7 @@ def ready_tasks(
 
 
 def _names(text: str) -> tuple[str, list[str]]:
-    """Return the kind of a task (`HELLASWAG` or `HARNESS`), and the names of its results."""
+    """Return the kind of a task (`HELLASWAG` or `HARNESS`) and the names of its results."""
     if text.startswith(HARNESS):
         names = [name.strip() for name in text.removeprefix(HARNESS).split(",")]
         if not all(names):
@@ -169,22 +170,23 @@ def evaluate_tasks(
     """Score a model on tasks, in fp32.
 
     Args:
-        checkpoint: a folder or hub id as in `firstlight.load`, or the model that it returned.
+        checkpoint: a folder or hub id as in `firstlight.load`, or a model returned by that
+            function.
         tasks: see `ready_tasks`; a single string is one task.
         items: number of items per task; see `ready_tasks`.
         task_folder: folder with additional tasks; see `ready_tasks`.
         batch_size: number of texts per forward pass; affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
-        on_texts: function that is called after each batch with the numbers of scored and of all
-            texts of the current task.
+        on_texts: called after each batch with the number of scored texts of the current task and
+            the total number.
 
     Returns:
-        The results in the order of the tasks.
+        The results, in the order of the tasks.
 
     Raises:
         ConfigError, InputError, MissingDependencyError: see `ready_tasks`.
-        ModelError, CheckpointError: the model can't be used.
+        ModelError, CheckpointError: the model is unusable.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, not {batch_size}")
@@ -202,7 +204,7 @@ def evaluate_tasks(
 
 #: Dataset id on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: Maximum size of a file in bytes; HellaSwag's largest file, the training split, has 48 MB.
+#: Maximum size of a file in bytes; the largest file of HellaSwag, the training split, has 48 MB.
 _MAX_BYTES = 1 << 30
 #: Limits for an item: bytes per line and number of endings. HellaSwag's items have up to 3 KB and 4
 #: endings.
@@ -217,11 +219,11 @@ def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
 
     Args:
         path: the file; empty lines are skipped.
-        limit: number of items to read, from the beginning of the file; None means all.
+        limit: number of items to read from the beginning of the file; None means all items.
 
     Raises:
-        InputError: the file can't be read or has no items, or a line is not such an object (the
-            message names the line).
+        InputError: the file can't be read or contains no items, or a line is not such an object
+            (the message names the line).
     """
     items: list[Item] = []
     for number, line in enumerate(io.BytesIO(read_file(path, _MAX_BYTES)), start=1):
@@ -244,7 +246,7 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
     """Load the items of the validation split from the Hugging Face hub or the cache of `datasets`.
 
     Args:
-        limit: number of items to load, from the beginning of the split; None means all.
+        limit: number of items to load from the beginning of the split; None means all items.
 
     Raises:
         MissingDependencyError: `datasets` is not installed.
@@ -262,7 +264,8 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
             rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
         return [item_of(row) for row in rows]
     except Exception as error:
-        # `datasets` raises its own errors, those of its HTTP library and those of the file system.
+        # `datasets` raises its own errors as well as errors of its HTTP library and of the file
+        # system.
         raise InputError(
             f"{HUB_ID} could not be loaded from the hub ({type(error).__name__}: "
             f"{str(error)[:200]}): use a local file with --tasks hellaswag,FILE.jsonl"
@@ -298,8 +301,9 @@ def item_of(row: Any) -> Item:
 
 
 def cleaned(text: str) -> str:
-    """Remove the bracketed markup that WikiHow articles left in the data, like
-    lm-evaluation-harness' `preprocess`."""
+    """Remove the bracketed markup that WikiHow articles left in the data, like `preprocess` in
+    lm-evaluation-harness.
+    """
     text = text.strip().replace(" [title]", ". ")
     # Search only up to the last "]" of a line: after it, the search from each "[" would fail at the
     # end of the line, which takes quadratic time.
@@ -316,13 +320,14 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return True if the text has no lone surrogates, which JSON can contain as escape
-    sequences."""
+    """Return True if the text contains no lone surrogates, which JSON can contain as escape
+    sequences.
+    """
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _label(value: Any, count: int) -> int:
-    """Return the index of the correct ending, which is a string in the dataset."""
+    """Return the index of the correct ending, which the dataset stores as a string."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if type(value) is not int or not 0 <= value < count:
@@ -336,7 +341,7 @@ class Item:
 
     Attributes:
         context: the text to continue, non-empty.
-        choices: the endings without the space before them, each non-empty.
+        choices: the endings, each non-empty, without the space before them.
         gold: index of the correct ending.
     """
 
@@ -368,8 +373,8 @@ def encode_items(
     Args:
         items: the items.
         tokenizer: the model's tokenizer.
-        context_tokens: the model's context length in tokens.
-        where: name of the items' source, for error messages.
+        context_tokens: context length of the model in tokens.
+        where: name of the source of the items, for error messages.
 
     Raises:
         InputError: an ending is longer than the model's context, or adds no token to the item's
@@ -377,7 +382,7 @@ def encode_items(
     """
     pairs: list[TokenPair] = []
     for number, item in enumerate(items, start=1):
-        # A single call for all endings lets them share one tuple of the context's ids.
+        # A single call for all endings lets them share one tuple of context ids.
         encoded = encode_choices(tokenizer, item.context, [f" {c}" for c in item.choices])
         for pair in encoded:
             count = len(pair.continuation)
@@ -403,11 +408,11 @@ def answer_items(
     Args:
         model: a model in evaluation mode.
         items: the items.
-        pairs: the result of `encode_items`.
+        pairs: result of `encode_items`.
         batch_size, on_pairs: see `likelihoods`.
 
     Raises:
-        ModelError: the model's outputs are NaN or infinite.
+        ModelError: the model's outputs contain NaN or infinity.
     """
     scored = likelihoods(model, pairs, batch_size=batch_size, on_pairs=on_pairs)
     logprobs = iter([likelihood.logprob for likelihood in scored])
@@ -416,8 +421,9 @@ def answer_items(
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
     """Compare the model's choice with the correct ending. The choice is the ending with the highest
-    log-probability (the first if several are equal, like numpy's argmax). As in
-    lm-evaluation-harness, acc_norm divides log-probabilities by the number of characters."""
+    log-probability (the first if several are equal, as in numpy's argmax). As in
+    lm-evaluation-harness, acc_norm divides log-probabilities by the number of characters.
+    """
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
     return Answer(
         logprobs,
@@ -427,8 +433,7 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """Return the metrics `acc` and `acc_norm`: the fraction of items that are answered
-    correctly."""
+    """Return the metrics `acc` and `acc_norm`: the fraction of items answered correctly."""
     return {
         "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
         "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
@@ -437,21 +442,21 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
 
 # The tasks of lm-evaluation-harness
 
-#: Default seeds of `lm_eval.simple_evaluate`: the first for Python's random, the second for numpy,
-#: torch and few-shot examples.
+#: Default seeds of `lm_eval.simple_evaluate`: the first is for Python's random, the second for
+#: numpy, torch and few-shot examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-#: Number of bootstrap samples for standard errors without a formula; the harness' default of
-#: 100,000 takes minutes.
+#: Number of bootstrap samples for standard errors without a formula. The harness uses 100,000 by
+#: default, which takes minutes.
 _BOOTSTRAP_ITERATIONS = 1_000
 
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks that the harness has loaded; implements `scores.Task`.
+    """Tasks loaded by the harness; implements `scores.Task`.
 
     Attributes:
-        loaded_tasks: the result of the harness' `TaskManager.load`.
-        items: number of items per task, taken from the beginning; None means all.
+        loaded_tasks: result of the harness's `TaskManager.load`.
+        items: number of items per task, taken from the beginning; None means all items.
         chat_tasks: names of the tasks whose items are rendered with the model's chat template.
     """
 
@@ -462,9 +467,9 @@ class HarnessTasks:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Return all metrics of all tasks and groups, with the harness' names; see
-        `scores.Task.evaluate`. The metric of a filter other than "none" is named
-        `METRIC,FILTER`."""
+        """Return all metrics of all tasks and groups, under the harness's names; see
+        `scores.Task.evaluate`. The metric of a filter other than "none" is named `METRIC,FILTER`.
+        """
         import lm_eval
 
         with _by_itself():
@@ -497,7 +502,7 @@ def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTa
         if asked if wanted is None else wanted:
             applied.add(name)
         else:
-            # The harness has only one setting for all tasks.
+            # The harness supports only one setting for all tasks.
             task.build_all_requests = partial(_build_plainly, task.build_all_requests)
     others = sorted(set(harness.loaded_tasks["tasks"]) - applied)
     if applied:
@@ -521,13 +526,13 @@ def _build_plainly(build: Callable[..., None], **options: Any) -> None:
 def ready_harness(
     names: Sequence[str], *, items: int | None, task_folder: str | Path | None
 ) -> HarnessTasks:
-    """Load tasks, groups or tags of the harness, with their data.
+    """Load tasks, groups or tags of the harness, including their data.
 
     Args:
         names: names of tasks, groups or tags.
-        items: number of items per task, taken from the beginning; None means all.
-        task_folder: folder with additional tasks in the harness' YAML format. If it contains all
-            tasks in `names`, the harness' own tasks are not indexed, which would take seconds. The
+        items: number of items per task, taken from the beginning; None means all items.
+        task_folder: folder with additional tasks in the harness's YAML format. If it contains all
+            tasks in `names`, the harness's own tasks are not indexed, which would take seconds. The
             harness runs any Python code that the folder contains.
 
     Raises:
@@ -575,8 +580,9 @@ def ready_harness(
 
 
 def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
-    """Convert the harness' results `{"acc,none": ..., "acc_stderr,none": ...}` to metrics by name.
-    Values that are not finite are omitted."""
+    """Convert the harness's results `{"acc,none": ..., "acc_stderr,none": ...}` to metrics, keyed
+    by name. Values that are not finite are omitted.
+    """
     found: dict[str, Metric] = {}
     for key, value in figures.items():
         name, comma, kind = key.partition(",")
@@ -594,9 +600,10 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """Context manager for calls of the harness: random generators have the harness' default seeds,
-    its output goes to stderr, and it starts no processes. On exit, the random states of Python,
-    numpy and torch are restored."""
+    """Run lm-evaluation-harness in isolation: seed the random generators with its defaults,
+    redirect its output to stderr and prevent it from starting processes. On exit, restore the
+    random states of Python, numpy and torch.
+    """
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")
     # The harness' bootstrap would fork this process, which is unsafe if there are threads.
@@ -616,14 +623,14 @@ def _by_itself() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-#: The harness' default limit of new tokens, for tasks without a limit.
+#: The harness's default limit on new tokens, for tasks that do not set one.
 _MAX_NEW_TOKENS = 256
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 class _HarnessMethods:
-    """Methods of the harness' interface `lm_eval.api.model.LM`, which documents them."""
+    """Methods of the harness's interface `lm_eval.api.model.LM`, which documents them."""
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
         super().__init__()
@@ -651,7 +658,8 @@ class _HarnessMethods:
     ) -> list[int]:
         """Return the token ids of a text, preceded by a BOS token if the model expects one and the
         text does not begin with it. As in the harness, names of special tokens in the text are
-        encoded as these tokens."""
+        encoded as these tokens.
+        """
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
         begins = tokenizer.bos_token is not None and string.startswith(tokenizer.bos_token)
@@ -669,7 +677,7 @@ class _HarnessMethods:
         try:
             return render(chat_history) + begun
         except InputError:
-            # As in the harness, because some templates refuse system messages.
+            # As in the harness, because some templates reject system messages.
             _say_once(
                 "note: the chat template refuses system messages, so a task's system message is "
                 "omitted"
@@ -679,7 +687,7 @@ class _HarnessMethods:
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        # The harness' progress bar would overwrite firstlight's.
+        # The harness's progress bar would overwrite firstlight's.
         found: list[tuple[float, bool]] = super().loglikelihood(  # type: ignore[misc]
             requests, disable_tqdm=True
         )
@@ -708,8 +716,9 @@ class _HarnessMethods:
         )
 
     def _windows(self, ids: list[int]) -> list[TokenPair]:
-        """Split a text into windows of the model's context length such that each token is predicted
-        once."""
+        """Split a text into windows of the model's context length so that each token is predicted
+        once.
+        """
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows = get_rolling_token_windows(
@@ -760,9 +769,8 @@ def harness_model(
     Args:
         loaded: a model with a tokenizer.
         batch_size: number of texts per forward pass.
-        on_texts: function that is called after each batch with the numbers of completed and of all
-            texts.
-        chats: True also ends answers at the token that ends a turn of the chat template.
+        on_texts: called after each batch with the number of completed texts and the total number.
+        chats: True to also end answers at the token that ends a turn in the chat template.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -772,8 +780,9 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
-        """Model interface of the harness; see `_HarnessMethods`. Defined here because the base
-        class is in an optional package."""
+        """Model interface of the harness; see `_HarnessMethods`. Defined here, because the base
+        class is in an optional package.
+        """
 
     return FirstlightLM(loaded, batch_size, on_texts)
 
@@ -782,7 +791,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
     """Return the sampling settings of a task's `generation_kwargs`.
 
     Args:
-        options: the request's options.
+        options: options of the request.
         number: number of the request, used as its seed if the request samples.
 
     Raises:

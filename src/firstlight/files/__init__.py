@@ -1,1 +1,1 @@
-"""Atomic writing of files and folders, and the only module that writes to the disk."""
+"""Write files and folders atomically; only this package writes to the disk."""

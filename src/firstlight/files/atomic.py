@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders, and reading of complete files and JSON.
+"""Write files and folders atomically, and read complete files and JSON.
 
 A file or folder is written under a temporary name in the folder of its final path, synced, and then
 renamed, so readers never see an incomplete file under the final name. Temporary files are removed
@@ -30,8 +30,8 @@ _TEMPORARY_PREFIX = ".tmp-"
 #: Block size for copying, in bytes.
 _COPIED_BYTES = 1 << 20
 
-#: Maximum size of a JSON file in bytes; the largest known files, indexes of a model's tensors, have
-#: 10 MB.
+#: Maximum size of a JSON file in bytes; the largest known files, which are tensor indexes, have 10
+#: MB.
 MAX_JSON_BYTES = 1 << 24
 #: Maximum number of lists and objects in a JSON file. Each takes about 25 times as many bytes in
 #: memory as in the file. The largest tokenizers, whose merges are lists, have 600,000.
@@ -40,7 +40,7 @@ _MAX_JSON_VALUES = 1_000_000
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Context manager that turns an `OSError` into a `StorageError` with a readable message.
+    """Convert an `OSError` in the block to a `StorageError` with a readable message.
 
     Args:
         path: the path that is being written. The message names it if the error itself does not
@@ -79,10 +79,10 @@ def replacing(path: Path) -> Iterator[OutputFile]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write `content` (text is encoded as UTF-8) to `path` atomically; missing folders are created.
+    """Write `content` (text is encoded as UTF-8) to `path` atomically. Create missing folders.
 
     Raises:
-        StorageError: a file system error; the old file is unchanged.
+        StorageError: a file system error occurred; the old file is unchanged.
     """
     make_folder(path.parent)
     with replacing(path) as file:
@@ -99,7 +99,7 @@ def json_text(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically. NaN and infinity are refused."""
+    """Write `value` as indented JSON, atomically. Raise an error for NaN and infinity."""
     write_file(path, json_text(value))
 
 
@@ -115,10 +115,10 @@ def new_folder(
 
     Args:
         path: the folder's final path, which must not exist or must be an empty folder.
-        replace: True allows `path` to be a non-empty folder, which is kept until the new one is
+        replace: True to allow `path` to be a non-empty folder, which is kept until the new one is
             complete.
         aside: new path for the old folder at `path`; None deletes the old folder.
-        synced: True if the caller syncs all files, as `OutputFile` does.
+        synced: True if the caller syncs all files itself, as `OutputFile` does.
 
     Raises:
         StorageError: a file system error occurred, or `path` is not empty, is a mount point, or is
@@ -156,10 +156,10 @@ def new_folder(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock, which is released when the process ends; yield False if the lock could
-    not be acquired.
+    """Hold a folder's lock during the block. Yield False if the lock could not be acquired.
 
-    On a file system without locks, no process gets a lock, so no folder is considered abandoned.
+    The lock is released when the process ends. On a file system without locks, no process gets a
+    lock, so no folder is considered abandoned.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -174,14 +174,14 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete the temporary folders for `path` that killed processes left behind."""
+    """Delete temporary folders for `path` that killed processes left behind."""
     name = re.compile(rf"{re.escape(_TEMPORARY_PREFIX + path.name)}-[0-9a-f]{{8}}")
     for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if name.fullmatch(folder.name) is None:
                 continue  # Belongs to another folder, such as NAME-2.
-            # An empty folder may have just been created by another process that has not locked it
-            # yet.
+            # An empty folder may have been created just now by another process that has not locked
+            # it yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:
                     if abandoned:
@@ -200,7 +200,9 @@ def _sync_tree(folder: Path, *, files: bool) -> None:
 
 
 def _swap(new: Path, path: Path, aside: Path | None) -> None:
-    """Rename the folder `new` to `path`; rename the old folder to `aside`, or delete it if None."""
+    """Rename the folder `new` to `path`. Rename the old folder to `aside`, or delete it if `aside`
+    is None.
+    """
     # Use a name that `_remove_abandoned` does not match: if the process is killed between the two
     # renames, this is the only complete folder.
     old = _temporary_name(path.with_name(f"{path.name}-aside")) if aside is None else aside
@@ -211,14 +213,14 @@ def _swap(new: Path, path: Path, aside: Path | None) -> None:
         seam.disk.rename(old, path)
         raise
     if aside is None:
-        # Sync before deleting, because a power failure could otherwise keep the deletions and lose
-        # the renames.
+        # Sync before deleting, because after a power failure the deletions could otherwise survive
+        # while the renames are lost.
         seam.disk.sync_folder(path.parent)
         _remove(old)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, unless they exist, and sync their entries to the disk.
+    """Create a folder and its parents, if they do not exist, and sync their entries to the disk.
 
     Raises:
         StorageError: a file system error.
@@ -234,8 +236,8 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder atomically, even if the power fails: rename it to a temporary name, then
-    delete its files.
+    """Delete a folder atomically, even if the power fails: rename it to a temporary name first,
+    then delete its files.
 
     Raises:
         StorageError: a file system error.
@@ -280,12 +282,12 @@ def link_files(source: Path, target: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Preserve a damaged file as NAME.damaged (or NAME.damaged-2 and so on if that exists) before
-    it is replaced; return the new path.
+    """Preserve a damaged file as NAME.damaged (or NAME.damaged-2 and so on if that name is taken)
+    before it is replaced. Return the new path.
 
-    The new path is a hard link, so if the process is killed before the replacement, the readable
-    part of the file is still at the old path. If a hard link is impossible (`path` is not a file,
-    or the file system does not support links), the file is renamed.
+    The new path is a hard link. If the process is killed before the replacement, the readable part
+    of the file is therefore still at the old path. If a hard link is impossible (`path` is not a
+    file, or the file system does not support links), the file is renamed.
 
     Raises:
         StorageError: a file system error.
@@ -312,8 +314,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file, or a folder with its contents. Errors are ignored: any remaining files have a
-    temporary name, so the next `remove_leftovers` deletes them."""
+    """Delete a file, or a folder with its contents. Errors are ignored: remaining files have a
+    temporary name, so the next `remove_leftovers` deletes them.
+    """
     with contextlib.suppress(OSError):
         if path.is_symlink() or not path.is_dir():
             seam.disk.unlink(path)
@@ -324,10 +327,10 @@ def _remove(path: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Refuse an existing folder in which no file can be created.
+    """Raise an error if no file can be created in an existing folder.
 
     Raises:
-        StorageError: creating a file failed; the message names `folder`.
+        StorageError: a file could not be created; the message names `folder`.
     """
     probe = _temporary_name(folder / "probe")
     try:
@@ -340,11 +343,11 @@ def require_writable(folder: Path) -> None:
 
 
 def write_probe(folder: Path, size: int) -> None:
-    """Write a file, read it back from the disk, and delete it, which takes as long as a checkpoint
-    of this size.
+    """Write a file, read it back from the disk, and delete it. This takes as long as a checkpoint
+    of the same size.
 
     Args:
-        folder: where the file is written.
+        folder: folder in which the file is written.
         size: size in bytes, a multiple of 16 MiB.
 
     Raises:
@@ -363,7 +366,8 @@ def write_probe(folder: Path, size: int) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Refuse to overwrite anything: `path` must not exist or must be an empty folder.
+    """Raise an error unless `path` does not exist or is an empty folder, so that nothing is
+    overwritten.
 
     Raises:
         InputError: `path` exists; the message ends with `advice`.
@@ -375,14 +379,15 @@ def require_free(path: Path, advice: str) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def forget_cached(path: Path) -> None:
     """Drop the operating system's cached copy of a synced file, so that the next read comes from
-    the disk. Does nothing on systems without `posix_fadvise`."""
+    the disk. Do nothing on systems without `posix_fadvise`.
+    """
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -392,7 +397,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file.
 
     Args:
-        max_bytes: maximum size in bytes; a longer file is not read.
+        max_bytes: maximum size in bytes; a longer file is rejected without being read.
 
     Raises:
         InputError: the file is missing, unreadable or too long, or the path is a folder, pipe or
@@ -424,11 +429,12 @@ def plain_lines(text: str) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file. A file of more than `max_bytes` bytes is refused without being read.
+    """Read a JSON file. A file of more than `max_bytes` bytes is rejected without being read.
 
     Raises:
-        InputError: the file is missing, unreadable, too long, not UTF-8 or not JSON; or it has too
-            many lists and objects, duplicate keys, or NaN or Infinity, which JSON does not allow.
+        InputError: the file is missing, unreadable, too long, not UTF-8 or not JSON; or it contains
+            too many lists and objects, duplicate keys, or NaN or Infinity, which JSON does not
+            allow.
     """
     return parse_json(path, read_file(path, max_bytes))
 
@@ -439,8 +445,8 @@ def read_json_object(
     """Read a JSON file that contains one object.
 
     Raises:
-        kind: the file can't be read (see `read_json`), or its value is not an object (the message
-            is `fault`).
+        kind: raised if the file can't be read (see `read_json`) or its value is not an object; in
+            the latter case, the message is `fault`.
     """
     try:
         value = read_json(path)
@@ -452,7 +458,7 @@ def read_json_object(
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """Parse the bytes of a JSON file; error messages name `path`.
+    """Parse the content of a JSON file. Error messages name `path`.
 
     Raises:
         InputError: see `read_json`.
@@ -467,10 +473,10 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 
 def require_few_values(path: Path, content: bytes) -> None:
-    """Refuse JSON that would take far more memory than the file size.
+    """Reject JSON that would take far more memory than the file size.
 
     Raises:
-        InputError: the content has too many lists and objects.
+        InputError: the content contains too many lists and objects.
     """
     count = content.count(b"[") + content.count(b"{")
     if count > _MAX_JSON_VALUES:
@@ -485,8 +491,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object in `json.loads` (as `object_pairs_hook`), refusing duplicate keys, because
-    programs differ in which value they use.
+    """Reject duplicate keys in a JSON object. Pass this as `object_pairs_hook` to `json.loads`.
+    JSON parsers disagree on which duplicate wins.
 
     Raises:
         ValueError: a key occurs twice.
@@ -499,7 +505,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return those of `path` and its parent folders that do not exist yet, innermost first."""
+    """Return `path` and those of its parent folders that do not exist yet, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

@@ -1,8 +1,8 @@
-"""The cache folder on this machine and its locks.
+"""Cache folder on this machine, with locks.
 
-The cache is $FIRSTLIGHT_CACHE, otherwise $XDG_CACHE_HOME/firstlight, otherwise ~/.cache/firstlight.
-It stores corpora from URLs (`data/remote.py`) and compiled kernels; models from the hub are in the
-cache of huggingface_hub (`weights/hub.py`).
+The cache is $FIRSTLIGHT_CACHE if set, otherwise $XDG_CACHE_HOME/firstlight if set, otherwise
+~/.cache/firstlight. It stores corpora from URLs (`data/remote.py`) and compiled kernels. Hub models
+are stored in the cache of huggingface_hub (`weights/hub.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from firstlight.files.atomic import storage_errors
 
 
 def cache_folder() -> Path:
-    """Return the cache's folder."""
+    """Return the path of the cache folder."""
     if own := os.environ.get("FIRSTLIGHT_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "firstlight"
@@ -27,15 +27,15 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def held(path: Path, work: str, progress: bool) -> Iterator[None]:
-    """Acquire a lock of the cache, waiting for any other process that holds it.
+    """Hold a lock of the cache, after waiting for any other process that holds it.
 
     The lock is released at the end of the block, or by the kernel if the process ends (`flock`).
 
     Args:
         path: the lock file, which is created if necessary and never deleted.
-        work: description of the work under the lock, for the message "waiting for another process,
-            which is ...".
-        progress: print this message while waiting.
+        work: description of the work done under the lock, for the message "waiting for another
+            process, which is ...".
+        progress: True to print this message while waiting.
 
     Raises:
         StorageError: the lock file can't be created or locked.

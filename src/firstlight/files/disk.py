@@ -17,10 +17,10 @@ _GATHERED_BYTES = 1 << 20
 
 
 class Disk:
-    """Firstlight's write operations on the file system, with one method for each system call.
+    """Write operations on the file system, with one method per system call.
 
-    Tests replace `disk` with an object that counts the calls, makes one fail, writes only part of
-    the bytes, or ends the process. All methods may raise OSError.
+    Tests replace `disk` with an object that counts the calls, makes a call fail, writes only part
+    of the bytes, or ends the process. All methods may raise OSError.
     """
 
     def create(self, path: Path) -> FileIO:
@@ -32,8 +32,9 @@ class Disk:
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes; return the number of bytes written, which may be less than the length of
-        `data`."""
+        """Write bytes. Return the number of bytes written, which may be less than the length of
+        `data`.
+        """
         return file.write(data)
 
     def sync(self, file: FileIO) -> None:
@@ -81,10 +82,10 @@ class OutputFile:
     """A new file that is written sequentially and synced to the disk when the `with` block ends
     without an error.
 
-    If the block raises, the incomplete file remains and the caller must remove it.
+    If the block raises an error, the incomplete file remains, and the caller must remove it.
 
     Attributes:
-        path: the file's path.
+        path: path of the file.
         size: number of bytes written.
 
     Raises:
@@ -119,8 +120,9 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Overwrite the first bytes, such as a header with the length of the data. Nothing may be
-        written afterwards."""
+        """Overwrite the first bytes, such as a header that contains the length of the data. Nothing
+        may be written afterwards.
+        """
         self._write_gathered()
         self._file.seek(0)
         _write_all(self._file, data)
@@ -145,7 +147,7 @@ class HashedFile(OutputFile):
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of all bytes so far, in hexadecimal."""
+        """Hexadecimal SHA-256 of all bytes so far."""
         return self._hash.hexdigest()
 
 
@@ -185,8 +187,9 @@ class AppendedFile:
 
 
 def _write_all(file: FileIO, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes, in several calls if the system writes only part of them (as on an almost
-    full disk)."""
+    """Write all bytes, repeating the call if the system writes only part of them (as on an almost
+    full disk).
+    """
     rest = memoryview(data)
     while rest:
         taken = disk.write(file, rest)

@@ -1,4 +1,4 @@
-"""Isolation of untrusted input: a child process with limits on memory and processor time.
+"""Isolate untrusted input: run code in a child process with limits on memory and CPU time.
 
 Some files are small programs: a chat template, the steps of a tokenizer.json, a JSON Schema. The
 libraries that run them have no limits, and a call into them can only be stopped from outside. A
@@ -15,7 +15,7 @@ a limit and restarted for the next call.
 The child is in a separate session, so Ctrl-C in a terminal does not reach it. It ends when its
 connection is closed, which also happens when the parent is killed.
 
-Requests and answers are JSON rather than pickles, because malicious input may control the child.
+Requests and responses are JSON rather than pickles, because malicious input may control the child.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from firstlight import errors
 from firstlight.errors import FirstlightError, describe_os_error
 
 #: Interval in seconds between checks of the child's memory, and timeout in seconds per second of
-#: processor time that a call may take. The timeout allows for a busy machine.
+#: CPU time that a call may take. The timeout allows for a busy machine.
 _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
-#: Limit of processor time for starting a child, in seconds.
+#: CPU time limit for starting a child, in seconds.
 _START_SECONDS = 30.0
 
 
 class LimitExceededError(FirstlightError):
-    """A call exceeded a limit or ended its process. The message states the limits."""
+    """Raised if a call exceeded a limit or ended its process. The message states the limits."""
 
 
 class LimitedProcess:
-    """Calls a function in a child process within limits. Safe to use with threads and forks.
+    """Calls a function in a child process with limits. Safe to use with threads and forks.
 
     Args:
         factory: function that creates the function to call, as "module:name". The module should
@@ -72,17 +72,18 @@ class LimitedProcess:
         _ALL.add(self)
 
     def start(self) -> int:
-        """Start the child if it does not run; return the number of starts so far.
+        """Start the child if it is not running. Return the number of starts so far.
 
         Raises:
-            FirstlightError: the child could not be started, or the factory raised this error.
+            FirstlightError: the child could not be started, or the factory raised a
+                FirstlightError.
         """
         with self.lock:
             if self._process is None:
                 self._connection, theirs = Pipe()
                 with theirs:
-                    # The child searches the same paths for modules as this process, except the
-                    # current folder, whose modules could shadow others.
+                    # The child uses the same module search path as this process, except the current
+                    # folder, whose modules could shadow others.
                     paths = [path for path in sys.path if path]
                     code = f"import sys; sys.path[:] = {paths!r}; " + _CHILD_CODE
                     try:
@@ -93,7 +94,7 @@ class LimitedProcess:
                             stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL,
                             start_new_session=True,
-                            # The backtrace of a Rust panic would take 50 MB and is not shown.
+                            # The backtrace of a Rust panic would take 50 MB and is never shown.
                             env={**os.environ, "RUST_BACKTRACE": "0"},
                         )
                     except OSError as error:
@@ -124,19 +125,20 @@ class LimitedProcess:
         """Call the function with `request` and return its result; both are JSON data.
 
         Args:
-            request: the function's argument.
-            seconds: limit of processor time.
+            request: argument of the function.
+            seconds: CPU time limit.
 
         Raises:
             LimitExceededError: the call exceeded a limit or ended its process.
-            FirstlightError: the child could not be started, or the function raised this error.
+            FirstlightError: the child could not be started, or the function raised a
+                FirstlightError.
         """
         with self.lock:
             self.start()
             return self._exchange(request, seconds)
 
     def close(self) -> None:
-        """End the child; the next call starts another one."""
+        """Stop the child. The next call starts a new one."""
         with self.lock:
             if self._process is not None:
                 self._finalizer()
@@ -160,8 +162,8 @@ class LimitedProcess:
                 f"more than {seconds:g} s of processor time or {self._memory >> 20:,} MiB of memory"
             ) from None
         except BaseException:
-            # An exception such as Ctrl-C: the answer to this request must not be mistaken for that
-            # to the next.
+            # On an exception such as Ctrl-C, the response to this request must not be mistaken for
+            # the response to the next.
             self.close()
             raise
         if not kind:
@@ -177,11 +179,13 @@ class LimitedProcess:
         assert self._process is not None
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(self._process.pid).memory_info().rss)
-        return 0  # The child has ended, which reading its answer will show.
+        return 0  # The child has ended, which reading the response will reveal.
 
     def forget(self) -> None:
         """Detach from the child after a fork, leaving it to the process that started it. Otherwise
-        both processes would talk to the child, and it would outlive the process that started it."""
+        both processes would communicate with the child, and it would outlive the process that
+        started it.
+        """
         self.lock = threading.RLock()
         if self._process is not None:
             self._finalizer.detach()
@@ -214,13 +218,13 @@ _CHILD_CODE = "from firstlight.files.limits import serve; serve(int(sys.argv[1])
 
 
 def serve(descriptor: int) -> None:
-    """Answer requests in the child until the connection is closed.
+    """Serve requests in the child until the connection is closed.
 
     Args:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The parent may ignore or block the signal, which a child inherits.
+    # The parent may ignore or block the signal, and a child inherits this.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)

@@ -1,8 +1,8 @@
-"""Writing of safetensors files, one tensor at a time.
+"""Write safetensors files one tensor at a time.
 
-The safetensors library opens and writes files on its own. Here, the bytes go through an
-`OutputFile` (disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The
-bytes are identical to the library's (huggingface/safetensors, `serialize` in tensor.rs):
+The safetensors library opens and writes files itself. Here, the bytes go through an `OutputFile`
+(disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The bytes are
+identical to the library's output (huggingface/safetensors, `serialize` in tensor.rs):
 
 - the header's length in bytes, as a little-endian integer of 8 bytes;
 - the header as compact JSON, padded with spaces to a multiple of 8 bytes;
@@ -21,7 +21,7 @@ from torch import Tensor
 from firstlight.errors import StorageError
 from firstlight.files.disk import OutputFile
 
-#: The library's dtype names, in the order in which it declares them. In a file, tensors with a
+#: Dtype names of the library, in the order in which it declares them. In a file, tensors with a
 #: later dtype in this table come first.
 _NAMES = {
     torch.bool: "BOOL",
@@ -55,8 +55,9 @@ def write_tensors(
 
     Args:
         file: an open file.
-        tensors: dense tensors by name, on any device, with any shape and strides; they may share
-            memory. A tensor that is not contiguous or not on the CPU is copied when it is written.
+        tensors: dense tensors, keyed by name, on any device, with any shape and strides; they may
+            share memory. A tensor that is not contiguous or not on the CPU is copied when it is
+            written.
         metadata: entries of the header's `__metadata__`; None omits it.
 
     Raises:
@@ -80,8 +81,9 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    """Return the JSON header with dtype, shape and offsets of each tensor, in the order of
-    `tensors`."""
+    """Return the JSON header with the dtype, shape and offsets of each tensor, in the order of
+    `tensors`.
+    """
     entries: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     offset = 0
     for name, tensor in tensors.items():

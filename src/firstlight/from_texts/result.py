@@ -129,7 +129,9 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
         xz_bits_per_byte=state.get("xz"),
         samples=[(line["prompt"], line["text"]) for line in samples if line["step"] == last],
         seconds=time.time() - call.began,
-        next_commands=list(_next_commands(call, request, metrics, prompt, best=best)),
+        next_commands=list(
+            _next_commands(call, request, metrics, prompt, best=best, stopped=stopped)
+        ),
         answers=state.get("kind") == "chat",
         best=best,
         held_out_share=1.0
@@ -168,22 +170,30 @@ def _next_commands(
     prompt: str,
     *,
     best: bool,
+    stopped: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Pairs (command, purpose) of commands that use the model or train longer, the most useful ones
-    first."""
+    """Yield pairs (command, purpose) of commands that use the model, train longer, or continue a
+    stopped run, the most useful ones first."""
     folder = shlex.quote(str(call.folder))
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
+    chat = f"firstlight chat {run}", "ask questions" if answers else "continue texts turn by turn"
+    server = f"firstlight serve {run}", "OpenAI-compatible server"
+    if stopped:
+        again = length_options(request) + own_options(request)
+        yield command_of(request, again), "continue this run"
     if answers:
-        yield f"firstlight chat {run}", "ask questions"
+        yield chat
+        yield server
     else:
         # The prompt is in the language and kind of the texts.
         words = shlex.quote(prompt or "Once upon a time")
         yield f"firstlight generate {run} --prompt {words}", "continue a text"
-    yield f"firstlight serve {run}", "OpenAI-compatible server and chat page"
-    yield from _longer(call, request, metrics)
+        yield chat
+    if not stopped:
+        yield from _longer(call, request, metrics)
     if not answers:
-        yield f"firstlight chat {run}", "continue texts turn by turn"
+        yield server
     yield f"firstlight convert {run} --to gguf --out {folder}-gguf", "file for llama.cpp and Ollama"
 
 

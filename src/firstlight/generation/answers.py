@@ -1,4 +1,4 @@
-"""Parser of model output: splits an answer into reasoning, text and tool calls.
+"""Parse model output: split an answer into reasoning, text and tool calls.
 
 A model marks the parts in the format of its chat template:
 
@@ -24,7 +24,7 @@ from typing import Any
 from firstlight.generation.continuation import overlap
 from firstlight.tokenizer import Tokenizer
 
-#: Markers that begin tool calls, with the marker after them; "" is the end of the answer.
+#: Markers that begin tool calls, mapped to the markers that end them; "" is the end of the answer.
 _CALLS = {
     "<tool_call>": "</tool_call>",
     "[TOOL_CALLS]": "",
@@ -41,13 +41,14 @@ _INSIDE_CALLS = (
 )
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 
-#: gpt-oss' format. A header, which ends with <|message|>, decides the mode of what follows it.
+#: gpt-oss format. The header, which ends with <|message|>, determines the mode of the text after
+#: it.
 _END_OF_CHANNEL = dict.fromkeys(("<|end|>", "<|call|>", "<|return|>", "<|start|>"), "header")
 _HARMONY = {
     "header": {"<|message|>": ""},
     **dict.fromkeys(("reasoning", "content", "call"), _END_OF_CHANNEL),
 }
-#: Special tokens that end an answer with a tool call, in gpt-oss' and Llama 3's formats.
+#: Special tokens that end an answer with a tool call, in the formats of gpt-oss and Llama 3.
 _CALL_ENDS = ("<|call|>", "<|eom_id|>")
 
 _CALL_NAME = re.compile(
@@ -62,11 +63,11 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.S)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool.
+    """A tool call.
 
     Attributes:
         name: the tool's name.
-        arguments: its arguments, an object as JSON.
+        arguments: its arguments, a JSON object as text.
     """
 
     name: str
@@ -79,7 +80,7 @@ class AnswerPart:
 
     Attributes:
         content: text of the answer.
-        reasoning: text of the reasoning before it.
+        reasoning: text of the reasoning before the answer.
         calls: tool calls.
     """
 
@@ -89,21 +90,21 @@ class AnswerPart:
 
 
 class AnswerFormat:
-    """The format of the answers to one conversation.
+    """Format of the answers in one conversation.
 
     Args:
         tokenizer: a tokenizer with a chat template.
         prompt_ids: the conversation, up to the beginning of the answer.
-        tools: JSON schemas of the tools' parameters, by name; without tools, only gpt-oss' format
-            has tool calls.
-        forced: mode that a grammar forces on the answer: "call" for a tool call as JSON, "content"
+        tools: JSON schemas of the tools' parameters, keyed by tool name. Without tools, only the
+            gpt-oss format has tool calls.
+        forced: mode that a grammar imposes on the answer: "call" for a tool call as JSON, "content"
             for any text; None without a grammar.
 
     Attributes:
         start: mode at the beginning of an answer: "content", "reasoning", "call", "header"
-            (gpt-oss), or "start" if the first marker decides.
-        modes: mode -> the markers that end it -> the mode after them.
-        shown: special tokens that are markers.
+            (gpt-oss), or "start" if the first marker determines the mode.
+        modes: for each mode, the markers that end it, mapped to the mode that follows.
+        shown: special tokens that serve as markers.
         tools: see Args.
     """
 
@@ -141,35 +142,36 @@ class AnswerFormat:
 
 
 def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end an answer with a tool call, for the formats that have such tokens."""
+    """Return the ids of tokens that end an answer with a tool call, for the formats that have such
+    tokens.
+    """
     special = tokenizer.special_tokens
     return tuple(special[name] for name in _CALL_ENDS if name in special)
 
 
 class AnswerParser:
-    """Splits one answer into its parts while it is being generated.
+    """Splits one answer into its parts as it is generated.
 
-    Text that may be the beginning of a marker is held back until it is clear whether it is one; a
-    tool call is held back until it is complete. White space around reasoning and tool calls is
-    dropped.
+    Text that may be the beginning of a marker is held back until this is decided; a tool call is
+    held back until it is complete. Whitespace around reasoning and tool calls is dropped.
 
     Args:
-        format: the answer's format.
+        format: format of the answer.
     """
 
     def __init__(self, format: AnswerFormat) -> None:
         self._format, self._mode = format, format.start
         self._held = ""
         self._marker = ""  # the marker before the held text
-        self._name: str | None = None  # the tool of a call in gpt-oss' format
+        self._name: str | None = None  # name of the called tool in the gpt-oss format
         self._trimmed = format.start == "reasoning"
 
     def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:
-        """Add newly generated text; return the parts of the answer that are now final.
+        """Add newly generated text. Return the parts of the answer that are now final.
 
         Args:
             piece: the new text.
-            ended: True if the answer ends with this text.
+            ended: True if the answer ends after this text.
         """
         self._held += piece
         return [part for part in self._parts(ended) if part != AnswerPart()]
@@ -202,7 +204,7 @@ class AnswerParser:
             self._held = ""
         elif self._mode in ("content", "reasoning"):
             end = len(self._held) - max([overlap(self._held, m) for m in markers], default=0)
-            if markers:  # White space before a marker is dropped, so it is held back, too.
+            if markers:  # Whitespace before a marker is dropped, so hold it back, too.
                 end = len(self._held[:end].rstrip())
             text, self._held = self._held[:end], self._held[end:]
             yield self._part(text, "")
@@ -212,7 +214,7 @@ class AnswerParser:
         self._held, self._trimmed = rest, True
 
     def _mode_after(self, header: str) -> str:
-        """Return the mode after a header of gpt-oss' format."""
+        """Return the mode that follows a header in the gpt-oss format."""
         tool = re.search(r"to=(?:functions\.)?([\w.-]+)", header)
         self._name = tool[1] if tool else None
         return "call" if tool else "reasoning" if "analysis" in header else "content"
@@ -223,7 +225,7 @@ class AnswerParser:
         if self._mode == "call":
             try:
                 return AnswerPart(calls=self._calls(text))
-            # An invalid call remains in the text as the model wrote it.
+            # An invalid call is kept as text, exactly as the model wrote it.
             except (ValueError, RecursionError):
                 shown = "" if self._name else self._marker
                 return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
@@ -263,8 +265,9 @@ class AnswerParser:
         return found
 
     def _parameters(self, name: str, text: str) -> str:
-        """Return the arguments of a call whose format lists them individually. Strings are plain
-        text; values of other types are JSON."""
+        """Return the arguments of a call whose format lists them individually. Strings are given as
+        plain text, values of other types as JSON.
+        """
         schemas = self._format.tools.get(name, {}).get("properties")
         values: dict[str, Any] = dict(_PARAMETER.findall(text))
         for key, value in values.items():

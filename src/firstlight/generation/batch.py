@@ -1,7 +1,7 @@
-"""Continuous batching: decoding of sequences of different lengths in one batch, which they can join
-and leave at any step. The decoding step can use torch.compile and CUDA graphs.
+"""Continuous batching: decode sequences of different lengths in one batch, which sequences can join
+and leave at any step. Decoding steps can use torch.compile and CUDA graphs.
 
-On a CUDA GPU, steps are recorded as CUDA graphs, compiled or not; see `RecordedSteps`."""
+On a CUDA GPU, steps are recorded as CUDA graphs, whether compiled or not; see `RecordedSteps`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from firstlight.models import KVCache, Model, RaggedCache
 from firstlight.models.moe import reads_rows_of_experts
 from firstlight.models.rope import DynamicRope, LongRope
 
-#: Attention reads a multiple of this number of cache positions: a larger step gives fewer different
-#: shapes (each needs a CUDA graph), a smaller step reads fewer unused positions.
+#: Attention reads a multiple of this number of cache positions. A larger number gives fewer
+#: different shapes (each needs a CUDA graph); a smaller one reads fewer unused positions.
 _REACH_STEP = 64
 
-#: `BatchDecoder.pass_tokens` on a CPU and on a GPU; both take about the same time for that many
-#: tokens.
+#: `BatchDecoder.pass_tokens` on a CPU and on a GPU, which process that many tokens in about the
+#: same time.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
-#: Maximum number of logits (elements) in memory at a time while a prompt is scored.
+#: Maximum number of logits (elements) in memory at once while a prompt is scored.
 _MOST_LOGITS = 2**22
 
 
@@ -47,28 +47,28 @@ _Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class BatchDecoder:
-    """Runs a model over several sequences and holds their key-value cache and lengths. The caller
+    """Runs a model on several sequences, and holds their key-value cache and lengths. The caller
     chooses the tokens.
 
     The sequences are numbered from 0 to `len(decoder)` - 1. When a sequence is removed, the last
-    sequence gets its number.
+    sequence takes over its number.
 
     Args:
         model: a model in evaluation mode.
-        max_sequences: maximum number of sequences at a time.
-        max_tokens: maximum length of each sequence, its prompt and new tokens together; at most the
-            model's context.
+        max_sequences: maximum number of simultaneous sequences.
+        max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
+            model's context length.
         reuse_prefixes: reuse the cached keys and values of an earlier sequence that begins with the
-            same tokens, as in a conversation. Results for a prompt computed in two parts can differ
-            in the last digit because of rounding.
-        compile: decode through torch.compile, see `CompiledStep`. The first step takes about a
-            minute, unless `warm_up` was called.
+            same tokens, as in a conversation. Computing a prompt in two parts can change the last
+            digit of the results because of rounding.
+        compile: decode with torch.compile, see `CompiledStep`. The first step takes about a minute
+            unless `warm_up` was called.
 
     Attributes:
-        lengths: tokens of each sequence so far.
+        lengths: current number of tokens in each sequence.
         cache: keys and values of all sequences.
         pass_tokens: maximum number of tokens, including padding, in prompts that `add_many`
-            computes together. A smaller limit would leave part of the device idle.
+            computes together. A smaller limit would leave the device partly idle.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -90,7 +90,7 @@ class BatchDecoder:
         parameter = next(model.parameters())
         self._device = parameter.device
         # The cache is longer than the maximum reach, because torch.compile would specialise the
-        # step to a reach that equals the size of the cache.
+        # step for a reach that equals the cache size.
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled = CompiledStep(model, self.cache) if compile else None
@@ -104,7 +104,8 @@ class BatchDecoder:
         self.pass_tokens = _CPU_PASS_TOKENS if is_cpu else _GPU_PASS_TOKENS
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
-        #: Tokens whose keys and values are in each row of the cache, including removed sequences.
+        #: Tokens whose keys and values are stored in each row of the cache, including removed
+        #: sequences.
         self._stored: list[list[int]] = [[] for _ in range(max_sequences)]
 
     def __len__(self) -> int:
@@ -124,9 +125,9 @@ class BatchDecoder:
 
         Args:
             prompt_ids: token ids of the prompt, at least one.
-            on_logits: function that is called with the logits [T, V] of the prompt's positions, in
-                order and in chunks of positions. With `on_logits`, the prompt may fill the context.
-            may_fill: True allows a prompt to fill the context even without `on_logits`.
+            on_logits: called with the logits [T, V] of the prompt's positions, in order and in
+                chunks of positions. With `on_logits`, the prompt may fill the context.
+            may_fill: True to allow the prompt to fill the context even without `on_logits`.
 
         Raises:
             ConfigError, ModelError: see `require_prompt`.
@@ -143,7 +144,7 @@ class BatchDecoder:
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
         else:
-            # In chunks, because all logits of a long prompt would take gigabytes.
+            # In chunks, because the logits of a long prompt would take gigabytes.
             tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
             for ids in torch.split(input_ids, tokens, dim=1):
                 logits_TV = self.model(ids, cache=cache)[0]
@@ -156,15 +157,15 @@ class BatchDecoder:
     @torch.inference_mode()
     @varying_lengths()
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Append several prompts as the last sequences, in their order; return the logits [N, V] of
-        their next tokens. Neighbouring prompts of similar lengths are computed in one pass, padded
-        at their ends to the longest. Prefixes are not reused.
+        """Append several prompts, in order, as the last sequences. Return the logits [N, V] of
+        their next tokens. Neighbouring prompts of similar lengths are computed in one pass,
+        right-padded to the longest. Prefixes are not reused.
 
         Args:
-            prompts: token ids of each prompt, at least one prompt.
+            prompts: token ids of each prompt; at least one prompt.
 
         Raises:
-            ConfigError, ModelError: see `require_prompt`; no prompt was added.
+            ConfigError, ModelError: see `require_prompt`; no prompt is added.
         """
         assert len(self) + len(prompts) <= self.max_sequences, "more sequences than rows"
         for prompt_ids in prompts:
@@ -176,8 +177,8 @@ class BatchDecoder:
         return torch.cat(parts)
 
     def _together(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Return how many of the first prompts to compute in one pass, at least one."""
-        # Padding would change recurrent states, and rotary frequencies that depend on the length.
+        """Return the number of leading prompts to compute in one pass, at least one."""
+        # Padding would change recurrent states and length-dependent rotary frequencies.
         scaling = getattr(self.model.config, "rope_scaling", None)
         if self.cache.has_states or isinstance(scaling, DynamicRope | LongRope):
             return 1
@@ -195,7 +196,8 @@ class BatchDecoder:
         for row, prompt_ids in enumerate(prompts):
             input_ids_BT[row, : len(prompt_ids)] = torch.tensor(prompt_ids)
             self._stored[first + row] = []  # Empty until the prompts are computed.
-        # The causal mask hides padding at the end, and later tokens overwrite it in the cache.
+        # The causal mask hides padding at the end, and later tokens overwrite the padding in the
+        # cache.
         logits_BV: Tensor = self.model(
             upload(input_ids_BT, self._device),
             cache=self.cache.sequence(first, len(prompts)),
@@ -206,9 +208,10 @@ class BatchDecoder:
         return logits_BV
 
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
-        """Copy the longest prefix of a prompt that is cached in any row to the next row, and return
-        its length. The prefix never has the prompt's last token, which must be computed for its
-        logits."""
+        """Find the longest prefix of a prompt that is cached in any row, copy it to the next row,
+        and return its length. The prefix never includes the prompt's last token, which must be
+        computed for its logits.
+        """
         shared = [
             _common(stored, prompt_ids[:-1])
             if self._is_long(stored) == self._is_long(prompt_ids)
@@ -216,8 +219,8 @@ class BatchDecoder:
             for stored in self._stored
         ]
         if self.cache.has_states:
-            # A recurrent state covers all tokens of its row, so only a whole row is a usable
-            # prefix.
+            # A recurrent state covers all tokens of its row, so a prefix is usable only if it is a
+            # whole row.
             whole = zip(shared, self._stored, strict=True)
             shared = [count if count == len(stored) else 0 for count, stored in whole]
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
@@ -234,17 +237,17 @@ class BatchDecoder:
     @torch.inference_mode()
     @varying_lengths()
     def step(self, token_ids: Sequence[int]) -> Tensor:
-        """Append one token to each sequence; return the logits [B, V] of the tokens after them.
+        """Append one token to each sequence. Return the logits [B, V] of the following tokens.
 
         Args:
-            token_ids: the new token of each sequence, in the order of their numbers.
+            token_ids: the new token of each sequence, in the order of the sequence numbers.
         """
         assert len(token_ids) == len(self) > 0
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
         for number, length in enumerate(self.lengths):
             if length + 1 == self.model.config.long_from:
                 # The cached keys were rotated with the frequencies for short texts, so all keys are
-                # recomputed, as in transformers' Phi-3.
+                # recomputed, as transformers does for Phi-3.
                 input_ids = upload([self._stored[number]], self._device)
                 cache = self.cache.sequence(number)
                 cache.least_length = length + 1
@@ -269,7 +272,8 @@ class BatchDecoder:
         reach = -(-longest // _REACH_STEP) * _REACH_STEP
         spare = 0
         if self._is_recorded:
-            # To have fewer shapes, unused rows of the cache are computed together with the others.
+            # To reduce the number of shapes, unused rows of the cache are computed along with the
+            # others.
             reach = _REACH_STEP * _ladder(reach // _REACH_STEP)
             spare = min(_ladder(count), self.max_sequences) - count
             for row in range(count, count + spare):
@@ -279,8 +283,8 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
-        """Keep tokens that were chosen on a GPU for the next step, so they need not be copied to
-        the GPU again. Passed as `keep` to `choose_tokens` after a step.
+        """Keep tokens that were chosen on a GPU for the next step, so that they need not be copied
+        to the GPU again. Pass this method as `keep` to `choose_tokens` after a step.
 
         Args:
             ids_B: the next token of each sequence, int64 on the model's device.
@@ -291,8 +295,9 @@ class BatchDecoder:
     @torch.inference_mode()
     @varying_lengths()
     def warm_up(self) -> None:
-        """Compile the decoding step now, for one sequence and for several. Must be called before
-        the first sequence is added; does nothing without `compile`."""
+        """Compile the decoding step now, for one sequence and for several. Call this before adding
+        the first sequence. Do nothing without `compile`.
+        """
         assert not any(self._stored), "warm_up must be called before the first sequence is added"
         for count in {1, min(2, self.max_sequences)} if self._compiled is not None else ():
             self._logits([0] * count, [0] * count)
@@ -302,7 +307,7 @@ class BatchDecoder:
         return self.max_tokens - self.lengths[number]
 
     def remove(self, number: int) -> None:
-        """Remove a sequence; the last sequence gets its number."""
+        """Remove a sequence; the last sequence takes over its number."""
         last, length = len(self) - 1, self.lengths[-1]
         if number != last:
             self.cache.copy_row(last, number, length)
@@ -314,9 +319,10 @@ class BatchDecoder:
 def _eager(
     model: Model, cache: KVCache, input_ids_B1: Tensor, lengths_B: Tensor, reach: int
 ) -> Tensor:
-    """Run one decoding step without compilation; see `CompiledStep.__call__`. This is not a method
+    """Run one decoding step without compilation; see `CompiledStep.__call__`. This is not a method,
     because a reference from the decoder to itself would keep its cache in memory until the garbage
-    collector runs."""
+    collector runs.
+    """
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
 
@@ -328,16 +334,16 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) -> None:
-    """Refuse a prompt that the model can't continue.
+    """Raise an error for a prompt that the model can't continue.
 
     Args:
         model: the model.
         prompt_ids: token ids of the prompt.
-        room: number of tokens that must fit in the context after the prompt.
+        room: number of tokens that must still fit in the context after the prompt.
 
     Raises:
         ConfigError: the prompt is empty or fills the context.
-        ModelError: the prompt has an id beyond the vocabulary.
+        ModelError: the prompt contains an id beyond the vocabulary.
     """
     limit = model.config.max_position_embeddings
     if not prompt_ids:
@@ -360,19 +366,19 @@ _MOST_RECORDED = 128
 
 
 class CompiledStep:
-    """A model's forward pass over one new token of each sequence, compiled.
+    """Compiled forward pass of a model for one new token per sequence.
 
     On a CPU, torch.compile's inductor treats the weights as constants ("freezing") and copies them
-    into another layout for its matrix products. The step is compiled on its first call for one
+    into a different layout for its matrix products. The step is compiled on its first call for one
     sequence, for several sequences (of any number and length), and for more sequences than
     `few_rows.MOST_ROWS`.
 
     Args:
-        model: a model in evaluation mode, whose weights do not change afterwards.
+        model: a model in evaluation mode whose weights do not change afterwards.
         cache: key-value cache of all sequences.
 
     Raises:
-        ConfigError: there is no compiler, or the model has layers with linear attention.
+        ConfigError: no compiler is available, or the model has layers with linear attention.
     """
 
     def __init__(self, model: Model, cache: KVCache) -> None:
@@ -426,10 +432,11 @@ class CompiledStep:
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
     """Return True if decoding steps can be recorded as CUDA graphs, that is, if no part of a step
-    runs on or is read by the CPU."""
+    runs on the CPU or is read by it.
+    """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # A model in training may have an engine's hooks, which exchange weights between processes.
+    # A model in training may have hooks of an engine, which exchange weights between processes.
     # Recording would also take memory that the next training step needs.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
@@ -440,12 +447,13 @@ def _ladder(number: int) -> int:
 
 
 class RaggedSteps:
-    """Decoding steps for sequences of different lengths. The new tokens and the lengths are tensors
-    on the device, which each step advances; the host copies them only if the sequences have
+    """Decoding steps for sequences of different lengths. The new tokens and the lengths are device
+    tensors that each step advances; the host copies them to the device only if the sequences have
     changed.
 
     Args:
-        compute: the step. The cache, which it also reads and writes, must keep its address.
+        compute: function that computes a step. The cache that it reads and writes must keep its
+            address.
         max_sequences: maximum number of sequences.
         device: device of the model.
     """
@@ -455,7 +463,7 @@ class RaggedSteps:
         self._ids_B, self._lengths_B = (
             torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)
         )
-        #: Tokens and lengths that the host knows to be on the device.
+        #: Tokens and lengths that are known to be on the device.
         self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
@@ -465,11 +473,11 @@ class RaggedSteps:
             ids: the new tokens.
             lengths: length of each sequence before its new token, at least one.
             rows: number of rows to compute, which depends only on the number of sequences; rows
-                beyond the sequences are spare.
+                beyond the sequences are unused.
             reach: see `RaggedCache`.
         """
         if self._known != (ids, lengths):
-            # Spare rows start at length 0, so they stay shorter than the sequences.
+            # Unused rows start at length 0, so they stay shorter than the sequences.
             spare = [0] * (rows - len(ids))
             new_2B = upload([[*ids, *spare], [*lengths, *spare]], self._ids_B.device)
             self._ids_B[:rows], self._lengths_B[:rows] = new_2B
@@ -493,18 +501,18 @@ class RaggedSteps:
 
 
 class RecordedSteps(RaggedSteps):
-    """Decoding steps as CUDA graphs, one for each shape (number of rows and reach), because
-    launching the kernels of a step individually takes many times as long as running them.
+    """Decoding steps as CUDA graphs, one per shape (number of rows and reach). Launching the
+    kernels of a step one by one takes many times as long as running them.
 
-    The first step of a shape is computed without recording, because compilation, loading of kernels
-    and persistent allocations can't be recorded. The second step is recorded and replayed; later
-    steps are replayed. The least recently used recording is dropped to make room for a new one. The
+    The first step of a shape is computed without recording, because compilation, kernel loading and
+    persistent allocations can't be recorded. The second step is recorded and replayed; later steps
+    are only replayed. The least recently used recording is dropped to make room for a new one. The
     weights must keep their addresses.
     """
 
     def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:
         super().__init__(compute, max_sequences, device)
-        #: Graph and logits [rows, V] of each shape; None after the first step.
+        #: Graph and logits [rows, V] of each shape, or None after its first step.
         self._by_shape: OrderedDict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = (
             OrderedDict()
         )
@@ -528,15 +536,15 @@ class RecordedSteps(RaggedSteps):
     def _record(self, rows: int, reach: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            # One memory pool for all graphs: they are never replayed at the same time, so their
-            # intermediate results can share memory.
+            # All graphs share a memory pool for intermediate results, because they are never
+            # replayed at the same time.
             self._pool = torch.cuda.graph_pool_handle()
-        # If the garbage collector freed another graph during the recording, the recording would
-        # become invalid.
+        # If the garbage collector freed another graph during recording, the recording would become
+        # invalid.
         collects = gc.isenabled()
         gc.disable()
         try:
-            # "thread_local" lets other threads use the GPU during the recording.
+            # "thread_local" lets other threads use the GPU during recording.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 return graph, super()._run(rows, reach)
         finally:
@@ -547,12 +555,12 @@ class RecordedSteps(RaggedSteps):
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
     """Context manager that applies the compiler settings for decoding."""
-    # Imported here, because importing inductor takes a second and plain decoding does not need it.
+    # Imported here, because importing inductor takes a second and is not needed for plain decoding.
     import torch._inductor.config as inductor_config
 
-    # Setting freezing as an option of torch.compile would be too late, because the weights are
-    # arguments by then. The limits are raised because torch counts recompilations of a function
-    # over all models of a process.
+    # Passing freezing as an option of torch.compile would be too late, because by then the weights
+    # are arguments. The limits are raised because torch counts the recompilations of a function
+    # across all models in a process.
     with (
         inductor_config.patch(freezing=device.type == "cpu"),
         torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),

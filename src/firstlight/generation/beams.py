@@ -1,4 +1,4 @@
-"""Beam search: finds a likely continuation by tracking a limited number of candidates."""
+"""Beam search: find a likely continuation by tracking a limited number of candidates."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from firstlight.tokenizer import TextStream
 
 @dataclass(frozen=True)
 class _Beam:
-    """A continuation and the sum of its tokens' log-probabilities (natural logarithms)."""
+    """A continuation and the sum of its tokens' log-probabilities (natural logarithm)."""
 
     token_ids: list[int]
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Return the mean log-probability per token; the end token of an ended text counts as a
-        token."""
+        """Return the mean log-probability per token, including the end token of an ended text."""
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
 
 def search(
     loaded: LoadedModel, prompt: str, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Generation:
-    """Return the best continuation that a beam search finds.
+    """Return the best continuation found by beam search.
 
     Args:
-        loaded: model and tokenizer.
+        loaded: the model and its tokenizer.
         prompt: text of the prompt.
         prompt_ids: token ids of the prompt.
-        config: settings, of which `beams`, `max_new_tokens`, penalties and biases are used.
+        config: settings; only `beams`, `max_new_tokens`, penalties and biases are used.
 
     Raises:
-        ConfigError: the prompt fills the context, or a bias is for an id beyond the vocabulary.
-        ModelError: the logits are not finite numbers.
+        ConfigError: the prompt fills the context, or a bias is set for an id beyond the vocabulary.
+        ModelError: the logits are not finite.
     """
     found, reason = beam_search(loaded.model, prompt_ids, config, loaded.eos_token_ids)
     assert loaded.tokenizer is not None
@@ -64,12 +63,12 @@ def beam_search(
     config: SamplingConfig,
     eos_token_ids: Collection[int],
 ) -> tuple[list[int], str]:
-    """Run a beam search, as in transformers with length_penalty 1.
+    """Run a beam search, equivalent to transformers with length_penalty 1.
 
-    In each step the `config.beams` continuations with the largest sum of log-probabilities are
-    kept. Ended texts are kept in a separate list, ranked by their mean log-probability per token.
-    The search stops when there are `config.beams` ended texts and the mean of the best beam at its
-    current length is not above that of the worst ended text.
+    Each step keeps the `config.beams` continuations with the largest sum of log-probabilities.
+    Ended texts are kept in a separate list, ranked by mean log-probability per token. The search
+    stops when there are `config.beams` ended texts and the best beam's mean at its current length
+    does not exceed the mean of the worst ended text.
 
     Args:
         model: a model in evaluation mode.
@@ -91,8 +90,8 @@ def beam_search(
     parameter = next(model.parameters())
     device = parameter.device
     cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
-    # There is one beam at first, but the prompt is computed in all rows so that each row's cache
-    # contains it.
+    # At first there is only one beam, but the prompt is computed in all rows so that it is in each
+    # row's cache.
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
@@ -127,15 +126,15 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """Return the beams after one more token, most likely first, and for each the index of the beam
-    that it continues.
+    """Return the beams after one more token, most likely first, and the index of the previous beam
+    that each continues.
 
     Args:
         beams: the beams so far.
         logits_BV: logits of their next tokens; rows beyond the number of beams are ignored.
         prompt_ids, config: see `beam_search`.
         ends: tokens that end a text.
-        ended: ended texts, best first; texts that end in this step are added, and only the best
+        ended: ended texts, best first. Texts that end in this step are added, and only the best
             `config.beams` are kept.
     """
     scores = [
@@ -154,7 +153,7 @@ def _next_beams(
         if value == float("-inf"):
             break
         if token_id in ends:
-            # An ended text counts only if it is among the `config.beams` best candidates.
+            # An ended text is added only if it is among the `config.beams` best candidates.
             if rank < config.beams:
                 ended.append(_Beam(beams[row].token_ids, value))
         elif len(following) < config.beams:
@@ -180,6 +179,7 @@ def _logprobs(
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
-    """Return True if there are `count` ended texts and the mean of the best beam, at its current
-    length, is not above that of the worst ended text."""
+    """Return True if there are `count` ended texts and the best beam's mean at its current length
+    does not exceed the mean of the worst ended text.
+    """
     return len(ended) == count and ended[-1].score(True) >= best.score(False)

@@ -1,5 +1,6 @@
-"""Conversations with a model: stores the messages, renders them as model input and generates
-answers."""
+"""Hold conversations with a model: store messages, render them as model input and generate
+answers.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from firstlight.models import Model
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.messages import fit_messages
 
-#: Default settings of answers.
+#: Default sampling settings for answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 
-#: Minimum number of tokens in a `ConversationDecoder`'s cache; larger sizes are powers of two.
+#: Minimum cache size of a `ConversationDecoder`, in tokens; larger sizes are powers of two.
 _SMALLEST_DECODER = 1024
 
 #: A message: "role" ("system", "user" or "assistant"), "content", and the assistant's
@@ -34,7 +35,7 @@ Message = dict[str, str]
 
 
 class ReasoningText(str):
-    """Part of an answer that belongs to the reasoning before its text."""
+    """Part of an answer that belongs to the reasoning."""
 
     __slots__ = ()
 
@@ -43,13 +44,14 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-#: Words in chat templates that are not variables, or whose values come from the conversation.
+#: Words in chat templates that are not variables or whose values come from the conversation.
 _TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_prompt", "for", "if"}
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """Return the words in a tokenizer's chat template, which include the variables that can be set.
-    Empty without a template."""
+    """Return the words in a tokenizer's chat template, including the names of its variables.
+    Without a template, return an empty set.
+    """
     return set(re.findall(r"\w+", tokenizer.chat_template or "")) - _TEMPLATE_OWN
 
 
@@ -57,7 +59,8 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
     """Check that a tokenizer's chat template uses these variables.
 
     Raises:
-        ConfigError: the tokenizer has no template, or the template does not use one of them.
+        ConfigError: the tokenizer has no chat template, or the template does not use one of the
+            variables.
     """
     words = template_words(tokenizer)
     for name in options:
@@ -70,8 +73,8 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
     """Return the largest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true,
     and `fits` must be monotonic: if n turns fit, fewer turns also fit.
 
-    The search doubles n and then bisects, so `fits`, whose cost grows with n, is never called with
-    more than twice the result (or 1).
+    `fits` becomes more expensive with n. The search doubles n and then bisects, so it never calls
+    `fits` with more than twice the result (or 1).
     """
     known, beyond = 0, 1
     while beyond <= count and fits(beyond):
@@ -84,11 +87,11 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """Decoder for one text at a time. It keeps the key-value cache of the last text, so only the
-    tokens after the common prefix of the next text are computed. Several conversations can share
-    it.
+    """Decoder for one text at a time. It keeps the key-value cache of the last text, so that only
+    the tokens after the common prefix with the next text are computed. Several conversations can
+    share one decoder.
 
-    The cache grows with the texts; each time it grows, the whole text is computed again.
+    The cache grows as needed; each time it grows, the whole text is computed again.
 
     Args:
         model: a model in evaluation mode.
@@ -101,8 +104,9 @@ class ConversationDecoder:
         self._decoder: BatchDecoder | None = None
 
     def with_room(self, tokens: int) -> BatchDecoder:
-        """Return an empty decoder with room for a text of `tokens` tokens, at most the model's
-        context."""
+        """Return an empty decoder with a capacity of at least `tokens` tokens, which must not
+        exceed the model's context length.
+        """
         if self._decoder is None or self._decoder.max_tokens < tokens:
             self._decoder = None  # Free its memory before the new cache is allocated.
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
@@ -112,7 +116,7 @@ class ConversationDecoder:
                 self._model, 1, size, reuse_prefixes=True, compile=self._compile
             )
             self._decoder.warm_up()
-        # Sequences can be left by an exception such as KeyboardInterrupt.
+        # An exception such as KeyboardInterrupt can leave sequences behind.
         while len(self._decoder):
             self._decoder.remove(0)
         return self._decoder
@@ -125,8 +129,8 @@ class AnswerStats:
     Attributes:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of tokens in the answer, without the end token.
-        dropped: number of oldest turns that were dropped because they did not fit into the context;
-            number of tokens for a model without a chat template.
+        dropped: number of oldest turns that were dropped because they did not fit into the context.
+            For a model without a chat template, number of dropped tokens.
         first_token_seconds: seconds until the first token.
         seconds: seconds until the end of the answer.
         finish_reason: "stop" at the end of the turn, "length" at a limit, "interrupted" if the
@@ -144,14 +148,14 @@ class AnswerStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second after the first token; 0 if the answer has at most one token."""
+        """New tokens per second after the first token, or 0 if the answer has at most one token."""
         seconds = self.seconds - self.first_token_seconds
         return (self.new_tokens - 1) / seconds if self.new_tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The model's input for an answer.
+    """Model input for an answer.
 
     Attributes:
         ids: token ids of the retained history and the user's message.
@@ -167,37 +171,37 @@ class _Prompt:
 
 
 class ChatSession:
-    """A conversation with a model, rendered by the chat template of its tokenizer. If the tokenizer
+    """A conversation with a model, rendered with the tokenizer's chat template. If the tokenizer
     has no template, the conversation is one text that the user and the model continue in turns.
 
-    The messages are rendered again for each answer, but only tokens that are not in the cache are
-    computed. The text of messages never becomes a control token. A prompt may use the whole context
-    except `answer_room`: the oldest turns (a question with its answer) that do not fit are dropped
-    from the prompt, but never the system message. `messages` keeps all messages.
+    All messages are rendered again for each answer, but only tokens that are not cached are
+    computed. Text in messages never becomes a control token. A prompt may use the whole context
+    except `answer_room`. The oldest turns (a question with its answer) that do not fit are dropped
+    from the prompt, but the system message never is. `messages` keeps all messages.
 
     Only `stop` may be called from another thread.
 
     Args:
         loaded: a model from `firstlight.load`.
-        system: the system message; None for none.
+        system: the system message, or None.
         settings: sampling settings; see the property. None means `CHAT_SETTINGS` combined with the
-            settings in the model's generation_config.json. With a seed, answer number n (counted
-            from 0) is sampled with the seed plus n.
-        decoder: decoder that several conversations on the same model share, to save memory; None
-            creates one.
-        template_options: further variables of the chat template, such as `enable_thinking`.
+            settings in the model's generation_config.json. If a seed is set, answer number n
+            (counted from 0) is sampled with the seed plus n.
+        decoder: decoder that several conversations with the same model share to save memory; None
+            creates a new one.
+        template_options: additional variables of the chat template, such as `enable_thinking`.
 
     Attributes:
-        messages: the conversation, dicts with "role" and "content", the system message first. A
-            user's message is always followed by its answer, which has "reasoning_content" if the
+        messages: the conversation, as dicts with "role" and "content", the system message first. A
+            user message is always followed by its answer, which has "reasoning_content" if the
             model has reasoned.
-        stats: statistics of the last answer; None before the first.
+        stats: statistics of the last answer, or None before the first.
 
     Raises:
         ModelError: the model has no tokenizer.
         ConfigError: a system message or a template option was passed, but the model has no chat
             template, or the template does not use the option.
-        InputError, TokenizerError: the template can't be used, or does not support system messages.
+        InputError, TokenizerError: the template is invalid, or does not support system messages.
     """
 
     def __init__(
@@ -225,8 +229,9 @@ class ChatSession:
 
     @property
     def has_template(self) -> bool:
-        """True if the tokenizer has a chat template; False if the conversation is one text that the
-        model continues."""
+        """True if the tokenizer has a chat template. Otherwise the conversation is one text that
+        the model continues.
+        """
         return self._tokenizer.chat_template is not None
 
     @property
@@ -236,14 +241,16 @@ class ChatSession:
 
     @property
     def answer_room(self) -> int:
-        """Tokens of the context that are reserved for the answer: `max_new_tokens`, but at most a
-        quarter of the context. An answer can be longer if the prompt leaves more room."""
+        """Number of context tokens reserved for the answer: `max_new_tokens`, but at most a quarter
+        of the context. An answer can be longer if the prompt leaves more room.
+        """
         return min(self.settings.max_new_tokens, max(self.context // 4, 1))
 
     @property
     def settings(self) -> SamplingConfig:
-        """Sampling settings of the next answers; a different seed restarts the numbering of
-        answers."""
+        """Sampling settings for the following answers. Setting a different seed restarts the
+        numbering of answers.
+        """
         return self._settings
 
     @settings.setter
@@ -254,7 +261,7 @@ class ChatSession:
 
     @property
     def system(self) -> str | None:
-        """The system message; None if there is none."""
+        """The system message, or None."""
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
@@ -263,7 +270,7 @@ class ChatSession:
 
         Raises:
             ConfigError: the model has no chat template.
-            InputError: the template refuses system messages, or renders nothing for them.
+            InputError: the template does not support system messages.
         """
         turns = self.messages[self.system is not None :]
         if not text:
@@ -289,8 +296,9 @@ class ChatSession:
         self.stats = None
 
     def undo(self) -> str | None:
-        """Remove the last user's message and its answer; return the message, or None if there is
-        none."""
+        """Remove the last user message and its answer. Return the message, or None if there is
+        none.
+        """
         if not self._has_turns:
             return None
         text = self.messages[-2]["content"]
@@ -302,32 +310,33 @@ class ChatSession:
         return len(self.messages) > (self.system is not None)
 
     def stop(self) -> None:
-        """End the answer that is being generated, if any, after its current token. May be called
-        from any thread."""
+        """Stop generating the current answer, if any, after its current token. May be called from
+        any thread.
+        """
         self._stopping = True
 
     def answer(self, text: str) -> Iterator[str]:
-        """Answer a message and return an iterator over the generated text. Text that belongs to the
+        """Answer a message. Return an iterator over the generated text; text that belongs to the
         reasoning (see `answers`) has the type `ReasoningText`.
 
-        Once the first text is generated, `messages` contains the message and the answer so far. If
-        the iterator is closed early, the partial answer is kept; if generation fails, both the
-        message and the answer are removed.
+        Once the first text has been generated, `messages` contains the message and the answer so
+        far. If the iterator is closed early, the partial answer is kept. If generation fails, both
+        the message and the answer are removed.
 
         Args:
-            text: the user's message. Without a chat template, it may be empty: the model then
+            text: the user message. Without a chat template it may be empty, and the model then
                 continues the text.
 
         Raises:
-            InputError: the message is blank, or the template refuses the conversation.
+            InputError: the message is blank, or the template rejects the conversation.
             ConfigError: the message and the system message together do not fit into the context.
-            ModelError: the model can't be used.
+            ModelError: the model is unusable.
         """
         self._stopping = False
         return self._answered(self._prompt(self.messages, text))
 
     def retry(self) -> Iterator[str]:
-        """Answer the last message again and replace its answer; see `answer`.
+        """Answer the last message again, replacing its answer; see `answer`.
 
         Raises:
             ConfigError: there is no message to answer; or see `answer`.
@@ -423,8 +432,9 @@ class ChatSession:
         return [*lead, *ids[len(ids) - (limit - len(lead)) :]], len(ids) - limit
 
     def _require_fit(self, tokens: int, what_else: str) -> int:
-        """Return the maximum number of tokens in a prompt. Raises `ConfigError` if `tokens`, the
-        number in the message (and `what_else`), exceeds it."""
+        """Return the maximum number of tokens in a prompt. Raise `ConfigError` if `tokens`, the
+        number of tokens in the message (and `what_else`), exceeds this maximum.
+        """
         limit = self.context - self.answer_room
         if tokens > limit:
             raise ConfigError(
@@ -436,7 +446,7 @@ class ChatSession:
 
 
 def _add_parts(answer: Message, parts: Sequence[AnswerPart]) -> Iterator[str]:
-    """Add parts to a message, and yield each of them as text."""
+    """Add parts to a message, and yield the text of each part."""
     for part in parts:
         # Without tools, calls are shown as text.
         content = part.content + "".join(f"{call.name} {call.arguments}" for call in part.calls)

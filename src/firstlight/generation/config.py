@@ -1,5 +1,6 @@
-"""Settings of text generation. This module does not import torch, so the command line can use
-`SamplingConfig` quickly."""
+"""Settings of text generation. This module does not import torch, so that the command line can use
+`SamplingConfig` without delay.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ class SamplingConfig:
             )
 
     def _require_beams(self) -> None:
-        """Refuse settings that beam search can't apply because it does not sample."""
+        """Raise an error for settings that beam search can't apply because it does not sample."""
         changed = {
             "temperature": self.temperature not in (0, SamplingConfig.temperature),
             "top_k": self.top_k > 0,

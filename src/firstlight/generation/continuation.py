@@ -1,4 +1,4 @@
-"""Continuation of one text: chooses tokens from logits, decodes them and detects the end."""
+"""Continue one text: choose tokens from logits, decode them and detect the end."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class Generation:
 
     Attributes:
         prompt: text of the prompt.
-        text: the new text, up to but excluding the stop text.
+        text: the new text, up to and excluding the stop text.
         token_ids: ids of the new tokens, without the end token. If a stop text occurred, the last
             id is the token that completed it.
-        prompt_tokens: number of tokens of the prompt, including the beginning-of-text token.
+        prompt_tokens: number of tokens in the prompt, including the beginning-of-text token.
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
         seed: seed that reproduces the text.
-        logprobs: log-probability of each of `token_ids`; None if the config does not ask for them.
-        choices: most likely tokens at the position of each of `token_ids`; None if the config does
-            not ask for them.
+        logprobs: log-probability of each of `token_ids`, or None if the config does not request
+            them.
+        choices: most likely tokens at the position of each of `token_ids`, or None if the config
+            does not request them.
     """
 
     prompt: str
@@ -57,27 +58,27 @@ class Continuation:
 
     Args:
         prompt_ids: token ids of the prompt.
-        config: sampling settings; without a seed, one is drawn.
+        config: sampling settings. If they do not include a seed, one is drawn.
         context: the model's context, in tokens.
         eos_token_ids: tokens that end the text.
-        tokenizer: tokenizer that decodes the tokens; with None, the returned text is empty and stop
-            texts have no effect.
+        tokenizer: tokenizer that decodes the tokens. Without it, the returned text is empty and
+            stop texts have no effect.
         constraint: constraint on the tokens; the text ends when the constraint is satisfied. None
             allows all tokens.
         shown: see `TextStream`.
 
     Attributes:
-        config: sampling settings, always with a seed.
+        config: sampling settings, always including a seed.
         prompt_ids: token ids of the prompt.
         token_ids: tokens chosen so far, without the end token.
         finish_reason: None while the text is being generated; see `Generation`.
         logprobs: see `Generation`.
-        prompt_logprobs: log-probabilities of all prompt tokens but the first; None if the config
-            does not ask for them.
+        prompt_logprobs: log-probabilities of all prompt tokens except the first, or None if the
+            config does not request them.
         choices: see `Generation`.
         is_plain: True if the next token depends only on the logits and the random generator, that
             is, without penalties, biases or a constraint.
-        settings: settings that texts must have in common for their tokens to be chosen together.
+        settings: settings that must be equal for the tokens of several texts to be chosen together.
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class Continuation:
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
         """Callback for `BatchDecoder.add(on_logits=...)` that records log-probabilities from the
-        prompt's logits [T, V]; None if the config does not ask for them."""
+        prompt's logits [T, V], or None if the config does not request them.
+        """
         return None if self.prompt_logprobs is None else self._score_prompt
 
     def _score_prompt(self, logits_TV: Tensor) -> None:
@@ -136,8 +138,9 @@ class Continuation:
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
     def draw_number(self) -> float:
-        """Return the random number for the next token; 0 with temperature 0, which does not
-        sample."""
+        """Return the random number for the next token, or 0 with temperature 0, which does not
+        sample.
+        """
         return uniform(self._generator) if self.config.temperature else 0.0
 
     def shifted(self, logits_V: Tensor) -> Tensor:
@@ -151,11 +154,11 @@ class Continuation:
         return shifted(logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V)
 
     def push(self, chosen: Chosen | Exception) -> str:
-        """Append the next token, or end the text. Return the text that has become final, which is
-        often empty.
+        """Append the next token, or end the text. Return the newly final text, which is often
+        empty.
 
-        If `finish_reason` is None afterwards, the caller computes the logits after the last of
-        `token_ids`, and calls `choose_tokens` and `push` again.
+        If `finish_reason` is still None, the caller computes the logits after the last of
+        `token_ids` and calls `choose_tokens` and `push` again.
 
         Args:
             chosen: result of `choose_tokens` for this text; an exception is raised here.
@@ -207,8 +210,8 @@ class Chosen:
 
     Attributes:
         token_id: id of the token.
-        logprob: log-probability of the token; None if the config does not ask for it.
-        choices: most likely tokens; empty if the config does not ask for them.
+        logprob: log-probability of the token, or None if the config does not request it.
+        choices: most likely tokens; empty if the config does not request them.
     """
 
     token_id: int
@@ -221,21 +224,21 @@ def choose_tokens(
     logits_BV: Tensor,
     keep: Callable[[Tensor, list[int]], None] | None = None,
 ) -> list[Chosen | Exception]:
-    """Choose the next token of several texts. The host reads from a GPU once.
+    """Choose the next token of several texts, with a single copy from a GPU to the host.
 
     Args:
         texts: texts that are not finished.
         logits_BV: logits of their next tokens.
-        keep: function that is called with the ids of the tokens, int64 [B] on the device, and a
-            list that will contain the same ids once they are read.
+        keep: called with the token ids, int64 [B] on the device, and a list that will contain the
+            same ids once they have been read.
 
     Returns:
-        The argument of `Continuation.push` for each text. An exception concerns only its own text.
+        The argument of `Continuation.push` for each text. An exception affects only its text.
     """
     if not logits_BV.is_cuda:  # Apple's GPUs have no fp64
         logits_BV = logits_BV.cpu()
     shifted_BV, errors = _shifted(texts, logits_BV)
-    # Texts with the same settings are chosen together.
+    # Tokens of texts with the same settings are chosen together.
     groups: dict[tuple[float | None, ...], list[int]] = {}
     for row, text in enumerate(texts):
         groups.setdefault(text.settings, []).append(row)
@@ -276,7 +279,8 @@ def _shifted(
     texts: Sequence[Continuation], logits_BV: Tensor
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Return the logits [B, V] after penalties, biases and constraints, and a mapping from row to
-    the error of each text whose constraint or bias failed."""
+    error for texts whose constraint or bias failed.
+    """
     shifted, errors = dict[int, Tensor](), dict[int, Exception]()
     for row, text in enumerate(texts):
         if not text.is_plain:
@@ -286,7 +290,7 @@ def _shifted(
                 errors[row] = error
     if shifted:
         rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
-        # The logits of a single text need not be copied.
+        # The logits of a single text do not have to be copied.
         logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
     return logits_BV, errors
 
@@ -294,7 +298,9 @@ def _shifted(
 def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> list[Tensor]:
-    """Return the tensors that `_chosen` reads for G texts with the same settings, each [G, W]."""
+    """Return the tensors from which `_chosen` reads the results of G texts with the same settings,
+    each [G, W].
+    """
     ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
     columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
     if config.logprobs is not None:
@@ -310,7 +316,7 @@ def _columns(
 
 
 def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
-    """Return the values of two-dimensional tensors, which are read from a GPU in one copy."""
+    """Return the values of two-dimensional tensors, read from a GPU in a single copy."""
     if not tensors[0].is_cuda:
         return [tensor.tolist() for tensor in tensors]
     # Ids and fp32 values are exact in fp64.
@@ -324,7 +330,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
 def _chosen(
     config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
 ) -> Chosen | Exception:
-    """Return the token of a text from its rows of `_columns`."""
+    """Return the chosen token of a text, given its rows of `_columns`."""
     if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
     token_id = int(ids[0])
@@ -334,7 +340,7 @@ def _chosen(
         logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
     for one, model, sampled in zip(*further, strict=True):
         choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
-    # The chosen token comes last, unless it is among the most likely.
+    # The chosen token comes last unless it is among the most likely ones.
     if any(choice.is_chosen for choice in choices[:-1]):
         choices.pop()
     return Chosen(token_id, logprob, choices)
@@ -342,10 +348,10 @@ def _chosen(
 
 class StopTexts:
     """Passes text through until a stop text occurs. Text that may be the beginning of a stop text
-    is held back until it is clear whether it is one.
+    is held back until this is decided.
 
     Args:
-        texts: the stop texts, none of them empty.
+        texts: non-empty stop texts.
 
     Attributes:
         found: True after a stop text has occurred.
@@ -357,7 +363,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add text; return the text that is now certain not to be part of a stop text."""
+        """Add text. Return the text that is now certain not to be part of a stop text."""
         if not self._texts:
             return piece
         text = self._held + piece
@@ -370,7 +376,7 @@ class StopTexts:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """End the text; return the text that was held back."""
+        """End the text. Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -383,14 +389,14 @@ def overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """A candidate for one position.
+    """A candidate token at one position.
 
     Attributes:
         token_id: id of the token.
-        model: its probability according to the model.
-        sampled: its sampling probability, after penalties, biases, temperature, min_p, top_k and
-            top_p; with temperature 0, 1 for the chosen token and 0 for the others.
-        is_chosen: True for the token that was chosen.
+        model: probability of the token according to the model.
+        sampled: sampling probability of the token, after penalties, biases, temperature, min_p,
+            top_k and top_p. With temperature 0, it is 1 for the chosen token and 0 for the others.
+        is_chosen: True for the chosen token.
     """
 
     token_id: int
@@ -402,11 +408,11 @@ class TokenChoice:
 @dataclass(frozen=True)
 class TokenLogprob:
     """Log-probability of a token according to the model, before temperature and all other sampling
-    settings.
+    settings are applied.
 
     Attributes:
         token_id: id of the token.
-        logprob: natural logarithm of its probability.
+        logprob: natural logarithm of the token's probability.
         top: (id, log-probability) of the most likely tokens, most likely first.
     """
 
@@ -436,8 +442,9 @@ def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[T
 
 
 def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability [T, 1] of a token of each position, and the ids and
-    log-probabilities [T, N] of the `top` most likely."""
+    """Return the log-probability [T, 1] of one token per position, and the ids and
+    log-probabilities [T, N] of the `top` most likely tokens.
+    """
     logprobs_TV = logits_TV.float().log_softmax(-1)
     best = logprobs_TV.topk(min(top, logprobs_TV.shape[1]))
     return logprobs_TV.gather(1, ids_T1), best.indices, best.values
@@ -446,5 +453,5 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
 def _token_logprob(
     token_id: int, logprob: list[float], ids: list[float], values: list[float]
 ) -> TokenLogprob:
-    """Return the log-probability of a token, from its rows of `_logprob_columns`."""
+    """Return the log-probability of a token, given its rows of `_logprob_columns`."""
     return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

@@ -1,4 +1,4 @@
-"""Loading a model for generation, and continuing one text as a stream or many texts in a batch."""
+"""Load a model for generation, and continue one text as a stream or many texts in a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import GENERATION_CONFIG_NAME
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
-#: Dtype name for `load` -> dtype in which weights are loaded; None keeps the file's dtype.
+#: Dtype in which weights are loaded, keyed by the dtype name for `load`; None keeps the file's
+#: dtype.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -51,23 +52,24 @@ def load(
     """Load a model for generation.
 
     Args:
-        checkpoint: a run folder (for its newest complete checkpoint), a checkpoint folder, a
+        checkpoint: a run folder (its newest complete checkpoint is loaded), a checkpoint folder, a
             Hugging Face model folder, or a hub id.
         device: device of the weights: "cpu", "cuda", ...
-        dtype: "auto" (the file's), "float32", "bfloat16", "float16", or "int8". "int8" rounds the
-            weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
+        dtype: "auto" (the file's dtype), "float32", "bfloat16", "float16" or "int8". "int8" rounds
+            the weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
             bfloat16; such a model supports only generation, and not on a CUDA GPU.
-        way: "mmap" maps the file into memory, which takes almost no time, but requires that the
-            file is not overwritten in place while the model exists; "sequential" reads each tensor
-            directly into its parameter; "straight" reads the whole file first, which takes twice
-            the memory; "auto" is "mmap" on the CPU if no weight is converted, else "sequential".
-        best: load a run folder's checkpoint with the lowest validation loss instead of the newest.
+        way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
+            overwritten in place while the model exists. "sequential" reads each tensor directly
+            into its parameter. "straight" reads the whole file first, which takes twice the memory.
+            "auto" means "mmap" on the CPU if no weight is converted, otherwise "sequential".
+        best: for a run folder, load the checkpoint with the lowest validation loss instead of the
+            newest one.
 
     Raises:
         ConfigError: `dtype` or `way` is unknown, the device does not support `dtype`, or `best` is
             set and `checkpoint` is not a run folder.
         ModelError, CheckpointError, TokenizerError: the model is missing, damaged or of an unknown
-            kind.
+            type.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("way", way, LOADING_MODES)):
         if value not in known:
@@ -75,7 +77,7 @@ def load(
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     if dtype == "int8" and torch.device(device).type == "cuda":
         # torch's int8 kernel is slower than casting the weights, which moves 2.5 times as many
-        # bytes as a product in bf16.
+        # bytes as a bf16 product.
         raise ConfigError(
             "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
             "use bfloat16 or the device cpu"
@@ -99,16 +101,16 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 
     Args:
         text: a new continuation.
-        decoder: an empty decoder; it is empty again afterwards.
+        decoder: an empty decoder; it is emptied again afterwards.
 
     Yields:
-        The text that has become final with each new token, which is often empty.
+        The newly final text after each new token, which is often empty.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    # Half of the context is kept when it is full. Keeping less would drop more text than needed;
+    # When the context is full, half of it is kept. Keeping less would drop more text than needed;
     # keeping more would recompute the kept text more often.
     kept = max(decoder.max_tokens // 2, 1)
     slides_by = text.config.slide_tokens
@@ -126,8 +128,8 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
             if decoder.room(0):
                 (chosen,) = next_tokens([text], decoder)
             else:
-                # The text is recomputed because positions now count from the beginning of the kept
-                # text.
+                # The text is recomputed, because positions are now counted from the beginning of
+                # the kept text.
                 decoder.remove(0)
                 kept_ids = [*text.prompt_ids, *text.token_ids][-kept:]
                 logits_V = decoder.add(kept_ids, may_fill=slides_by is not None)
@@ -151,7 +153,7 @@ def pieces_of_many(
         For each new token, the index of its text and the newly final part of that text.
 
     Raises:
-        ConfigError: the config of a text has `slide` or `beams`.
+        ConfigError: the config of a text enables `slide` or `beams`.
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     if any(text.config.slide or text.config.beams > 1 for text in texts):
@@ -191,8 +193,9 @@ def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[C
 
 
 def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Return the next tokens of all texts of a decoder, in the order of its sequences; see
-    `choose_tokens`."""
+    """Return the next token of each text in a decoder, in the order of its sequences; see
+    `choose_tokens`.
+    """
     logits_BV = decoder.step([text.token_ids[-1] for text in texts])
     return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
 
@@ -200,8 +203,8 @@ def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Ch
 def continuation(
     loaded: LoadedModel, prompt_ids: Sequence[int], config: SamplingConfig
 ) -> Continuation:
-    """Create the `Continuation` of a prompt with the context limit, end tokens and tokenizer of a
-    model.
+    """Create the `Continuation` of a prompt with the model's context limit, end tokens and
+    tokenizer.
 
     Raises:
         ModelError: the model folder has no tokenizer.
@@ -219,7 +222,7 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
     """Return the model's tokenizer.
 
     Raises:
-        ModelError: the model's folder has no tokenizer.
+        ModelError: the model folder has no tokenizer.
     """
     if loaded.tokenizer is None:
         raise ModelError(f"{loaded.folder} has no tokenizer: add tokenizer.json to it")
@@ -229,9 +232,9 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 def with_model_settings(
     config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
 ) -> SamplingConfig:
-    """Return the config with settings replaced by those in the model's generation_config.json,
-    except the settings that the user has named. With beam search, which does not sample, the config
-    is unchanged.
+    """Return the config with the settings in the model's generation_config.json applied, except
+    those that the user has named. With beam search, which does not sample, the config is returned
+    unchanged.
 
     Raises:
         ConfigError: a setting of the model is out of range.
@@ -244,17 +247,17 @@ def with_model_settings(
 
 
 class GenerationStream:
-    """Iterable that generates a continuation and yields its text as it is generated.
+    """Iterable that generates a continuation and yields its text as it is produced.
 
     Args:
         loaded: a model from `load`.
         prompt: text to continue.
         config: see `SamplingConfig`.
-        compile: decode through torch.compile, which is faster after about a minute of compiling;
-            see `firstlight.generation.batch`.
+        compile: decode with torch.compile, which is faster after about a minute of compiling; see
+            `firstlight.generation.batch`.
 
     Attributes:
-        result: the complete continuation; None until the iteration ends.
+        result: the complete continuation, or None until the iteration ends.
 
     Raises:
         ModelError: the model folder has no tokenizer.
@@ -330,24 +333,26 @@ def generate(
 ) -> Generation:
     """Continue a text. `SamplingConfig` describes the settings in more detail. For temperature,
     top_k, top_p, min_p and repetition_penalty, None means the value in the model's
-    generation_config.json, or else the default of `SamplingConfig`.
+    generation_config.json or, if it is missing there, the default of `SamplingConfig`.
 
     Args:
-        checkpoint: a folder or hub id as in `load`, or a model that `load` returned.
-        prompt: text to continue; an empty one starts from the model's beginning-of-text token.
+        checkpoint: a folder or hub id as in `load`, or a model returned by `load`.
+        prompt: text to continue; an empty prompt starts from the model's beginning-of-text token.
         max_new_tokens: maximum number of new tokens.
-        temperature: divisor of the logits; 0 takes the most likely token.
+        temperature: divisor of the logits; 0 always chooses the most likely token.
         top_k: number of most likely tokens to choose from; 0 means all.
-        top_p: minimum total probability of the most likely tokens to choose from; 1 means all.
-        seed: random seed; None draws one.
+        top_p: probability mass to choose from: the smallest set of most likely tokens with at least
+            this total probability; 1 means all.
+        seed: random seed; None draws one at random.
         min_p: minimum probability of a token relative to that of the most likely token; 0 is off.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 is off.
         stop: texts that end the continuation.
         logprobs: number of most likely tokens whose log-probabilities are returned; None is off.
-        frequency_penalty: number subtracted from a token's logit for each time that it was chosen.
+        frequency_penalty: number subtracted from a token's logit once for each time the token was
+            chosen.
         presence_penalty: number subtracted from the logit of each token that was chosen before.
-        logit_bias: token id -> number added to its logit.
+        logit_bias: number added to the logit of each given token id.
         slide: continue beyond the model's context.
         slide_tokens: number of oldest tokens that slide drops each time the context is full; None
             drops half of the context.
@@ -358,7 +363,7 @@ def generate(
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
-        ModelError, CheckpointError, TokenizerError: the model can't be used.
+        ModelError, CheckpointError, TokenizerError: the model is unusable.
     """
     # `locals()` has only the arguments here, because no other name is bound yet.
     given = {**locals(), "logit_bias": logit_bias or {}}
@@ -384,27 +389,27 @@ def generate_batch(
     batch_size: int = 8,
     compile: bool = False,
 ) -> list[Generation]:
-    """Continue several texts in a batch. Each continuation equals that of `generate`, up to
-    rounding.
+    """Continue several texts in a batch. Except for rounding, each continuation is the same as with
+    `generate`.
 
-    When a text ends, the next one starts immediately. With a seed in the config, every text is
-    sampled with this seed; otherwise each text gets a different seed. A batch is rounded
-    differently from a single text in the last digit of fp32: if two tokens are equally likely up to
-    this digit, a different token may be chosen.
+    When a text ends, the next one starts immediately. If the config has a seed, every text is
+    sampled with it; otherwise each text gets a different seed. A batch and a single text can differ
+    in the last fp32 digit: if two tokens are equally likely up to this digit, a different one may
+    be chosen.
 
     Args:
         loaded: a model from `load`.
         prompts: texts to continue.
         config: see `SamplingConfig`.
-        batch_size: maximum number of texts that are generated at a time.
+        batch_size: maximum number of texts that are generated simultaneously.
         compile: see `GenerationStream`.
 
     Returns:
         The continuations, in the order of the prompts.
 
     Raises:
-        ConfigError: a prompt fills the context, the config has `slide` or `beams`, or `batch_size`
-            is below 1.
+        ConfigError: a prompt fills the context, the config enables `slide` or `beams`, or
+            `batch_size` is below 1.
         ModelError: the model has no tokenizer, or its logits are not finite.
     """
     if batch_size < 1:

@@ -1,11 +1,12 @@
-"""Linear layers optimised for few rows on a CPU, as in decoding, where each text has one new token.
+"""Linear layers optimised for few rows on a CPU, as in decoding, where each text has only one new
+token.
 
-Such a layer is limited by memory bandwidth: it takes as long as reading its weights. torch's
-kernels for one row were measured at a third of the memory bandwidth, because they read several rows
-of the matrix at once and do not prefetch across pages. The kernels in `few_rows.cpp` read rows in
-order and prefetch further ahead. They are compiled on first use, which takes one or two seconds,
-and kept in the user's cache folder. Weights can be rounded to 8 bits (`Int8Linear`), which halves
-the bytes to read.
+Such a layer is limited by memory bandwidth: its run time is the time needed to read its weights.
+torch's one-row kernels reached only a third of the memory bandwidth in measurements, because they
+read several rows of the matrix at once and do not prefetch across pages. The kernels in
+`few_rows.cpp` read rows in order and prefetch further ahead. They are compiled on first use, which
+takes one or two seconds, and kept in the user's cache folder. Weights can be rounded to 8 bits
+(`Int8Linear`), which halves the number of bytes to read.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _FLAGS = (
     "-fPIC",
 )
 _SOURCE = Path(__file__).with_suffix(".cpp")
-#: Time limit of the compiler in seconds; it takes a few seconds on idle cores.
+#: Time limit for the compiler in seconds; on idle cores it takes a few seconds.
 _COMPILER_SECONDS = 120.0
 
 #: Linux setting for 2 MiB pages: "always [madvise] never".
@@ -59,8 +60,9 @@ _Kernel = Callable[..., None]
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear`, [..., in] to [..., out], that uses the kernel for few rows if `takes_few_rows`
-    is true."""
+    """`nn.Linear`, [..., in] to [..., out], that uses the few-rows kernel if `takes_few_rows`
+    returns True.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if takes_few_rows(x, self.weight):
@@ -69,9 +71,9 @@ class FewRowsLinear(nn.Linear):
 
 
 class FewRowsConv1D(Conv1D):
-    """GPT-2's `Conv1D`, [..., in] to [..., out], that uses the kernel for few rows if
-    `takes_few_rows` is true and its weight [in, out] has the memory layout [out, in] (see
-    `lay_out`)."""
+    """GPT-2's `Conv1D`, [..., in] to [..., out], that uses the few-rows kernel if `takes_few_rows`
+    returns True and the memory layout of its weight [in, out] is [out, in] (see `lay_out`).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t()
@@ -81,9 +83,9 @@ class FewRowsConv1D(Conv1D):
 
 
 def use_few_rows(model: Model) -> None:
-    """Replace the classes of a model's linear layers, in place, by `FewRowsLinear` and
-    `FewRowsConv1D`. Names, values and gradients of parameters stay the same. `FewRowsConv1D` uses
-    the kernel only after `lay_out`.
+    """Change the classes of a model's linear layers to `FewRowsLinear` and `FewRowsConv1D`, in
+    place. Names, values and gradients of parameters stay the same. `FewRowsConv1D` uses the kernel
+    only after `lay_out`.
 
     Args:
         model: a model for generation.
@@ -97,12 +99,12 @@ def use_few_rows(model: Model) -> None:
 
 
 def lay_out(model: Model) -> None:
-    """Copy the weights of `FewRowsConv1D` layers on the CPU into the memory layout [out, in], if
-    there is a kernel for their dtype. Names, shapes and values stay the same; sums over weights may
-    be rounded differently.
+    """Copy the weights of `FewRowsConv1D` layers on the CPU into the memory layout [out, in] if a
+    kernel exists for their dtype. Names, shapes and values stay the same; sums over weights may be
+    rounded differently.
 
     Args:
-        model: a model after `use_few_rows`; another model has no such layers.
+        model: a model after `use_few_rows`; other models do not have such layers.
     """
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
@@ -114,8 +116,8 @@ def lay_out(model: Model) -> None:
 @torch.no_grad()
 def use_large_pages(model: Model, *, is_mapped: bool) -> None:
     """Move the weights of linear layers, in place, to memory with 2 MiB pages, where Linux supports
-    them. With 4 KiB pages, address translation takes a sixth of a decoding step. Values and ties
-    stay the same.
+    them. With 4 KiB pages, address translation takes a sixth of a decoding step. Values and weight
+    tying stay the same.
 
     Args:
         model: a model after `use_few_rows` that no decoder has used yet. Conv1D layers are handled
@@ -144,7 +146,7 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
     """Return True if `few_rows_linear` can be used: `x` has at most `MOST_ROWS` rows and is on the
-    CPU, there is a kernel for the dtypes, and neither gradients nor autocast are enabled.
+    CPU, a kernel exists for the dtypes, and neither gradients nor autocast are enabled.
 
     Args:
         x: [..., in].
@@ -162,13 +164,13 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T, times the scale, plus the bias, summed in fp32 and rounded once. The
-    result of a row is bitwise independent of the other rows.
+    """Return x @ weight.T times the scale, plus the bias, accumulated in fp32 and rounded once.
+    Each row's result is bitwise independent of the other rows.
 
     Args:
         x: [..., in], float32 or bfloat16, with at most `MOST_ROWS` rows.
         weight: [out, in], contiguous, in x's dtype; or int8, if x is bfloat16.
-        scale, bias: [out] in x's dtype; None means 1 and 0.
+        scale, bias: [out] in x's dtype; None is equivalent to 1 and 0, respectively.
 
     Returns:
         [..., out] in x's dtype.
@@ -216,7 +218,7 @@ def _(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> T
 
 # The kernels
 
-#: Dtype of weights -> name of its kernels.
+#: Kernel name for each weight dtype.
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
@@ -236,21 +238,23 @@ def ready_to_compile() -> None:
 
 @functools.cache
 def _products() -> dict[torch.dtype, _Kernel]:
-    """Return the matrix-product kernel for each dtype of weights; empty if the kernels can't be
-    compiled or loaded."""
+    """Return the matrix-product kernel for each weight dtype, or an empty dict if the kernels can't
+    be compiled or loaded.
+    """
     return _kernels("product", [ctypes.c_void_p] * 5 + [ctypes.c_long] * 3 + [ctypes.c_int])
 
 
 @functools.cache
 def steps() -> dict[torch.dtype, _Kernel]:
-    """Return the kernel of a decoding step for each dtype of weights (see `llama_step.LlamaStep`);
-    empty if the kernels can't be compiled or loaded."""
+    """Return the decoding-step kernel for each weight dtype (see `llama_step.LlamaStep`), or an
+    empty dict if the kernels can't be compiled or loaded.
+    """
     pointer = ctypes.c_void_p
     return _kernels("step", [pointer] * 5 + [ctypes.c_long, pointer, ctypes.c_int])
 
 
 def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
-    """Return the kernel of this kind, with arguments of these types, for each dtype of weights."""
+    """Return the kernel of the given kind and argument types for each weight dtype."""
     library = _library()
     if library is None:
         return {}
@@ -271,7 +275,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compiled() -> Path:
-    """Return the path of the kernels' shared library, compiling it if it does not exist yet.
+    """Return the path of the kernels' shared library, compiling the library first if it does not
+    exist.
 
     Raises:
         OSError, StorageError, SubprocessError: the library can't be compiled.
@@ -279,8 +284,8 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler")
-    # The name depends on the processor, because machines with different instruction sets may share
-    # a home folder.
+    # The name includes the processor, because machines with different instruction sets may share a
+    # home folder.
     parts = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = _cache_folder()
@@ -297,7 +302,7 @@ def _compiled() -> Path:
 
 
 def _cache_folder() -> Path:
-    """Return the user's cache folder for libraries. Only the user may be able to write to it,
+    """Return the user's cache folder for libraries. Only the user may have write access to it,
     because the libraries in it are executed.
 
     Raises:
@@ -323,17 +328,17 @@ def _processor() -> str:
 
 # 8-bit weights
 
-#: Maximum number of rows for torch's int8 kernel on a CPU; with more rows it is faster to convert
-#: the weights to bf16 first.
+#: Maximum number of rows for torch's int8 kernel on a CPU. With more rows, converting the weights
+#: to bf16 first is faster.
 _INT8_ROWS = 16
 #: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
-#: are padded with zeros to a multiple.
+#: are zero-padded to a multiple.
 ROW_MULTIPLE = 32
 
 
 class Int8Linear(nn.Module):
     """Linear layer, [..., in] to [..., out], with int8 weights from -127 to 127 and one scale per
-    output. It has half the size of a bf16 layer. Inputs and outputs are bf16.
+    output. It takes half the memory of a bf16 layer. Inputs and outputs are bf16.
 
     Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to nearest;
     the weight with the largest absolute value for each output becomes 127 or -127.
@@ -343,8 +348,8 @@ class Int8Linear(nn.Module):
         bias: [out], or None.
 
     Attributes:
-        weight_int8: [out, in], with `in` padded by zeros to a multiple of 32.
-        scale: weight represented by the integer 1, bf16 [out].
+        weight_int8: [out, in], with `in` zero-padded to a multiple of 32.
+        scale: value of one integer step, bf16 [out].
     """
 
     weight_int8: Tensor
@@ -374,8 +379,9 @@ class Int8Linear(nn.Module):
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weights [out, in]; return int8 weights of the same shape and their scale, bf16
-    [out]."""
+    """Quantise weights [out, in]. Return int8 weights of the same shape and their scale, bf16
+    [out].
+    """
     scale = weight.float().abs().amax(1).div(127).clamp(min=torch.finfo(torch.bfloat16).tiny)
     scale = scale.to(torch.bfloat16)
     integers = (weight.float() / scale.float()[:, None]).round().clamp(-127, 127)
@@ -386,8 +392,8 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_int8(model: Model) -> None:
     """Replace a model's linear layers, including its head, by `Int8Linear`, in place.
 
-    Embeddings, norms, routers and stacked experts do not change. The model can't be trained or
-    saved afterwards.
+    Embeddings, norms, routers and stacked experts are left unchanged. Afterwards the model can't be
+    trained or saved.
 
     Args:
         model: a model in bf16.

@@ -1,7 +1,7 @@
-"""Decoding step of a plain Llama for few texts on a CPU, as a single call into `few_rows.cpp`.
+"""Decoding step of a plain Llama for a few texts on a CPU, as a single call into `few_rows.cpp`.
 
-As separate torch operations, a step of a small model takes twice as long as reading its weights,
-because each layer has 20 operations that start threads and allocate results.
+With separate torch operations, a step of a small model takes twice as long as reading its weights,
+because each layer consists of 20 operations that start threads and allocate results.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from firstlight.models import KVCache, Llama, Model
 from firstlight.models.llama import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.ops import Embedding, attention
 
-#: The kernel requires head sizes that are a multiple of this, so a head consists of whole vectors
-#: of up to 16 numbers.
+#: Head dimensions must be a multiple of this, so that a head consists of whole vectors of up to 16
+#: numbers.
 _HEAD_MULTIPLE = 16
-#: Maximum number of texts in a step. For more texts, torch's products are faster.
+#: Maximum number of texts in a step. For more texts, torch's matrix products are faster.
 MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
-    """The struct `Linear` in few_rows.cpp; the next two classes are `Layer` and `Llama`."""
+    """The struct `Linear` in few_rows.cpp. The next two classes are `Layer` and `Llama`."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]
 
@@ -61,7 +61,7 @@ class LlamaStep:
 
     Args:
         model: a model that satisfies `_is_plain`; its parameters must not be replaced afterwards.
-        cache: its cache.
+        cache: the model's key-value cache.
 
     Attributes:
         most_rows: maximum number of sequences.
@@ -93,8 +93,7 @@ class LlamaStep:
             own.window = config.attention_spec(number).window or 0
         threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        # Sizes of the buffers of `Work` in few_rows.cpp: shared by all threads, and for each
-        # thread.
+        # Buffer sizes of `Work` in few_rows.cpp: shared by all threads, and per thread.
         shared = (config.hidden_size, width, keys, keys, width, config.intermediate_size)
         each = (config.head_dim, config.head_dim, max(cache.max_tokens, config.head_dim))
         normed = self.most_rows * _padded(config.hidden_size)
@@ -127,10 +126,10 @@ class LlamaStep:
 
         Args:
             token_ids: the new tokens of the first B sequences, at most `most_rows`.
-            lengths: tokens of each sequence before its new token.
+            lengths: number of tokens in each sequence before its new token.
 
         Raises:
-            IndexError: an id is outside the embedding.
+            IndexError: an id is outside the embedding table.
         """
         for token_id in token_ids:
             if not 0 <= token_id < self._rows:
@@ -158,19 +157,20 @@ class LlamaStep:
 
 
 def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
-    """Return a decoding step for a model and its cache; None if the model is not a plain Llama, or
-    not on a CPU with kernels for its dtype.
+    """Return a decoding step for a model and its cache, or None if the model is not a plain Llama
+    on a CPU with kernels for its dtype.
 
     Args:
         model: a model in evaluation mode, after `few_rows.use_few_rows`.
-        cache: its cache.
+        cache: the model's key-value cache.
     """
     return LlamaStep(model, cache) if _is_plain(model) else None
 
 
 def _is_plain(model: Model) -> TypeGuard[Llama]:
-    """Return True if the kernel does exactly the same as the model's forward pass: there are no
-    subclasses and no replaced functions, and all tensors have one dtype."""
+    """Return True if the kernel computes exactly the model's forward pass: no class is a subclass,
+    no function is replaced, and all tensors have one dtype.
+    """
     if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
         return False
     config = model.config
@@ -195,7 +195,7 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
             for module in modules
             if isinstance(module, LlamaAttention)
         )
-        # Neither fake nor distributed tensors.
+        # Rules out fake and distributed tensors.
         and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
         and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         and all(parameter.dtype == dtype for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""Sampling of tokens from a model's logits."""
+"""Sample tokens from a model's logits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from firstlight.hardware.device import upload
 def sample_rows(
     logits_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose a token id for each row of logits. The host reads nothing from the device.
+    """Choose a token id for each row of logits, without copying anything from the device to the
+    host.
 
     Args:
         logits_GV: logits of one position of each of G texts, after penalties and biases.
-        config: sampling settings of these texts.
-        numbers_G: a number from `uniform` for each text; None only with temperature 0.
+        config: sampling settings that these texts share.
+        numbers_G: one number from `uniform` per text; None only with temperature 0.
 
     Returns:
         The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]; with
@@ -47,12 +48,12 @@ def shifted(
         logits_V: the model's logits of one position.
         config: sampling settings.
         seen: ids to which the repetition penalty applies.
-        counts: token id -> its occurrences among the new tokens, for the frequency and presence
-            penalties.
-        allowed_V: True for tokens that may be chosen, bool; None allows all.
+        counts: number of occurrences of each token id among the new tokens, for the frequency and
+            presence penalties.
+        allowed_V: bool mask, True for tokens that may be chosen; None allows all.
 
     Raises:
-        ConfigError: `logit_bias` names a token that the model doesn't have.
+        ConfigError: `logit_bias` contains an id beyond the model's vocabulary.
     """
     if config.repetition_penalty != 1 and seen:
         logits_V = penalize(logits_V, config.repetition_penalty, seen)
@@ -63,30 +64,32 @@ def shifted(
 
 
 def uniform(generator: torch.Generator) -> float:
-    """Return a random number in [0, 1) with the full precision of fp64. The generator is on the
-    CPU, so that a seed gives the same text on every device."""
+    """Return a random number in [0, 1) with full fp64 precision. The generator is on the CPU, so
+    that a seed gives the same text on every device.
+    """
     return float(torch.rand((), dtype=torch.float64, generator=generator))
 
 
 def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
-    """Draw one index per row, [G, 1], from probabilities [G, V], which need not sum to 1, using one
-    number from `uniform` per row, fp64 [G]. An index with probability 0 is never drawn.
+    """Draw one index per row, [G, 1], with one number from `uniform` per row, fp64 [G]. The
+    probabilities [G, V] need not sum to 1. An index with probability 0 is never drawn.
 
-    It uses the inverse of the cumulative distribution. torch.multinomial draws a number for every
+    The method inverts the cumulative distribution. torch.multinomial draws a number for every
     index, which takes twenty times as long with a vocabulary of 50,000.
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    # A product rounded up to its total would select an index beyond the last.
+    # A product rounded up to the total would select an index out of range.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
     found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
-    # NaN probabilities would give an index beyond the last.
+    # NaN probabilities would give an index out of range.
     return found_G1.clamp_(max=probabilities_GV.shape[-1] - 1)
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
-    """Apply the repetition penalty (Keskar et al. 2019, CTRL, arXiv 1909.05858): logits of the seen
-    tokens are divided by the penalty if they are positive, else multiplied. Returns fp32 [V]."""
+    """Apply the repetition penalty (Keskar et al. 2019, CTRL, arXiv 1909.05858): positive logits of
+    seen tokens are divided by the penalty, negative ones multiplied by it. Return fp32 [V].
+    """
     ids = upload(sorted(set(seen)), logits_V.device)
     logits_V = logits_V.float()
     values = logits_V[ids]
@@ -94,19 +97,19 @@ def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
 
 
 def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -> Tensor:
-    """Apply frequency penalty, presence penalty and biases, as OpenAI's API defines them: logit -
-    count * frequency_penalty - (count > 0) * presence_penalty + bias.
+    """Apply the frequency penalty, presence penalty and biases as OpenAI's API defines them: logit
+    - count * frequency_penalty - (count > 0) * presence_penalty + bias.
 
     Args:
         logits_V: logits of one position.
         config: sampling settings.
-        counts: token id -> its occurrences among the new tokens.
+        counts: number of occurrences of each token id among the new tokens.
 
     Returns:
         fp32 [V], or `logits_V` itself if nothing changes.
 
     Raises:
-        ConfigError: `logit_bias` names a token that the model doesn't have.
+        ConfigError: `logit_bias` contains an id beyond the model's vocabulary.
     """
     require_biased_tokens(config, len(logits_V))
     frequency, presence = config.frequency_penalty, config.presence_penalty
@@ -121,10 +124,10 @@ def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -
 
 
 def require_biased_tokens(config: SamplingConfig, vocab_size: int) -> None:
-    """Refuse biases for ids beyond the vocabulary.
+    """Raise an error if a bias is set for an id beyond the vocabulary.
 
     Raises:
-        ConfigError: `logit_bias` has such an id.
+        ConfigError: `logit_bias` contains such an id.
     """
     highest = max(config.logit_bias, default=-1)
     if highest >= vocab_size:

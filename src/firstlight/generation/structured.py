@@ -1,9 +1,9 @@
-"""Constrained decoding: each token is chosen among the tokens that a JSON Schema allows.
+"""Constrained decoding: each token is chosen from the tokens that a JSON Schema allows.
 
-The library llguidance computes the allowed tokens. For an arbitrary schema, it can take unlimited
-time and memory, so `Matchers` runs in two child processes with limits (see `files.limits`). The
-first tries each new schema before generation starts; the second follows the texts that are being
-generated. Running texts therefore never wait for a slow new schema.
+The llguidance library computes the allowed tokens. An arbitrary schema can make it use unlimited
+time and memory, so `Matchers` runs in two child processes with limits (see `files.limits`). One
+process tries each new schema before generation starts; the other follows the texts being generated.
+Running texts therefore never wait for a slow new schema.
 
 torch and numpy are imported inside functions, because the child processes do not need them.
 """
@@ -27,28 +27,28 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Limits of processor time in seconds: to try a new schema, and per token.
+#: CPU time limits in seconds: for trying a new schema, and per token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
-#: Memory limit of a process in bytes, not counting the loaded vocabulary.
+#: Memory limit of a process in bytes, in addition to the loaded vocabulary.
 _MEMORY = 256 * 2**20
-#: Maximum number of characters in a schema, and number of tokens that are tried with a new schema.
+#: Maximum length of a schema in characters, and number of tokens generated to try out a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
 #: Maximum number of characters of llguidance's message in an error message.
 _LONGEST_ERROR = 200
 
 
 class SchemaError(FirstlightError):
-    """A JSON Schema is not supported, or takes too much time or memory to follow."""
+    """Raised if a JSON Schema is not supported, or takes too much time or memory to follow."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model.
+    """Token vocabulary of a model.
 
     Attributes:
-        tokens: bytes of each token, by id.
+        tokens: bytes of each token, indexed by id.
         special: ids of control tokens.
-        ends: ids that end a text.
+        ends: ids of tokens that end a text.
     """
 
     tokens: Sequence[bytes]
@@ -62,7 +62,7 @@ def can_structure() -> bool:
 
 
 class Grammars:
-    """Creates constraints for texts of one vocabulary, and runs the two processes.
+    """Creates constraints for texts over one vocabulary, and manages the two processes.
 
     Args:
         vocabulary: tokens of the model.
@@ -79,7 +79,7 @@ class Grammars:
         self._tried = functools.lru_cache(maxsize=256)(self._try)
 
     def constraint(self, schema: dict[str, Any]) -> Constraint:
-        """Create the constraint that makes one text follow a schema. A new schema is tried first,
+        """Create a constraint that makes one text follow a schema. A new schema is tried first,
         which takes up to `_SCHEMA_SECONDS`.
 
         Raises:
@@ -108,7 +108,7 @@ class Grammars:
         return None
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._trying.close()
         self._following.close()
 
@@ -117,8 +117,8 @@ class Constraint:
     """Constraint of a schema on the tokens of one text.
 
     Args:
-        process: process that follows the text.
-        number: number of the text in that process.
+        process: the process that follows the text.
+        number: number that identifies the text in that process.
         schema: the schema as JSON.
     """
 
@@ -128,13 +128,14 @@ class Constraint:
         self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
-        #: Number of the process start that knows the text; 0 if none does.
+        #: Start number of the process that knows the text, or 0.
         self._known_in = 0
         weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Return True for the tokens that may come next, bool [V] on the CPU; for end tokens if the
-        text may end here."""
+        """Return a bool mask [V] on the CPU, True for tokens that may come next. If the text may
+        end here, these include the end tokens.
+        """
         import numpy as np
         import torch
 
@@ -148,14 +149,16 @@ class Constraint:
         return found
 
     def push(self, token_id: int) -> bool:
-        """Add the token that was chosen; return True if the text is complete, so that no token can
-        follow."""
+        """Add the chosen token. Return True if the text is complete, so that no further token can
+        follow.
+        """
         self._tokens.append(token_id)
         return self._follow([token_id])
 
     def _follow(self, tokens: list[int]) -> bool:
-        """Send the new tokens to the process and set `_mask`; return True if the text is
-        complete."""
+        """Send the new tokens to the process and set `_mask`. Return True if the text is
+        complete.
+        """
         with self._process.lock:
             request: dict[str, Any] = {"text": self._number, "tokens": tokens}
             if self._known_in != self._process.start():
@@ -185,17 +188,17 @@ class _Process(LimitedProcess):
         self._ended: list[int] = []
 
     def start(self) -> int:
-        """Start the process if it does not run; return the number of starts so far."""
+        """Start the process if it is not running. Return the number of starts so far."""
         with _schema_limits():
             return super().start()
 
     def ask(self, request: dict[str, Any], seconds: float) -> tuple[bool, bytes]:
-        """Send a request. Return True if the text is complete, and the mask of the tokens that may
-        follow (see `Matchers`).
+        """Send a request. Return True if the text is complete, and the mask of allowed next tokens
+        (see `Matchers`).
 
         Args:
             request: the request.
-            seconds: limit of processor time for it.
+            seconds: CPU time limit for the request.
 
         Raises:
             SchemaError: the schema is not supported, or takes too much time or memory.
@@ -209,7 +212,7 @@ class _Process(LimitedProcess):
         return found["complete"], bytes.fromhex(found["mask"])
 
     def note_end(self, number: int) -> None:
-        """Note that a text has ended; the process is informed with the next request."""
+        """Note that a text has ended; the process is told with the next request."""
         self._ended.append(number)
 
 
@@ -223,14 +226,14 @@ def _schema_limits() -> Iterator[None]:
         ) from None
 
 
-#: At most one space between the elements of an object or array, so that a model can't write endless
-#: white space.
+#: Allow at most one space between the elements of an object or array, so that a model can't write
+#: endless whitespace.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-#: Options that override those in a schema (`x-guidance`). `lenient` is off, so keywords that
-#: llguidance does not support are errors.
+#: Options that override those in a schema (`x-guidance`). `lenient` is off, so that keywords not
+#: supported by llguidance are errors.
 _OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
 
-#: llguidance's limits for one schema, see its `ParserLimits`.
+#: Limits of llguidance for one schema; see its `ParserLimits`.
 _LIMITS = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 200_000,
@@ -244,12 +247,12 @@ _LIMITS = {
 
 
 class _Vocabulary:
-    """The vocabulary, with the attributes that llguidance reads.
+    """The vocabulary, with the attributes required by llguidance.
 
     Args:
-        tokens: bytes of each token, in hexadecimal, by id. The last is an additional end token,
-            which is not in the model's vocabulary.
-        special: ids of control tokens, which are not text.
+        tokens: hexadecimal bytes of each token, indexed by id. The last one is an additional end
+            token that is not in the model's vocabulary.
+        special: ids of control tokens, which do not stand for text.
     """
 
     def __init__(self, tokens: list[str], special: list[int]) -> None:
@@ -263,8 +266,9 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Encode a text with the longest matching token at each position. llguidance does not need
-        the exact ids of the tokenizer."""
+        """Encode a text by taking the longest matching token at each position. llguidance does not
+        need the tokenizer's exact ids.
+        """
         content = text.encode() if isinstance(text, str) else text
         found, place = [], 0
         while place < len(content):
@@ -279,11 +283,11 @@ class _Vocabulary:
 
 
 class Matchers:
-    """The llguidance matchers of all texts that follow a schema, by text number.
+    """The llguidance matchers of all texts that follow a schema, keyed by text number.
 
     Args:
         tokens, special: see `_Vocabulary`.
-        ends: ids that end a text.
+        ends: ids of tokens that end a text.
     """
 
     def __init__(self, tokens: list[str], special: list[int], ends: list[int]) -> None:

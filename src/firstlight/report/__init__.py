@@ -1,1 +1,1 @@
-"""Reports of runs, and comparisons of several runs, as HTML pages and PNG pictures."""
+"""Reports of runs and comparisons of several runs, as HTML pages and PNG pictures."""

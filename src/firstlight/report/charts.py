@@ -1,6 +1,6 @@
-"""Draws charts by matplotlib: as SVG markup for HTML pages, and as PNG pictures.
+"""Draw charts with matplotlib: as SVG markup for HTML pages, and as PNG pictures.
 
-matplotlib is imported inside the functions, because its import takes about a second.
+matplotlib is imported inside the functions, because the import takes about a second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from firstlight.console import compact, visible
 from firstlight.evaluation.perplexity import ByPosition
 from firstlight.run_log.reader import Floats, Series, thin
 
-#: The colours of pages and charts by their names in the pages' style, in light and in dark mode.
-#: Charts are drawn in the light ones, which `svg` replaces by the style's variables.
+#: Colours of pages and charts, keyed by their names in the pages' style, for light and dark mode.
+#: Charts are drawn in the light colours, which `svg` replaces with the style's variables.
 COLOURS = {
     "ink": ("#1d2126", "#e6e8ea"),
     "soft": ("#6a727c", "#98a1ab"),
@@ -39,9 +39,9 @@ COLOURS = {
     "resumed": ("#7a8694", "#8b96a3"),
 }
 _NAMES = {light: name for name, (light, _) in COLOURS.items()}
-#: Number of line colours (c0, c1, ...). Further lines use the same colours, dashed.
+#: Number of line colours (c0, c1, ...). Additional lines reuse the colours, dashed.
 LINE_COLOURS = 8
-#: Kind of an event -> name of its colour; other kinds are c3.
+#: Name of the colour for each kind of event; other kinds are c3.
 _MARKS = {
     "rollback": "rollback",
     "diverged": "rollback",
@@ -50,28 +50,28 @@ _MARKS = {
     "decision": "resumed",
     "lowest-validation-loss": "c1",
 }
-#: Entry `Software` of the PNG metadata, by which a report's picture is recognised.
+#: Entry `Software` of the PNG metadata, which identifies a report's picture.
 PICTURE_ORIGIN = "firstlight report"
-#: Largest number of points for which a line's points are drawn as dots.
+#: Maximum number of points for which a line's points are drawn as dots.
 _FEW = 60
-#: Ratio of the largest to the smallest value from which a linear axis hides the small values.
+#: Ratio of the largest to the smallest value above which a linear axis hides the small values.
 _HIDING = 1000
-#: Values up to here have no place on a logarithmic axis.
+#: Values up to this one can't be shown on a logarithmic axis.
 _TINY = 1e-300
-#: Largest number of events drawn in one chart: the last ones.
+#: Maximum number of events drawn in one chart, which shows the last ones.
 _MAX_MARKS = 120
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a chart.
+    """A curve in a chart.
 
     Attributes:
-        name: the curve's name in the legend and the read-out.
+        name: name of the curve in the legend and the read-out.
         series: points of the curve.
-        colour: number of the colour, from 0; see `LINE_COLOURS`.
-        faint: True draws the curve in the background, without an entry in the legend.
-        errors: half the length of each point's error bar, [N]; None draws no error bars.
+        colour: zero-based number of the colour; see `LINE_COLOURS`.
+        faint: True to draw the curve in the background, without a legend entry.
+        errors: half the length of each point's error bar, [N]; None for no error bars.
     """
 
     name: str
@@ -87,13 +87,13 @@ class Line:
 
     @property
     def style(self) -> str:
-        """The CSS classes of the curve's entry in a legend."""
+        """CSS classes of the curve's legend entry."""
         return f"c{self.colour % LINE_COLOURS}{' dashed' if self.is_dashed else ''}"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event, drawn as a vertical line at `x`; its kind is its name in the legend."""
+    """An event, drawn as a vertical line at `x`; its kind is shown in the legend."""
 
     x: float
     kind: str
@@ -104,14 +104,14 @@ class Chart:
     """A chart with its curves.
 
     Attributes:
-        title: the quantity that the chart shows.
-        unit: unit of the y axis; "" if the title already names it.
+        title: quantity shown in the chart.
+        unit: unit of the y axis, or "" if the title already contains it.
         lines: the curves.
         x_name: name of the x axis.
-        zero: True lets a linear y axis begin at 0.
+        zero: True to begin a linear y axis at 0.
         marks: events.
-        below, above: values of further quantities by those of the x axis, shown as additional x
-            axes below the first one and above the plot, each as (name, series).
+        below, above: further quantities as functions of the x axis, shown as additional x axes
+            below the first one and above the plot, each as (name, series).
     """
 
     title: str
@@ -125,20 +125,21 @@ class Chart:
 
     @property
     def has_log(self) -> bool:
-        """True if a value is above 0, so that a logarithmic axis would show it."""
+        """True if a value is positive, so that a logarithmic axis would show it."""
         return any(bool((line.series.y > _TINY).any()) for line in self.lines)
 
     @property
     def needs_log(self) -> bool:
-        """True if a linear axis would hide most of the curves, because of a run that diverged: all
-        values are above 0, and the largest is more than 1,000 times the smallest."""
+        """True if a linear axis would hide most of the curves, for example because a run diverged:
+        all values are positive, and the largest is more than 1,000 times the smallest.
+        """
         values = np.concatenate([np.empty(0), *(line.series.y for line in self.lines)])
         return (
             bool(len(values)) and values.min() > 0 and bool(values.max() > _HIDING * values.min())
         )
 
     def thinned(self, buckets: int) -> Chart:
-        """The chart with its curves thinned by `thin`, except those with error bars."""
+        """Return the chart with its curves thinned by `thin`, except those with error bars."""
         lines = [
             line if line.errors is not None else replace(line, series=thin(line.series, buckets))
             for line in self.lines
@@ -150,9 +151,9 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
     """Draw a chart.
 
     Args:
-        axes: matplotlib's axes.
+        axes: matplotlib axes.
         chart: the chart.
-        log: True draws a logarithmic y axis, which leaves out values that are not above 0.
+        log: True to draw a logarithmic y axis, which omits values that are not positive.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -162,7 +163,7 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, "nothing yet", color=_light("soft"), ha="center", va="center")
         return
-    # Lines with an underscore in front of their names have no entry in a picture's legend.
+    # Lines whose names begin with an underscore do not appear in a picture's legend.
     named: set[str] = set()
     for mark in chart.marks[-_MAX_MARKS:]:
         axes.axvline(
@@ -218,8 +219,9 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
 
 
 def _draw_second_axis(axes: Any, name: str, series: Series, edge: str) -> None:
-    """Draw an additional x axis with ticks at round numbers of a quantity, unless it falls, or
-    never rises."""
+    """Draw an additional x axis with ticks at round numbers of a quantity. Do nothing if the
+    quantity decreases anywhere or never increases.
+    """
     from matplotlib.ticker import MaxNLocator
 
     rises = np.diff(series.y, prepend=-np.inf) > 0
@@ -250,7 +252,7 @@ def _positive(line: Line) -> Line:
 
 # Pages
 
-#: Margins around the plot for ticks and names, in pixels; and the margin for a second x axis.
+#: Margins around the plot for ticks and names, in pixels, and the margin for a second x axis.
 _LEFT = 52
 _RIGHT = 14
 _TOP = 10
@@ -259,11 +261,11 @@ _SECOND = 34
 
 
 def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
-    """A chart as SVG markup, whose colours are variables of the page's style.
+    """Return a chart as SVG markup whose colours are variables of the page's style.
 
     Args:
         chart: the chart.
-        width, height: size in pixels, before the page scales it; each additional axis adds to it.
+        width, height: size in pixels, before the page scales it; each additional axis increases it.
         log: see `draw`.
     """
     import matplotlib
@@ -275,7 +277,7 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
     height += top + bottom - _TOP - _BOTTOM
     style = {
         "svg.fonttype": "none",
-        # The ids of the drawing's parts follow from it: they must be unique on a page.
+        # The ids inside the drawing are derived from this salt and must be unique on a page.
         "svg.hashsalt": f"{visible(chart.title)} {chart.x_name} {width} {log}",
         "font.size": 11.5,
         "font.sans-serif": ["DejaVu Sans"],
@@ -292,7 +294,7 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(stream, metadata=metadata)
     drawn = stream.getvalue()
-    # matplotlib's ids of groups and its style would be those of the whole page.
+    # The ids of groups and the style that matplotlib writes would apply to the whole page.
     drawn = re.sub(r"<style.*?</style>", "", drawn[drawn.index(">", drawn.index("<svg")) + 1 :])
     drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
     drawn = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{_NAMES[found[0]]})", drawn)
@@ -304,12 +306,12 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         visible(f"{chart.title} by {chart.x_name}"),
         " ".join(f"{float(end)!r}" for end in ends) if axes.axison else "",
     )
-    # Not escaped: matplotlib's markup, in which all texts are numbers and names of axes.
+    # Not escaped: this is matplotlib's markup, whose only texts are numbers and axis names.
     return opening + Markup(re.sub(r"\s+", " ", drawn))
 
 
 def data_of(chart: Chart) -> str:
-    """The data of a chart's read-out as JSON: name, style, x and y of each curve."""
+    """Return the data of a chart's read-out as JSON: name, style, x and y of each curve."""
     curves = [
         {
             "name": visible(line.name),
@@ -325,16 +327,17 @@ def data_of(chart: Chart) -> str:
 
 # Pictures
 
-#: Buckets of a thinned curve (see `thin`) in a picture, more than its pixels.
+#: Number of buckets of a thinned curve (see `thin`) in a picture, more than its pixels.
 _BUCKETS = 1000
-#: Colour of warnings, and height in inches that a line of them takes.
+#: Colour of warnings, and height in inches of a line of warnings.
 _WARNING, NOTE_INCHES = "#b3261e", 0.19
 
 
 def plain_text(text: str) -> str:
-    """A text for matplotlib: control characters are replaced, and dollar signs, which would start a
-    formula, are escaped. A leading underscore, which would hide a curve in a legend, gets a
-    space."""
+    """Prepare a text for matplotlib: control characters are replaced, and dollar signs, which would
+    start a formula, are escaped. A leading underscore, which would hide a curve in a legend, is
+    preceded by a space.
+    """
     printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return (" " if text.startswith("_") else "") + printable.replace("$", r"\$")
 
@@ -343,9 +346,10 @@ def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None
     """Draw a chart with its title and legend.
 
     Args:
-        axes: matplotlib's axes.
+        axes: matplotlib axes.
         chart: the chart.
-        log: True or False sets the kind of the y axis; None takes the one that suits the values.
+        log: True for a logarithmic and False for a linear y axis; None selects the one that suits
+            the values.
     """
     draw(axes, chart.thinned(_BUCKETS), log=chart.needs_log if log is None else log)
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
@@ -355,34 +359,35 @@ def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None
 
 
 def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
-    """Write a title above a figure, and below the title the warnings.
+    """Write a title above a figure, and warnings below the title.
 
     Args:
-        figure: matplotlib's figure.
+        figure: matplotlib figure.
         title: the title.
-        notes: lines of warnings; each needs `NOTE_INCHES` of the figure's height.
+        notes: lines of warnings; each takes `NOTE_INCHES` of the figure's height.
     """
     figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 
 
 def png(figure: Any) -> bytes:
-    """A matplotlib figure as a PNG file's bytes."""
+    """Return a matplotlib figure as PNG bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        # A sample may be in a script that the font lacks; the boxes in the picture show that.
+        # A sample may be in a script that the font lacks; the boxes in the picture make that
+        # visible.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         FigureCanvasAgg(figure).print_png(picture, metadata={"Software": PICTURE_ORIGIN})
     return picture.getvalue()
 
 
 def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
-    """The chart of perplexity by position, as a PNG file's bytes.
+    """Return the chart of perplexity by position as PNG bytes.
 
     Args:
-        curves: each model's result, by the model's name.
-        contexts: each model's context length in tokens, drawn as a dotted line.
+        curves: result of each model, keyed by model name.
+        contexts: context length of each model in tokens, drawn as a dotted line.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,6 @@
-"""Compares several runs: curves in the same axes, final numbers, differences of their recipes."""
+"""Compare several runs: curves in the same axes, final numbers, and differences between their
+recipes.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,22 @@ from firstlight.report.summary import (
 )
 from firstlight.run_log.reader import Axis, RunRecord, smoothed
 
-#: X axes of a comparison, and their names.
+#: X axes of a comparison, with their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
-#: Recipe keys that only set the place of a run's files.
+#: Recipe keys that only determine where a run's files are stored.
 _NOT_COMPARED = {"run.dir"}
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Several runs and their compared properties; each list has an entry for each run.
+    """Several runs and their compared properties; each list has one entry per run.
 
     Attributes:
         runs: the runs, in the order in which they were given.
         labels: a unique name for each run.
         numbers: `final_numbers` of each run.
-        findings: `findings_of` each run.
-        differences: recipe keys ("section.key") whose values differ -> the value in each run.
+        findings: result of `findings_of` for each run.
+        differences: value in each run for each recipe key ("section.key") whose values differ.
     """
 
     runs: Sequence[RunRecord]
@@ -45,7 +47,7 @@ class RunComparison:
 
 
 class _Absent:
-    """The value of a key that a recipe does not have, shown as a dash."""
+    """Value of a key that a recipe lacks, shown as a dash."""
 
     def __repr__(self) -> str:
         return "—"
@@ -72,7 +74,8 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names. Equal names get as many parent folders in front as make them unique.
+    """Return the folders' names as labels. Equal names are prefixed with as many parent folders as
+    make them unique.
 
     Raises:
         ConfigError: two of the folders are the same.
@@ -87,20 +90,21 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
         alike = [labels.count(label) > 1 for label in labels]
         if not any(alike):
             return labels
-        # If one path is the end of another, only the longer label can grow.
+        # If one path is a suffix of another, only the longer label can grow.
         lengths = [n + is_alike for n, is_alike in zip(lengths, alike, strict=True)]
 
 
 def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The keys ("section.key") whose values differ between recipes -> the value in each recipe; an
-    `_Absent` if a recipe does not have the key."""
+    """Return the keys ("section.key") whose values differ between recipes, mapped to the value in
+    each recipe, or `_Absent` if a recipe lacks the key.
+    """
     flat = [_flat(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
     found = {key: [values.get(key, ABSENT) for values in flat] for key in keys}
     return {
         key: values
         for key, values in found.items()
-        # Compared with their types, because 1 == True in Python.
+        # Compared including their types, because 1 == True in Python.
         if key not in _NOT_COMPARED and len({(type(v), repr(v)) for v in values}) > 1
     }
 
@@ -116,8 +120,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """Warnings for the page and the picture: numbers that can't be compared, and the findings of
-    each run."""
+    """Return warnings for the page and the picture: about numbers that can't be compared, and the
+    findings of each run.
+    """
     tokenizers = (
         "The runs have different tokenizers: compare bits per byte, since losses are per token."
     )
@@ -128,13 +133,13 @@ def warnings_of(found: RunComparison) -> list[str]:
 
 
 def has_different_tokenizers(found: RunComparison) -> bool:
-    """True if two of the runs are known to have different tokenizers."""
+    """Return True if two of the runs are known to have different tokenizers."""
     kinds = (run.start.get("tokenizer_sha256") for run in found.runs)
     return len({kind for kind in kinds if isinstance(kind, str)}) > 1
 
 
 def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
-    """Each run's curve of a metric.
+    """Return each run's curve of a metric.
 
     Args:
         found: the runs.
@@ -158,8 +163,9 @@ _CHARTS = (
 
 
 def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
-    """The charts of a comparison for which a run has numbers, each by all `AXES`; the training loss
-    if there are none."""
+    """Return the charts of a comparison for which any run has numbers, each with all `AXES`; if
+    there are none, only the chart of the training loss.
+    """
     has = [row for row in _CHARTS if any(row[0] in run.metrics.columns for run in found.runs)]
     return [
         {
@@ -174,7 +180,7 @@ Form = Callable[[Any], str]
 
 
 #: Rows of the table of numbers: key of `final_numbers`, name, format, and True if a higher value is
-#: better, False if a lower one is, None if neither.
+#: better, False if a lower value is better, or None.
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("val/loss", "validation loss", loss_text, False),
     ("best_val/loss", "best validation loss", loss_text, False),
@@ -205,15 +211,16 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 )
 
 
-#: Rows that are left out if all runs have 0.
+#: Rows that are omitted if the value is 0 for all runs.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
-#: Metrics per token, which can't be compared between different tokenizers.
+#: Metrics per token, which can't be compared if the tokenizers differ.
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 
 def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
-    """The rows of the table of numbers that any run has: the row's name, each run's number as text,
-    and the indices of the best runs."""
+    """Return the rows of the table of numbers that at least one run has: the row's name, each run's
+    number as text, and the indices of the best runs.
+    """
     own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
     table = []
     for key, name, form, more in (*_ROWS, *((key, key, "{:.4f}".format, True) for key in own)):

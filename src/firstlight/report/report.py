@@ -1,7 +1,7 @@
-"""Writes the report of a run, or of several runs: an HTML page and a PNG picture.
+"""Write the report of one or several runs: an HTML page and a PNG picture.
 
-A page is one self-contained file, made by the templates in `pages/`. It loads no other files, and
-its Content-Security-Policy allows only its own inline style and script, by their hashes, and the
+A page is one self-contained file, rendered from the templates in `pages/`. It loads no other files.
+Its Content-Security-Policy allows only its inline style and script, identified by hash, and the
 styles in the markup of its charts. Without JavaScript, only the read-out under the pointer is
 missing. Texts from a run are escaped.
 """
@@ -64,20 +64,20 @@ from firstlight.report.summary import (
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
 
-#: Element by which an HTML report is recognised.
+#: Element that identifies an HTML report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Bytes from the beginning of a file in which the mark of a report is searched.
+#: Number of bytes at the beginning of a file that are searched for the mark of a report.
 _HEAD_BYTES = 2000
-#: Default file of the comparison of several runs.
+#: Default file name for the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
 
 
 def draw_report(run_folder: Path) -> Path:
-    """Write report.png and report.html of a run, finished or not, into its folder; return the path
+    """Write report.png and report.html of a run, finished or not, into its folder. Return the path
     of report.png.
 
     Args:
-        run_folder: the run folder of `train`, with metrics.jsonl.
+        run_folder: run folder of `train`, which contains metrics.jsonl.
 
     Raises:
         StorageError: a file can't be written.
@@ -104,11 +104,11 @@ def write_run(run: RunRecord, html: Path, picture: Path) -> None:
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """A report that was written.
+    """A report that has been written.
 
     Attributes:
         page, picture: paths of the HTML page and the PNG picture.
-        comparison: the run or runs that the report shows.
+        comparison: the run or runs shown in the report.
     """
 
     page: Path
@@ -117,18 +117,19 @@ class WrittenReport:
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenReport:
-    """Write the report of a run, or of several runs. The runs may be active.
+    """Write the report of one or several runs, which may still be active.
 
     Args:
         folders: run folders, at least one.
-        out: path of the page; the picture gets the same name with .png. None is report.html in the
-            run folder, or for several runs comparison.html in the current folder.
+        out: path of the page; the picture has the same name with the suffix .png. None means
+            report.html in the run folder or, for several runs, comparison.html in the current
+            folder.
 
     Raises:
         InputError: a folder is missing or not a run folder, or `out` is a file that is not a
             report.
         CheckpointError: a file of a run is damaged.
-        ConfigError: a folder is given twice, or `out` does not end in .html or .htm.
+        ConfigError: a folder is listed twice, or `out` does not end in .html or .htm.
         StorageError: a file system error.
     """
     for folder in folders:
@@ -149,7 +150,9 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def _require_replaceable(page: Path, picture: Path) -> None:
-    """Refuse a page that does not end in .html, and existing files that are not reports."""
+    """Raise an error for a page that does not end in .html, and for existing files that are not
+    reports.
+    """
     if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"--out {page} must end in .html: the picture gets the same name with .png"
@@ -164,13 +167,14 @@ def _head(path: Path) -> bytes:
         return file.read(_HEAD_BYTES)
 
 
-#: Types of values that JSON has, besides null.
+#: Types of JSON values, except null.
 _JSON = (str, int, float, bool, list, dict)
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
-    """A report as a JSON object: its files; label, `final_numbers` and findings of each run; and
-    the recipe keys that differ, with each run's value (null if a recipe lacks the key)."""
+    """Return a report as a JSON object: its files; the label, `final_numbers` and findings of each
+    run; and the recipe keys that differ, with each run's value (null if a recipe lacks the key).
+    """
     found = report.comparison
     named = zip(found.labels, found.numbers, found.findings, strict=True)
     return {
@@ -192,7 +196,7 @@ def as_json(report: WrittenReport) -> dict[str, Any]:
 
 @functools.cache
 def _templates() -> tuple[Environment, Mapping[str, str]]:
-    """The compiled templates of the folder pages/, and the texts of all its files."""
+    """Return the compiled templates in the folder pages/, and the texts of all its files."""
     folder = resources.files("firstlight.report") / "pages"
     files = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.is_file()}
     environment = Environment(
@@ -214,11 +218,11 @@ def _templates() -> tuple[Environment, Mapping[str, str]]:
 
 
 def _page(template: str, values: Mapping[str, Any]) -> str:
-    """Render a template of the folder pages/.
+    """Render a template in the folder pages/.
 
     Args:
         template: file name of the template.
-        values: variables of the template; everything but `Markup` is escaped.
+        values: variables of the template; all except `Markup` are escaped.
     """
     environment, files = _templates()
     light, dark = (
@@ -238,7 +242,7 @@ def _page(template: str, values: Mapping[str, Any]) -> str:
         policy=policy,
         generator=Markup(GENERATOR.decode()),
         version=own_version(),
-        # Not escaped: both are of this package, and don't contain "</".
+        # Not escaped: both are part of this package and do not contain "</".
         style=Markup(style),
         script=Markup(script),
         **values,
@@ -250,7 +254,7 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
-#: Explanations of technical terms, which are shown at the terms.
+#: Explanations of technical terms, shown when the reader points at a term.
 _TERMS = {
     "nats": "Unit of the loss: the average of -ln of the probability that the model gave to the "
     "right token. One bit is 0.693 nats. Lower is better.",
@@ -266,10 +270,11 @@ _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
 
 
 def explained(text: object) -> Markup:
-    """An escaped text in which each technical term of `_TERMS` shows its explanation when the
-    reader points at it, taps it, or reaches it by the keyboard."""
+    """Return an escaped text in which each technical term of `_TERMS` shows its explanation when
+    the reader points at it, taps it, or reaches it with the keyboard.
+    """
     term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
-    # `split` by a pattern with a group puts the terms at the odd indices.
+    # `split` with a pattern that contains a group puts the terms at the odd indices.
     parts = enumerate(_TERM.split(visible(text)))
     return Markup("").join(
         term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
@@ -278,24 +283,24 @@ def explained(text: object) -> Markup:
 
 # Charts
 
-#: Width and height of a drawing in pixels, before the page scales it: of each chart, and of an
-#: additional one for charts over the whole width of a wide page.
+#: Width and height of a drawing in pixels, before the page scales it: of each chart, and of the
+#: additional drawing for charts that span a wide page.
 _SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
-#: Buckets of thinned curves (see `thin`) per pixel of a drawing.
+#: Number of buckets of thinned curves (see `thin`) per pixel of a drawing.
 _BUCKETS_PER_PIXEL = 0.7
 
 
 def _figure(
     identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
 ) -> dict[str, Any]:
-    """The arguments of the template's macro `figure`.
+    """Return the arguments of the template's macro `figure`.
 
     Args:
-        identity: id of the element, unique on the page.
+        identity: id of the element, unique within the page.
         chart: the chart.
-        switch: True lets the reader switch between linear and logarithmic axis.
-        log: True shows the logarithmic axis first, if there is a switch.
-        wide: True for a chart over the whole width of the page.
+        switch: True to let the reader switch between a linear and a logarithmic axis.
+        log: True to show the logarithmic axis first, if there is a switch.
+        wide: True for a chart that spans the page.
     """
     switch = switch and chart.has_log
     marks = dict.fromkeys(mark.kind for mark in chart.marks)
@@ -316,13 +321,13 @@ def _figure(
 
 
 def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
-    """The drawings of a chart, with the data for its read-out.
+    """Return the drawings of a chart, with the data for its read-out.
 
     Args:
         chart: the chart.
-        both: True draws a linear and a logarithmic version, between which the page can switch.
-        wide: True draws a wide version too. The page's style shows the one that suits its width, so
-            that the letters have about their real size.
+        both: True to draw a linear and a logarithmic version, between which the page can switch.
+        wide: True to also draw a wide version. The page's style shows the version that suits its
+            width, so that text has about its nominal size.
     """
     sizes = (_WIDE_SIZE, _SIZE) if wide else (_SIZE,)
     thinned = [chart.thinned(round(width * _BUCKETS_PER_PIXEL)) for width, _ in sizes]
@@ -338,11 +343,11 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
 
 # The page of a run
 
-#: Largest number of events in the list, the last ones.
+#: Maximum number of events in the list, which shows the last ones.
 _MAX_EVENTS = 500
 
-#: Keys that get no chart in the section of further metrics: they are shown elsewhere on the page,
-#: or follow from another key.
+#: Keys that are not drawn in the section of further metrics, because they are shown elsewhere on
+#: the page or are derived from another key.
 _SHOWN = {
     "train/loss",
     "val/loss",
@@ -364,12 +369,12 @@ _SHOWN = {
     "skipped",
     "skipped_steps",
 }
-#: Largest number of charts of further metrics.
+#: Maximum number of charts of further metrics.
 _MAX_FURTHER = 40
 
 
 def run_page(run: RunRecord) -> str:
-    """The HTML page of a run."""
+    """Return the HTML page of a run."""
     numbers, findings = final_numbers(run), findings_of(run)
     samples, samples_note = chosen_samples(run.samples)
     shown = {*_SHOWN, *accuracies(run.metrics)}
@@ -402,7 +407,7 @@ def run_page(run: RunRecord) -> str:
 
 
 def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
-    """The template's variables `state` (a CSS class) and `progress` (a text)."""
+    """Return the template variables `state` (a CSS class) and `progress` (a text)."""
     step, most = run.last_step, run.max_steps
     kinds = [one.kind for one in findings]
     if "diverged" in kinds:
@@ -411,14 +416,14 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     if most is None:
         return {"state": "", "progress": f"{step:,} steps"}
     if step >= most:
-        # "complete" is shown in green, only for runs without findings.
+        # "complete" is shown in green, but only for runs without findings.
         state = "" if findings else "complete"
         return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
     return {"state": "", "progress": f"step {step:,} of {most:,}"}
 
 
 def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[str]:
-    """The facts in the line below the run's name."""
+    """Return the facts shown in the line below the run's name."""
     model = run.recipe.get("model")
     family = model.get("model_type") if isinstance(model, dict) else None
     facts = []
@@ -448,7 +453,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number in large type, with its name, unit, and a note for comparison."""
+    """A number in large type, with a name, a unit, and a note for comparison."""
 
     name: str
     value: str
@@ -457,7 +462,9 @@ class KeyFigure:
 
 
 def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
-    """The key figures at the top of the page, from `final_numbers`; unknown ones are left out."""
+    """Return the key figures shown at the top of the page, taken from `final_numbers`; unknown ones
+    are omitted.
+    """
     cards = []
     if numbers["val/loss"] is not None:
         best = (
@@ -496,8 +503,9 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
 
 
 def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
-    """The chart of a run's losses with its events: training loss of each step and smoothed,
-    validation loss, and the loss on fixed rows of the training split."""
+    """Return the chart of a run's losses with its events: training loss (per step and smoothed),
+    validation loss, and the loss on fixed rows of the training split.
+    """
     raw = run.metrics.series("train/loss")
     lines = [
         Line("train/loss, each step", raw, 0, faint=True),
@@ -523,8 +531,9 @@ def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
 
 
 def further_charts(metrics: Metrics) -> dict[str, Chart]:
-    """The charts of learning rate, batch, gradient norm, throughput, GPU utilization and memory
-    that a run has numbers for, by id."""
+    """Return the charts, keyed by id, of learning rate, batch, gradient norm, throughput, GPU
+    utilization and memory for which a run has numbers.
+    """
     memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
     used = [Line(n, Series(s.x, s.y / 2**30), colour) for s, n, colour in memory if len(s)]
     busy = metrics.series("gpu_utilization")
@@ -544,7 +553,7 @@ def further_charts(metrics: Metrics) -> dict[str, Chart]:
     return charts
 
 
-#: Metric of memory, its name in the chart, and its colour.
+#: Memory metric, with its name in the chart and its colour.
 _MEMORY = (
     ("memory_bytes", "memory", 4),
     ("reserved_bytes", "reserved by the allocator", 6),
@@ -562,7 +571,7 @@ def _figures(run: RunRecord, findings: Sequence[Finding]) -> list[dict[str, Any]
 
 
 def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
-    """The chart of accuracies by step; None if there was at most one evaluation."""
+    """Return the chart of accuracies by step, or None if there was at most one evaluation."""
     lines = []
     for number, key in enumerate(accuracies(metrics)):
         series = metrics.series(key)
@@ -579,7 +588,7 @@ def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
     return _figure("accuracy", Chart("Accuracy", note, shown), wide=True)
 
 
-#: Name of an event -> its CSS class on a page, and its description in the list of events.
+#: CSS class on a page, and description in the list of events, for each event name.
 _EVENTS = {
     "rollback": ("rollback", "back to step {to_step}: {reason}"),
     "out of memory": (
@@ -598,12 +607,12 @@ _EVENTS = {
 
 
 def _kind_of(event: Mapping[str, Any]) -> str:
-    """The CSS class of an event on a page."""
+    """Return the CSS class of an event on a page."""
     return _EVENTS.get(event["event"], ("event", ""))[0]
 
 
 def _happening(event: Mapping[str, Any]) -> str:
-    """The description of an event, for the list of events."""
+    """Return the description of an event for the list of events."""
     if event["event"] not in _EVENTS:
         details = (f"{k} {v}" for k, v in event.items() if k not in ("step", "event"))
         return f"{event['event']} {', '.join(details)}"
@@ -615,11 +624,11 @@ def _happening(event: Mapping[str, Any]) -> str:
 
 
 def comparison_page(found: RunComparison) -> str:
-    """The HTML page that compares several runs."""
+    """Return the HTML page that compares several runs."""
     charts = compared_charts(found)
     figures = []
     for number, by_axis in enumerate(charts):
-        # With an odd number of charts, the first one fills the row.
+        # If the number of charts is odd, the first one spans the page.
         wide = len(charts) % 2 == 1 and number == 0
         drawn = [(axis, _drawings(one, both=True, wide=wide)) for axis, one in by_axis.items()]
         figures.append({"chart": by_axis["step"], "by_axis": drawn, "wide": wide})
@@ -646,23 +655,24 @@ def comparison_page(found: RunComparison) -> str:
 
 # Samples
 
-#: Largest number of bytes of all samples on a page, after escaping; and of characters of one text.
+#: Maximum total size in bytes of all samples on a page, after escaping, and maximum number of
+#: characters of one text.
 _MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
 
 
 def chosen_samples(
     samples: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
-    """The samples to show, the newest first.
+    """Return the samples to show, the newest first.
 
-    If there are more than `_MAX_SAMPLES`, only the last step and every second, fourth and so on
-    before it are taken.
+    If all samples take more than `_MAX_SAMPLES`, use only the last step and every second, fourth
+    and so on before it.
 
     Args:
         samples: lines of samples.jsonl.
 
     Returns:
-        For each step its number as text, and pairs (prompt, text); and a note on left-out steps, ""
+        For each step, its number as text, and pairs (prompt, text); and a note about omitted steps,
         if there are none.
     """
     steps = [
@@ -682,27 +692,27 @@ def chosen_samples(
 
 
 def shortened(text: str) -> str:
-    """A text truncated to `_MAX_TEXT` characters."""
+    """Truncate a text to `_MAX_TEXT` characters."""
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} […]"
 
 
 # Pictures
 
-#: Heights in inches: a chart beside that of the losses, a title, a line of a sample.
+#: Heights in inches: of a chart next to the loss chart, of a title, of a line of a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
-#: Characters of a line across the picture; largest number of lines of a column of samples, and
-#: fewest lines for which another column is begun.
+#: Number of characters in a line across the picture; maximum number of lines in a column of
+#: samples, and minimum number of lines for starting another column.
 _CHARACTERS = 160
 _MAX_LINES = 18
 _FEWEST_LINES = 6
-#: Largest number of characters of a sample that are used.
+#: Maximum number of characters of a sample that are used.
 _MAX_PICTURE_TEXT = 10_000
 
 
 def picture_of(run: RunRecord) -> bytes:
-    """The picture of a run as a PNG file's bytes."""
+    """Return the picture of a run as PNG bytes."""
     # Figure instead of pyplot, which would look for a window system and keep global state.
     from matplotlib.figure import Figure
 
@@ -737,8 +747,9 @@ def picture_of(run: RunRecord) -> bytes:
 
 
 def loss_picture(run: RunRecord) -> bytes:
-    """The chart of a run's losses as a PNG file's bytes, for publishing: without the run's samples,
-    and without its findings, which may contain paths of this machine."""
+    """Return the chart of a run's losses as PNG bytes, for publishing. It contains neither the
+    run's samples nor its findings, which may include paths on this machine.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -747,7 +758,7 @@ def loss_picture(run: RunRecord) -> bytes:
 
 
 def comparison_picture(found: RunComparison) -> bytes:
-    """The losses of several runs by steps, tokens and hours, as a PNG file's bytes."""
+    """Return the losses of several runs by steps, tokens and hours, as PNG bytes."""
     from matplotlib.figure import Figure
 
     charts = compared_charts(found)[:2]
@@ -763,12 +774,14 @@ def comparison_picture(found: RunComparison) -> bytes:
 
 
 def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The lines of the last step's samples, in columns: up to four, as many as fit side by side."""
+    """Return the lines of the last step's samples in columns: as many as fit side by side, at most
+    four.
+    """
     lines: list[str] = []
     for sample in samples:
         if sample["step"] != samples[-1]["step"]:
             continue
-        # Only as much of a text as the picture could show.
+        # Use only as much of a text as the picture could show.
         text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
@@ -776,14 +789,16 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     lines = lines[:-1]
     longest = max((_width(line) for line in lines), default=0)
     columns = next(n for n in (4, 3, 2, 1) if n == 1 or n * (longest + 3) <= _CHARACTERS)
-    # Few lines are easier to read in one column.
+    # A few lines are easier to read in one column.
     columns = min(columns, -(-len(lines) // _FEWEST_LINES))
     height = min(-(-len(lines) // columns), _MAX_LINES) if lines else 0
     return [lines[i * height : (i + 1) * height] for i in range(columns)] if height else []
 
 
 def _width(line: str) -> int:
-    """The width of a line in a monospaced font, in columns: wide East Asian characters take two."""
+    """Return the width of a line in columns of a monospaced font; wide East Asian characters take
+    two.
+    """
     return len(line) + sum(unicodedata.east_asian_width(c) in "WF" for c in line)
 
 

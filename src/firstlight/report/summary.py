@@ -1,6 +1,6 @@
-"""The final numbers of a run, and findings about it: overfitting and divergence.
+"""Final numbers of a run, and findings about it: overfitting and divergence.
 
-The terminal, `--json` and the report show the same ones.
+The terminal, `--json` and the report all show the same numbers and findings.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 
 #: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
-#: of all tokens. In plain text all tokens are learned, except the padding of an epoch's last row.
+#: of all tokens. In plain text all tokens are learned, except for padding in an epoch's last row.
 MOSTLY_LEARNED = 0.9
-#: The validation loss counts as risen if it is above its lowest value by more than this fraction of
-#: it, and by more than this number of nats. Each evaluation has the same rows, so noise is smaller.
+#: Minimum increase of the validation loss above its lowest value to report overfitting: relative,
+#: and absolute in nats. Both must be exceeded. Every evaluation uses the same rows, so the
+#: validation loss is less noisy than the training loss.
 _RISE, _LEAST_RISE = 0.01, 0.01
-#: The training loss counts as fallen if a median of `_medians` is below the first loss by more than
-#: this fraction.
+#: Minimum relative decrease of a median of `_medians` below the first loss for the training loss to
+#: have fallen.
 _FALL = 0.003
-#: Number of losses of a median, because the loss of a single batch is noisy.
+#: Number of losses per median, because the loss of a single batch is noisy.
 _WINDOW = 10
-#: Fewest steps after the warm-up for the finding that the loss is above that of guessing, and for
-#: the finding that it never fell.
+#: Minimum number of steps after the warm-up to report that the loss is above the loss of guessing,
+#: and to report that it never fell.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: A loss above this multiple of the bound is a finding already with this number of logged losses.
+#: A loss above this multiple of the bound is reported after only this many logged losses.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that was found in a run.
+    """A problem found in a run.
 
     Attributes:
         kind: "diverged" or "overfitting".
-        since_step: the step from which the run has the problem.
+        since_step: first step at which the run has the problem.
         text: description of the problem, one sentence without a full stop.
-        advice: advice what to do, one sentence without a full stop.
-        figures: the numbers in `text`, by name, as JSON values.
+        advice: recommended action, one sentence without a full stop.
+        figures: numbers that occur in `text`, keyed by name, as JSON values.
     """
 
     kind: Literal["diverged", "overfitting"]
@@ -57,14 +58,15 @@ class Finding:
     figures: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as a JSON object."""
+        """Return the finding as a JSON object."""
         fields = {"kind": self.kind, "since_step": self.since_step, "text": self.text}
         return {**fields, "advice": self.advice, **self.figures}
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
-    """The findings about a run, finished or not: at most one. A run that has diverged is not
-    checked for overfitting."""
+    """Return the findings about a run, finished or not; at most one. A run that has diverged is not
+    checked for overfitting.
+    """
     diverged = _ended_by_guard(run) or _divergence(run)
     found = diverged or _overfitting(run)
     return [] if found is None else [found]
@@ -74,11 +76,12 @@ def findings_of(run: RunRecord) -> list[Finding]:
 
 
 def _overfitting(run: RunRecord) -> Finding | None:
-    """The finding that the validation loss has risen since its lowest value and the training loss
-    has not; None if that is not so."""
+    """Return a finding if the validation loss has risen since its lowest value but the training
+    loss has not; otherwise None.
+    """
     validation = run.metrics.series("val/loss")
-    # The evaluation before the first step does not count: a model that was best before training
-    # has not overfitted.
+    # The evaluation before the first step is ignored: a model that was best before training has not
+    # overfitted.
     trained = validation.x > 0
     validation = Series(validation.x[trained], validation.y[trained])
     if len(validation) < 2:
@@ -101,7 +104,9 @@ def _overfitting(run: RunRecord) -> Finding | None:
 
 
 def _training_rose(run: RunRecord, step: int) -> bool:
-    """True if the training loss (as a median of 10 steps) is higher at the end than at a step."""
+    """Return True if the training loss (as a median of 10 steps) is higher at the end than at a
+    step.
+    """
     losses = run.metrics.series("train/loss")
     before = losses.y[losses.x <= step][-_WINDOW:]
     after = losses.y[losses.x > step][-_WINDOW:]
@@ -121,7 +126,9 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """A sentence about the kept checkpoint with the lowest validation loss, and how to use it."""
+    """Return a sentence about the kept checkpoint with the lowest validation loss, and how to use
+    it.
+    """
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
         return (
@@ -134,8 +141,9 @@ def _kept(run: RunRecord, step: int) -> str:
 
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
-    """A run's kept checkpoint with the lowest validation loss, according to the manifests, without
-    verifying it; None if there is none."""
+    """Return a run's kept checkpoint with the lowest validation loss according to the manifests, or
+    None. The checkpoint is not verified.
+    """
     try:
         found = best_saved(run_folder)
     except (CheckpointError, OSError):
@@ -147,8 +155,9 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 
 
 def _ended_by_guard(run: RunRecord) -> Finding | None:
-    """The finding that the guard has ended the run as diverged, and that it was not resumed since;
-    None if that is not so."""
+    """Return a finding if the guard has ended the run as diverged and the run has not been resumed
+    since; otherwise None.
+    """
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
         return None
@@ -162,8 +171,9 @@ _ADVICE = f"{DIVERGED_REMEDY}, and start again"
 
 
 def _divergence(run: RunRecord) -> Finding | None:
-    """The finding that the training loss is above the loss of guessing, or has never fallen; None
-    if neither is so."""
+    """Return a finding if the training loss is above the loss of guessing or has never fallen;
+    otherwise None.
+    """
     losses = run.metrics.series("train/loss")
     bound = loss_of_guessing(run)
     if bound is None or len(losses) < _FEWEST_FAR_ABOVE:
@@ -177,13 +187,13 @@ def _divergence(run: RunRecord) -> Finding | None:
         not is_preference
         and trained >= _FEWEST
         and last > bound
-        # A loss that began above the bound and still falls is no divergence.
+        # A loss that began above the bound and is still falling is not a divergence.
         and last > (1 + _RISE) * lowest
     ):
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # When a good model is trained further on similar text, its loss hardly changes.
+    # If a good model is trained further on similar text, its loss hardly changes.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
@@ -213,8 +223,9 @@ def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Fi
 
 
 def _medians(values: Floats) -> Floats:
-    """The medians of consecutive groups of ten values, aligned to the end; up to nine values at the
-    beginning are left out. Fewer than ten values are one group."""
+    """Return the medians of consecutive groups of ten values, aligned to the end; up to nine values
+    at the beginning are omitted. Fewer than ten values form one group.
+    """
     whole = len(values) // _WINDOW
     if not whole:
         return np.array([np.median(values)])
@@ -223,8 +234,10 @@ def _medians(values: Floats) -> Floats:
 
 
 def loss_of_guessing(run: RunRecord) -> float | None:
-    """The loss of a model that gives every token the same probability, in nats: the logarithm of
-    the vocabulary size; for preference pairs ln 2. None if the vocabulary size is unknown."""
+    """Return the loss in nats of a model that assigns every token the same probability: the
+    logarithm of the vocabulary size, or ln 2 for preference pairs. Return None if the vocabulary
+    size is unknown.
+    """
     if run.recipe.get("preference") is not None:
         return math.log(2)
     model = run.recipe.get("model")
@@ -233,15 +246,16 @@ def loss_of_guessing(run: RunRecord) -> float | None:
 
 
 def starts_from_model(run: RunRecord) -> bool:
-    """True if the run started from the weights of another run or model."""
+    """Return True if the run started from the weights of another run or model."""
     is_branch = any(start.get("branched_from") is not None for start in run.starts)
     has_weights = run.start.get("init_from") is not None or is_branch
     return has_weights or run.recipe.get("lora") is not None
 
 
 def _warmup_steps(run: RunRecord) -> int:
-    """The number of warm-up steps: from the record of the run's start, else from its recipe, else
-    an estimate of a twentieth of the run."""
+    """Return the number of warm-up steps: from the record of the run's start or, if it is missing
+    there, from the recipe; otherwise estimated as a twentieth of the run.
+    """
     schedule = run.recipe.get("schedule")
     in_recipe = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
     found = run.start.get("warmup_steps", in_recipe)
@@ -254,17 +268,17 @@ _ACCURACY = re.compile(r"(.+)/(acc|acc_norm)")
 
 
 def is_accuracy(key: str) -> bool:
-    """True if a key is NAME/acc or NAME/acc_norm."""
+    """Return True if a key has the form NAME/acc or NAME/acc_norm."""
     return _ACCURACY.fullmatch(key) is not None
 
 
 def accuracies(metrics: Metrics) -> list[str]:
-    """The keys NAME/acc and NAME/acc_norm that have numbers, in alphabetical order."""
+    """Return the keys NAME/acc and NAME/acc_norm that have numbers, in alphabetical order."""
     return sorted(key for key in metrics.columns if is_accuracy(key))
 
 
 def final_numbers(run: RunRecord) -> dict[str, Any]:
-    """The final numbers of a run as a JSON object; None for a number that is unknown.
+    """Return the final numbers of a run as a JSON object; unknown numbers are None.
 
     Returns:
         An object with these keys:
@@ -340,13 +354,13 @@ def _peak(values: Any) -> int | None:
 
 
 def _positive(value: object) -> Any:
-    """`value` if it is a finite number above 0, else None."""
+    """Return `value` if it is a finite positive number, otherwise None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) and value > 0 else None  # type: ignore[arg-type, operator]
 
 
 def duration(hours: float) -> tuple[str, str]:
-    """Number and unit of a time, as texts: ("12.3", "min")."""
+    """Return the number and the unit of a duration as text: ("12.3", "min")."""
     unit, value = "h", hours
     if value < 1:
         unit, value = "min", 60 * hours

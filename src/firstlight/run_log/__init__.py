@@ -1,1 +1,1 @@
-"""The files in which a run records what happens: their names, their writer and their readers."""
+"""Log files of a run: their names, writer and readers."""

@@ -1,5 +1,6 @@
-"""Reads the files of a run folder, at any time of the run: whole, the metrics as curves, or line by
-line while another process writes them."""
+"""Read the files of a run folder, even while the run is active: complete files, metrics as curves,
+or line by line as another process writes them.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +34,19 @@ from firstlight.run_log.names import (
 Floats = npt.NDArray[np.float64]
 Axis = Literal["step", "tokens", "hours"]
 
-#: Largest accepted size of a run's log file in bytes: about ten million steps.
+#: Maximum size of a run's log file in bytes, about ten million steps.
 MAX_LOG_BYTES = 1 << 32
-#: Number of lines that are converted to arrays at a time, so that their objects take only some MB.
+#: Number of lines that are converted to arrays at a time, so that their objects take only a few MB.
 _LINES = 4096
-#: Largest accepted absolute value: computing with larger ones could overflow.
+#: Maximum absolute value; computing with larger values could overflow.
 _GREATEST = 1e100
-#: Largest accepted step: up to here a float can represent every integer.
+#: Maximum step; a float can represent every integer up to this one.
 MAX_STEP = 2**53
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of a curve, in the order of the run.
+    """Points of a curve, in run order.
 
     Attributes:
         x, y: finite coordinates of the points, [N] each.
@@ -60,28 +61,28 @@ class Series:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The numbers of metrics.jsonl, by column.
+    """Numbers in metrics.jsonl, by column.
 
     Attributes:
-        steps: step of each of the N lines, rising, [N].
-        columns: key -> the indices (from 0) of the lines that have a number, and the numbers,
-            [M] each. Values that are not finite numbers (null, a text) are left out.
+        steps: step of each of the N lines, increasing, [N].
+        columns: for each key, the zero-based indices of the lines that contain a number, and the
+            numbers, [M] each. Values that are not finite numbers (null, text) are omitted.
     """
 
     steps: Floats
     columns: Mapping[str, tuple[npt.NDArray[np.intp], Floats]]
 
     def values(self, key: str) -> Floats:
-        """All numbers of a key, [M]; empty if there are none."""
+        """Return all numbers of a key, [M], or an empty array."""
         return self.columns[key][1] if key in self.columns else np.empty(0)
 
     def last(self, key: str) -> float | None:
-        """The last number of a key; None if there is none."""
+        """Return the last number of a key, or None."""
         found = self.values(key)
         return float(found[-1]) if len(found) else None
 
     def series(self, key: str, axis: Axis = "step") -> Series:
-        """The curve of a key.
+        """Return the curve of a key.
 
         Args:
             key: key of the metric.
@@ -101,8 +102,9 @@ class Metrics:
 
     @property
     def hours(self) -> Floats:
-        """Hours of training up to each line, [N]: time of the steps, and of saves for which they
-        waited."""
+        """Hours of training up to each line, [N]: time spent on the steps and on waiting for
+        saves.
+        """
         seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
         return np.cumsum(seconds) / 3600
 
@@ -115,12 +117,12 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read metrics.jsonl. A missing file has no lines; an incomplete last line, which a killed
-    process leaves, is left out.
+    """Read metrics.jsonl. A missing file is treated as empty. An incomplete last line, left by a
+    killed process, is omitted.
 
     Raises:
-        CheckpointError: the file can't be read, another line than the last one is damaged, or steps
-            don't rise.
+        CheckpointError: the file can't be read, a line other than the last one is damaged, or steps
+            do not increase.
     """
     steps = [np.empty(0)]
     pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]] = {}
@@ -149,12 +151,12 @@ def _gather(
     first: int,
     pieces: dict[str, list[tuple[npt.NDArray[np.intp], Floats]]],
 ) -> None:
-    """Append the numbers of some lines to columns.
+    """Append the numbers of several lines to columns.
 
     Args:
-        records: objects of the lines.
+        records: parsed lines.
         first: index of the first line in the file.
-        pieces: columns in pieces, by key; changed in place.
+        pieces: parts of each column, keyed by metric; changed in place.
     """
     keys = set().union(*records) - {"step"}
     for key in sorted(keys):
@@ -177,8 +179,9 @@ def _number(value: object) -> float:
 
 
 def smoothed(series: Series) -> Series:
-    """The exponential moving average of a curve, with a half-life of a fiftieth of its points, and
-    with the bias correction of Adam (Kingma and Ba 2015, section 3)."""
+    """Return the exponential moving average of a curve. Its half-life is one fiftieth of the
+    points, and it has Adam's bias correction (Kingma and Ba 2015, section 3).
+    """
     decay = 0.5 ** (1 / max(len(series) / 50, 1))
     average = 0.0
     weight = 0.0
@@ -191,12 +194,12 @@ def smoothed(series: Series) -> Series:
 
 
 def thin(series: Series, buckets: int = 800) -> Series:
-    """Reduce a curve to at most 2 x `buckets` + 2 points that look the same if a bucket is about a
-    pixel wide.
+    """Reduce a curve to at most 2 x `buckets` + 2 points. The result looks the same if a bucket is
+    about one pixel wide.
 
-    The points are divided into buckets of equal numbers of points. The lowest and the highest point
-    of each bucket are kept, and the first and the last point of the curve. A curve that has at most
-    this number of points is returned unchanged.
+    The points are divided into buckets with equal numbers of points. The lowest and highest point
+    of each bucket are kept, as are the first and last point of the curve. A curve that does not
+    exceed this number of points is returned unchanged.
     """
     count = len(series)
     if count <= 2 * buckets + 2:
@@ -210,23 +213,24 @@ def thin(series: Series, buckets: int = 800) -> Series:
     return Series(series.x[chosen], series.y[chosen])
 
 
-#: Largest size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`, because it has all keys.
+#: Maximum size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`; it is larger because it
+#: contains all keys.
 _RESOLVED = 8
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run folder's files.
+    """Contents of the files in a run folder.
 
     Attributes:
         folder: the run folder.
-        metrics: the metrics of the steps (metrics.jsonl).
-        samples: the lines of samples.jsonl.
-        events: the lines of events.jsonl.
-        starts: the lines of starts.jsonl.
-        length: the contents of length.json; empty if the run's length is not given in minutes.
+        metrics: metrics of the steps (metrics.jsonl).
+        samples: lines of samples.jsonl.
+        events: lines of events.jsonl.
+        starts: lines of starts.jsonl.
+        length: content of length.json; empty for a run without a time budget.
         recipe: the resolved recipe; empty if the file is missing.
-        recipe_text: the text of recipe.yaml; "" if the file is missing.
+        recipe_text: text of recipe.yaml, or "" if the file is missing.
     """
 
     folder: Path
@@ -240,34 +244,35 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the run folder."""
         return self.folder.resolve().name
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """The last line of starts.jsonl; {} if there is none."""
+        """Last line of starts.jsonl, or {} if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @property
     def last_step(self) -> int:
-        """The last logged step; 0 before the first."""
+        """Last logged step, or 0 before the first."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     @property
     def max_steps(self) -> int | None:
-        """The planned number of steps of the run; None if unknown."""
+        """Planned number of steps of the run, or None if unknown."""
         return _max_steps(self.recipe, self.length, self.start)
 
     @property
     def what_happened(self) -> list[Mapping[str, Any]]:
-        """Events, resumptions and the decision about the run's length, sorted by step, without
-        those that are in `left_out`."""
+        """Events, resumptions and the decision about the run's length, sorted by step, without the
+        events in `left_out`.
+        """
         found = [event for event in self._happened if _lacking(event) is None]
         return sorted(found, key=lambda event: event["step"])
 
     @property
     def left_out(self) -> list[str]:
-        """A message about each event that lacks a value by which reports describe it."""
+        """Messages about events that lack a value required to describe them in reports."""
         return [
             f"{self.folder}: {event['event']!r} at step {event['step']:,} is left out: its record "
             f"has no {key}"
@@ -284,7 +289,7 @@ class RunRecord:
         return [*self.events, *resumed, *decisions(self.length)]
 
 
-#: The values by which reports describe an event, with their types, by the event's name.
+#: Names and types of the values that reports need to describe an event, keyed by event name.
 _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "rollback": {"to_step": (int,), "reason": (str,)},
     "out of memory": {"micro_batch_rows": (int,), "before": (int,)},
@@ -297,7 +302,7 @@ _DESCRIBED_BY: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 
 def _lacking(event: Mapping[str, Any]) -> str | None:
-    """The first value of `_DESCRIBED_BY` that an event lacks; None if it has all of them."""
+    """Return the first value of `_DESCRIBED_BY` that an event lacks, or None."""
     kinds = _DESCRIBED_BY.get(event["event"], {})
     return next((key for key, kind in kinds.items() if type(event.get(key)) not in kind), None)
 
@@ -312,9 +317,8 @@ def _max_steps(
 
 
 def planned_length(folder: Path) -> tuple[int | None, float | None, int | None]:
-    """The planned length of a run in steps and in minutes, and the step at which a run in minutes
-    ends even if minutes are left, without reading its metrics. Each is None if it is unknown or the
-    run has no such limit.
+    """Return (planned steps, planned minutes, step limit of a run with a time budget), without
+    reading the metrics. Each is None if it is unknown or does not apply to the run.
 
     Raises:
         CheckpointError: a file of the run folder is damaged.
@@ -326,7 +330,7 @@ def planned_length(folder: Path) -> tuple[int | None, float | None, int | None]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. Files that are missing (because the run has not written them yet) are
+    """Read a run folder. Missing files, which the run may not have written yet, are treated as
     empty.
 
     Raises:
@@ -346,19 +350,20 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of a file of JSON lines; [] if the file is missing. An incomplete last line of a
-    killed process is left out.
+    """Return all objects in a JSON Lines file, or [] if the file is missing. An incomplete last
+    line, left by a killed process, is omitted.
 
     Raises:
-        CheckpointError: the file can't be read, or another line than the last one is damaged.
+        CheckpointError: the file can't be read, or a line other than the last one is damaged.
     """
     return list(_sound_lines(path))
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The objects of all readable lines of a file of JSON lines, and a message about the first
-    unreadable line or about the file; None without a problem. An incomplete last line, which a
-    killed process leaves, is no problem."""
+    """Return the objects on all readable lines of a JSON Lines file, and a message about the first
+    unreadable line or about the file, or None if there is no problem. An incomplete last line, left
+    by a killed process, is not a problem.
+    """
     lines = list(_lines(path))
     problem = next((str(line) for line in lines if isinstance(line, CheckpointError)), None)
     return [line for line in lines if not isinstance(line, CheckpointError)], problem
@@ -372,8 +377,10 @@ def _sound_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any] | CheckpointError]:
-    """Each line of a log as an object, or as the error that it is damaged; one error if the file
-    can't be read. A missing file has no lines, and an incomplete last line is left out."""
+    """Yield each line of a log as an object, or as an error if the line is damaged. If the file
+    can't be read, yield a single error. A missing file is treated as empty, and an incomplete last
+    line is omitted.
+    """
     if not path.exists():
         return
     try:
@@ -394,8 +401,8 @@ def _record(line: bytes) -> dict[str, Any]:
     try:
         record = from_json(line)
     except ValueError:
-        # `json` is slower than `from_json`, but reads everything that it writes itself, such as
-        # single surrogates.
+        # `json` is slower than `from_json`, but can read everything that it writes, such as lone
+        # surrogates.
         record = json.loads(line.decode("utf-8-sig"))
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or abs(step) > MAX_STEP:
@@ -412,7 +419,7 @@ def _read_lines(path: Path, *texts: str) -> list[dict[str, Any]]:
 
 
 def last_start(run_folder: Path) -> dict[str, Any]:
-    """The record of the run's last start or resumption; {} if there is none.
+    """Return the record of the run's last start or resumption, or {} if there is none.
 
     Raises:
         CheckpointError: see `read_json_lines`.
@@ -421,10 +428,10 @@ def last_start(run_folder: Path) -> dict[str, Any]:
 
 
 def require_run(folder: Path) -> None:
-    """Refuse a path that is not a run folder.
+    """Raise an error if a path is not a run folder.
 
     Raises:
-        InputError: the path does not exist, is a file, or is another folder.
+        InputError: the path does not exist, is a file, or is some other folder.
     """
     if not folder.exists():
         siblings = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
@@ -441,7 +448,7 @@ def require_run(folder: Path) -> None:
 
 
 def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
-    """The values and the text of recipe.yaml; {} and "" if it is missing."""
+    """Return the values and the text of recipe.yaml, or ({}, "") if the file is missing."""
     if not path.exists():
         return {}, ""
     try:
@@ -458,10 +465,10 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
 
 # The length of a run in minutes
 
-#: Largest accepted number: up to here a float can represent every integer.
+#: Maximum number; a float can represent every integer up to this one.
 _MOST_STEPS = 2**53
 
-#: Keys of the file, with the types and the smallest value that are accepted.
+#: Keys of the file, with the types and the minimum value that are accepted.
 _LENGTH_KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
     ("max_minutes", (int, float), 0),
     ("predicted_steps", (int,), 1),
@@ -473,19 +480,19 @@ _LENGTH_KEYS: Sequence[tuple[str, tuple[type, ...], int]] = (
 
 
 def read_length(run_folder: Path) -> dict[str, Any]:
-    """The contents of length.json of a run whose length is given in minutes; {} for other runs.
+    """Return the content of length.json for a run with a time budget, or {} for other runs.
 
     Returns:
-        An object with some of these keys:
+        An object that contains some of these keys:
 
-        - "max_minutes": the planned length in minutes.
-        - "predicted_steps": the number of steps that was predicted at the run's start.
-        - "most_steps": the recipe's limit of steps, if it has one.
+        - "max_minutes": the time budget in minutes.
+        - "predicted_steps": the number of steps predicted when the run started.
+        - "most_steps": the step limit in the recipe, if there is one.
         - "seconds_used": the seconds of training so far.
-        - "max_steps": the run's number of steps, after it is decided.
+        - "max_steps": the number of steps of the run, once it is decided.
         - "decided_at": the number of completed steps when it was decided.
-        - "replaced": if the number of steps was corrected, a list with a pair for each earlier one:
-          that number, and the number of completed steps when another one replaced it.
+        - "replaced": if the number of steps was corrected, a list with a pair for each earlier
+            number: that number, and the number of completed steps when it was replaced.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -506,7 +513,9 @@ def read_length(run_folder: Path) -> dict[str, Any]:
 
 
 def _are_corrections(value: Any, decided_at: int) -> bool:
-    """True for a list of pairs (number of steps, completed steps), in the order of the latter."""
+    """Return True for a list of pairs (number of steps, completed steps), sorted by completed
+    steps.
+    """
     if type(value) is not list:
         return False
     last = decided_at
@@ -520,11 +529,11 @@ def _are_corrections(value: Any, decided_at: int) -> bool:
 
 
 def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The decision about the number of steps and its corrections, as events of the run; [] before
-    the decision.
+    """Return the decision about the number of steps and its corrections as events of the run, or []
+    before the decision.
 
     Args:
-        length: the result of `read_length`.
+        length: result of `read_length`.
     """
     if "max_steps" not in length:
         return []
@@ -540,10 +549,11 @@ def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class LineFollower:
-    """Reads the lines of a growing file of JSON objects, each line once, when it is complete.
+    """Reads the lines of a growing file of JSON objects, each exactly once, as soon as it is
+    complete.
 
-    A file that does not exist yet has no lines. If another file replaces it, as when a resumed run
-    rewrites its logs, the new file is read from its beginning.
+    A file that does not exist yet is treated as empty. If the file is replaced, as when a resumed
+    run rewrites its logs, the new file is read from its beginning.
 
     Args:
         path: path of the file.
@@ -556,9 +566,10 @@ class LineFollower:
         self._rest = b""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
-        """The objects that were written since the last call; and True if the file was replaced, so
-        that they begin with the first line of the new file. A line that is no JSON object is left
-        out."""
+        """Return the objects written since the last call, and True if the file was replaced, in
+        which case they begin with the first line of the new file. Lines that are not JSON objects
+        are omitted.
+        """
         is_other = self._reopen()
         if self._file is None:
             return [], is_other
@@ -572,7 +583,9 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that is at the path now; True if it replaced the open file."""
+        """Open the file that is now at the path. Return True if it replaced the previously open
+        file.
+        """
         try:
             now = os.stat(self._path)
         except OSError:
@@ -602,7 +615,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class StepFollower:
-    """Reads the steps of metrics.jsonl while they are written, each with its samples.
+    """Reads the steps in metrics.jsonl as they are written, each with its samples.
 
     Args:
         metrics, samples: paths of metrics.jsonl and samples.jsonl.
@@ -613,10 +626,11 @@ class StepFollower:
         self._waiting: list[dict[str, Any]] = []
 
     def new(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Metrics and samples of each step that was written since the last call. Steps that a run
-        repeats after a rollback or a resumption occur again."""
+        """Return the metrics and samples of each step written since the last call. Steps that a run
+        repeats after a rollback or a resumption occur again.
+        """
         records, _ = self._metrics.new()
-        # The samples of a step are written before its metrics, so they are there by now.
+        # The samples of a step are written before its metrics, so they already exist.
         samples, is_other = self._samples.new()
         self._waiting = samples if is_other else self._waiting + samples
         steps = []

@@ -1,6 +1,7 @@
-"""The logs of a run: metrics.jsonl, samples.jsonl and events.jsonl.
+"""Write the logs of a run: metrics.jsonl, samples.jsonl and events.jsonl.
 
-metrics.jsonl has one line for each step, with floats that are read back exactly, and no step twice.
+metrics.jsonl has one line per step and contains each step only once. Its floats are read back
+exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from firstlight.run_log.names import (
 )
 from firstlight.run_log.reader import sound_json_lines
 
-#: Files other than checkpoints that a run writes into its folder, and can be resumed without.
+#: Files other than checkpoints that a run writes into its folder. A run can be resumed without
+#: them.
 _DERIVED = (
     METRICS_NAME,
     SAMPLES_NAME,
@@ -43,29 +45,29 @@ _DERIVED = (
 
 
 def clear_file_names(folder: Path) -> Iterator[str]:
-    """Rename folders, pipes and devices in a run folder that have the name of a file that a run
+    """Rename folders, pipes and devices in a run folder whose names are needed for files that a run
     writes.
 
     Yields:
-        A warning for each.
+        A warning for each of them.
 
     Raises:
         StorageError: a file system error.
     """
     for path in (folder / name for name in _DERIVED):
-        # Renamed, not deleted: the run did not make it.
+        # Renamed rather than deleted, because the run did not create it.
         if path.exists() and not path.is_file():
             yield f"warning: {path} was not a file, and was renamed to {set_aside(path)}"
 
 
 class JsonLines:
-    """A file with one JSON object a line, to which a run appends.
+    """A file with one JSON object per line, to which a run appends.
 
-    Floats are read back exactly. If a line can't be written in full, its part is removed, so that
-    the file always has whole lines.
+    Floats are read back exactly. If a line can't be written completely, its written part is
+    removed, so that the file always consists of complete lines.
 
     Args:
-        path: the file, which is made if it is missing.
+        path: the file, which is created if it does not exist.
 
     Raises:
         StorageError: the file can't be opened.
@@ -86,7 +88,7 @@ class JsonLines:
             self._file.append(json_line(record).encode())
 
     def sync(self) -> None:
-        """Force the lines to the disk."""
+        """Sync the lines to the disk."""
         with storage_errors(self._path):
             self._file.sync()
 
@@ -96,8 +98,9 @@ class JsonLines:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A line of a log as UTF-8 text; escaped to ASCII if it has a lone surrogate, which UTF-8 can't
-    encode."""
+    """Return a line of a log as UTF-8 text. A line with a lone surrogate, which UTF-8 can't encode,
+    is escaped to ASCII.
+    """
     line = json.dumps(record, ensure_ascii=False) + "\n"
     try:
         line.encode()
@@ -107,24 +110,25 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
-    """Drop a log's damaged lines, and those after `step`, which the run will do again. A damaged
-    file, or a path that is not a file, is kept under another name. A link is replaced by a file.
+    """Drop a log's damaged lines, and the lines after `step`, which the run will write again. A
+    damaged file, or a path that is not a file, is kept under another name. A link is replaced by a
+    file.
 
     Args:
         path: the log.
         step: last step whose lines are kept.
-        samples: True for samples.jsonl, whose lines have texts, and in which a step may have
-            several lines; False for a log with one line a step.
+        samples: True for samples.jsonl, whose lines contain texts and in which a step may have
+            several lines; False for a log with one line per step.
 
     Returns:
-        (steps of the lines that are kept; a message with the file's damage and its new name, None
+        (steps of the kept lines; a message about the damage with the file's new name, or None
         if it is not damaged).
 
     Raises:
         StorageError: a file system error.
     """
     if not path.exists():
-        remove_file(path)  # a broken link, through which the log would be written elsewhere
+        remove_file(path)  # a broken link, through which the log would be written somewhere else
         return [], None
     records, problem = sound_json_lines(path)
     there = [record for record in records if record["step"] <= step]
@@ -142,11 +146,11 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
 
 
 def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
-    """Indices of a longest increasing subsequence (patience sorting), so that a wrong step, too
-    large or too small, is left out without the right steps around it.
+    """Return the indices of a longest increasing subsequence (patience sorting). A wrong step, too
+    large or too small, is thus omitted without the correct steps around it.
 
     Args:
-        steps: steps of the lines in the order of the file.
+        steps: steps of the lines, in file order.
         several: True if a step may occur several times.
     """
     find = bisect_right if several else bisect_left
@@ -158,7 +162,7 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
         # `ends` is sorted: find the longest subsequence that this step can continue.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
-        # If a step has two lines, keep the first: later ones were added to the file.
+        # If a step has two lines, keep the first, because later lines were added to the file.
         if ends[length : length + 1] != [step]:
             ends[length : length + 1] = [step]
             places[length : length + 1] = [place]
@@ -170,8 +174,9 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
 
 
 def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
-    """The steps from `first` to `last` that have no line, such as "3, 7 to 9"; "" if there are
-    none."""
+    """Return the steps from `first` to `last` that do not have a line, such as "3, 7 to 9", or
+    "".
+    """
     gaps, expected = [], first
     for step in (*sorted(steps), last + 1):
         if step > expected:
@@ -181,19 +186,20 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 
 
 class RunLogs:
-    """The logs of a run, open for appending. A context manager, which closes them.
+    """Logs of a run, open for appending. Use it as a context manager, which closes them.
 
     When a run is resumed, lines of steps after the checkpoint's step are dropped, so that the logs
-    have both metrics and samples of a step or neither.
+    contain either both the metrics and the samples of a step or neither.
 
     Args:
         folder: the run folder.
         last_step: last step whose lines are kept; -1 drops all lines.
-        events: the lines of events.jsonl, which replace those of the file; without any, the file is
-            removed.
-        is_branch: True if the run branches off another one after `last_step`, and has no lines yet.
-        tell: called with a message for each file with damaged or missing lines, which do not keep
-            the run from continuing.
+        events: lines of events.jsonl, which replace those in the file. If there are none, the file
+            is removed.
+        is_branch: True if the run branches off another run after `last_step` and does not have any
+            lines yet.
+        tell: called with a message for each file with damaged or missing lines, which do not
+            prevent the run from continuing.
 
     Raises:
         StorageError: a file system error.
@@ -223,14 +229,16 @@ class RunLogs:
     def write_step(
         self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
     ) -> None:
-        """Append a step's metrics, and the texts written after it."""
+        """Append a step's metrics, and the sample texts generated after it."""
         for sample in samples:
-            # Samples first, so that a step with metrics is complete.
+            # Samples first, so that a step that has metrics is complete.
             self._samples.write(sample)
         self._metrics.write(record)
 
     def write_events(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the content of events.jsonl by these lines; remove the file if there are none."""
+        """Replace the content of events.jsonl with these lines, or remove the file if there are
+        none.
+        """
         path = self._folder / EVENTS_NAME
         if events:
             write_file(path, "".join(map(json_line, events)))
@@ -238,17 +246,17 @@ class RunLogs:
             remove_file(path)
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines after a step, since the run will do those steps again."""
+        """Drop the lines after a step, because the run will do those steps again."""
         self._close()
         self._open(step)
 
     def sync(self) -> None:
-        """Force all lines to the disk."""
+        """Sync all lines to the disk."""
         self._samples.sync()
         self._metrics.sync()
 
     def _open(self, last_step: int) -> None:
-        """Open the logs with the lines up to a step; -1 for none."""
+        """Open the logs with the lines up to a step; -1 drops all lines."""
         for name in (METRICS_NAME, SAMPLES_NAME):
             if last_step >= 0:
                 path, samples = self._folder / name, name == SAMPLES_NAME
@@ -262,12 +270,12 @@ class RunLogs:
     def _say_damage(
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
-        """Give messages about a log's damage, and about steps without metrics."""
+        """Report a log's damage, and steps without metrics."""
         if problem is not None:
             self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
             return
-        # A run that branched off another one, or continues another one's schedule, has no lines of
+        # A run that branched off another run or continues another run's schedule has no lines for
         # the steps before.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
         begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
@@ -284,7 +292,7 @@ class RunLogs:
 
 
 class SilentLogs:
-    """The methods of `RunLogs` without effect, for all processes except the main one."""
+    """Same methods as `RunLogs`, without effect, for all processes except the main process."""
 
     def __enter__(self) -> SilentLogs:
         return self

@@ -27,8 +27,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?")
 #: HTTP status recorded in the metrics for a request whose client disconnected, as in nginx.
 CLIENT_GONE = 499
 
-#: HTTP status -> `type` of the error. For other statuses, it is "invalid_request_error" below 500
-#: and "server_error" otherwise.
+#: Error `type` for each HTTP status. Other statuses use "invalid_request_error" below 500 and
+#: "server_error" otherwise.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -39,7 +39,7 @@ _TYPES = {
 FAILED = "the server failed to answer this request: see its log for the reason"
 OUT_OF_MEMORY = "the server has too little memory for this text: lower max_tokens"
 
-#: <link> and <meta> tags with the URL of another host, which a browser might fetch.
+#: <link> and <meta> tags with a URL on another host, which a browser might fetch.
 _FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.IGNORECASE | re.DOTALL)
 _PAGE_HEADERS = {
@@ -70,13 +70,13 @@ class Error(BaseModel):
 
 
 class RequestError(HTTPException):
-    """Error response to a request that was refused or that failed.
+    """Error response to a request that was rejected or that failed.
 
     Args:
         status: HTTP status.
-        message: problem and remedy, for the client.
-        param: name of the invalid field in the request.
-        code: error code for programs.
+        message: the problem and the remedy, for the client.
+        param: name of the invalid request field.
+        code: machine-readable error code.
         headers: additional headers of the response.
 
     Attributes:
@@ -104,15 +104,16 @@ class RequestError(HTTPException):
 
 
 class ClientGoneError(RequestError):
-    """The client closed the connection, so no one will read the response."""
+    """Raised when the client has closed the connection, so that a response would not be read."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client closed the connection")
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of a header, or None if it is missing and "" if it occurs several times.
-    `name` must be in lower case."""
+    """Return the value of a header, None if it is missing, or "" if it occurs several times. `name`
+    must be lowercase.
+    """
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not values:
         return None
@@ -122,16 +123,16 @@ def header(scope: Scope, name: bytes) -> str | None:
 class Access:
     """Allowed hosts and origins of a server, and its API key.
 
-    A server at a loopback address answers only requests to the names of the local machine and those
-    in `hosts`, because an attacker can make a host name resolve to this machine (DNS rebinding).
-    The port in the Host header is not compared with the server's port, so that tunnels work.
+    A server at a loopback address accepts only requests addressed to a name of the local machine or
+    to a name in `hosts`, because an attacker can make a host name resolve to this machine (DNS
+    rebinding). The port in the Host header is not checked, so that tunnels work.
 
     Args:
-        host: name or address at which the server listens.
+        host: name or address on which the server listens.
         key: API key; None disables the check.
-        hosts: additional allowed names in the Host header. If empty, a server at a non-loopback
+        hosts: additional names allowed in the Host header. If empty, a server at a non-loopback
             address allows all names.
-        origins: allowed origins of other web pages (values of the Origin header).
+        origins: origins of other web pages that are allowed (values of the Origin header).
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Access:
         return self._key_digest is not None
 
     def require(self, scope: Scope) -> None:
-        """Refuse a request whose host or origin is not allowed.
+        """Reject a request whose host or origin is not allowed.
 
         Raises:
             RequestError: status 403.
@@ -169,7 +170,7 @@ class Access:
                 code="host_not_allowed",
             )
         origin = header(scope, b"origin")
-        # Origin is that of the page, also for WebSockets.
+        # Origin is the page's origin, even for WebSockets.
         scheme = scope["scheme"].replace("ws", "http")
         if origin is not None and origin.lower() not in {f"{scheme}://{host}", *self.origins}:
             raise RequestError(
@@ -180,7 +181,7 @@ class Access:
             )
 
     def require_key(self, scope: Scope) -> None:
-        """Refuse a request with a missing or wrong API key. /health does not require a key.
+        """Reject a request with a missing or wrong API key. /health does not require a key.
 
         Raises:
             RequestError: status 401.
@@ -188,7 +189,7 @@ class Access:
         if self._key_digest is None or scope["path"] == "/health":
             return
         scheme, _, key = (header(scope, b"authorization") or "").partition(" ")
-        # Digests have equal length, so the time of the comparison reveals nothing about the key.
+        # Digests have equal length, so the comparison time reveals nothing about the key.
         digest = hashlib.sha256(key.encode("latin-1")).digest()
         if scheme.lower() != "bearer" or not hmac.compare_digest(digest, self._key_digest):
             raise RequestError(
@@ -200,14 +201,14 @@ class Access:
 
 
 class RequestGuard:
-    """ASGI middleware that refuses requests without access or with an oversized head, answers CORS
-    preflights, adds headers to responses and counts requests.
+    """ASGI middleware that rejects requests without access or with an oversized head, responds to
+    CORS preflight requests, adds headers to responses and counts requests.
 
     Args:
         app: application that receives the accepted requests.
         access: allowed hosts and origins, and the API key.
         max_header_bytes: maximum size of path, query and headers together.
-        count: callback that gets the path and status of each request.
+        count: callback that receives the path and status of each request.
     """
 
     def __init__(
@@ -221,8 +222,8 @@ class RequestGuard:
         self._max_header_bytes, self._count = max_header_bytes, count
         self._answer: ASGIApp = self._answer_with_key
         if access.origins:
-            # CORS comes before the key check: browsers send no key with a preflight, and pages can
-            # then read the error for a wrong key.
+            # CORS handling precedes the key check: browsers do not send a key with a preflight
+            # request, and a page can then read the error for a wrong key.
             self._answer = CORSMiddleware(
                 self._answer_with_key,
                 allow_origins=sorted(access.origins),
@@ -266,8 +267,9 @@ class RequestGuard:
             await self._app(scope, receive, send)
 
     def _require_head_size(self, scope: Scope) -> None:
-        """Refuse an oversized head. uvicorn's limit works only if the head arrives in several
-        parts."""
+        """Reject an oversized head. uvicorn enforces its limit only if the head arrives in several
+        parts.
+        """
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(k) + len(v) for k, v in scope["headers"]) > self._max_header_bytes:
             raise RequestError(
@@ -295,7 +297,7 @@ class LoopbackGuard:
         try:
             self._access.require(scope)
         except RequestError as error:
-            await error.response(scope, receive, send)  # This also refuses a WebSocket.
+            await error.response(scope, receive, send)  # This also rejects a WebSocket.
             return
         # Remove accept-encoding, because tags can't be found in a compressed page.
         headers = [entry for entry in scope["headers"] if entry[0] != b"accept-encoding"]

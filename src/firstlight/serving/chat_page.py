@@ -1,5 +1,6 @@
-"""Chat page, based on Chainlit, for a browser on this machine. Nothing is sent to other
-machines."""
+"""Chat page, based on Chainlit, for a browser on this machine. It sends nothing to other
+machines.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from firstlight.serving.config import is_loopback, listening_socket, url_for
 
 T = TypeVar("T")
 
-#: Folder with Chainlit's configuration and the page's script.
+#: Folder with Chainlit's configuration and the script of the page.
 _FILES = Path(__file__).parent / "page"
 
 #: Environment variables that could make Chainlit require a login, or store or send conversations.
@@ -35,7 +36,7 @@ _FOREIGN_VARIABLES = re.compile(
     r"(CHAINLIT|OAUTH|SLACK|TEAMS|DISCORD|LITERAL)_\w+|DATABASE_URL|BUCKET_NAME"
 )
 
-#: Time for running answers to finish when the server shuts down, in seconds.
+#: Time in seconds for running answers to finish when the server shuts down.
 _GRACE_SECONDS = 2
 
 
@@ -53,7 +54,7 @@ class Address:
 
 
 def require_web(host: str, port: int) -> Address:
-    """Check that the page can be served before a model is loaded, and return its address.
+    """Check that the page can be served before a model is loaded. Return its address.
 
     Raises:
         ConfigError: other machines could reach the host, or the port is invalid.
@@ -80,9 +81,9 @@ def serve_chat(
     compile: bool = False,
     **options: Any,
 ) -> None:
-    """Serve the page until Ctrl-C. Every browser tab has a separate conversation.
+    """Serve the page until Ctrl-C. Each browser tab has a separate conversation.
 
-    Can be called only once per process, because Chainlit's application is a global object.
+    Call this only once per process, because Chainlit's application is a global object.
 
     Args:
         loaded: a model from `firstlight.load`.
@@ -92,7 +93,7 @@ def serve_chat(
 
     Raises:
         StorageError: the port is in use.
-        ConfigError: the model can't be compiled here.
+        ConfigError: the model can't be compiled on this machine.
         ConfigError, ModelError, InputError, TokenizerError: see `ChatSession`.
     """
     from firstlight.serving.access import LoopbackGuard
@@ -104,7 +105,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, decoder=decoder, **options)
 
-    new_session()  # Raise errors now, before the page is served.
+    new_session()  # Fail early, before the page is served.
     with (
         contextlib.suppress(KeyboardInterrupt),
         listening_socket(address.host, address.port) as listener,
@@ -117,8 +118,9 @@ def serve_chat(
 
 
 def _app_folder(folder: Path) -> Path:
-    """Copy Chainlit's files to `folder`, which replaces the working directory as Chainlit's
-    folder."""
+    """Copy Chainlit's files to `folder`, which Chainlit then uses instead of the working
+    directory.
+    """
     for part, name in ((".chainlit", "config.toml"), ("public", "page.js")):
         (folder / part).mkdir()
         shutil.copyfile(_FILES / name, folder / part / name)
@@ -127,8 +129,9 @@ def _app_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _environment(folder: Path) -> Iterator[None]:
-    """Context manager that sets the environment variables for Chainlit: it removes
-    `_FOREIGN_VARIABLES` and sets Chainlit's folder."""
+    """Set the environment variables for Chainlit: remove `_FOREIGN_VARIABLES` and set Chainlit's
+    folder. Restore them on exit.
+    """
     before = dict(os.environ)
     for name in before:
         if _FOREIGN_VARIABLES.fullmatch(name):
@@ -149,7 +152,7 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
     config = uvicorn.Config(
         app,
-        lifespan="off",  # Chainlit's shutdown would end the whole process.
+        lifespan="off",  # Chainlit's shutdown would end the entire process.
         log_level="error",
         server_header=False,
         ws_max_size=1 << 20,
@@ -162,7 +165,7 @@ def _serve(app: Any, listener: socket.socket) -> None:
 
 
 def _chainlit_app(new_session: Callable[[], ChatSession], model_name: str) -> Any:
-    """Return Chainlit's ASGI application with callbacks that answer using the model."""
+    """Return Chainlit's ASGI application with callbacks that answer with the model."""
     chainlit: Any = importlib.import_module("chainlit")
     logging.getLogger("chainlit").setLevel(logging.ERROR)
     settings: Any = importlib.import_module("chainlit.config").config
@@ -184,7 +187,7 @@ class _Page:
     ) -> None:
         self._chainlit = chainlit
         self._new_session = new_session
-        # Replace special characters, so that the folder's name can't contain markup.
+        # Replace special characters so that the folder's name can't contain markup.
         self._name = re.sub(r"[^\w. -]", " ", model_name)
         self._answers = Answers()
 
@@ -215,7 +218,7 @@ class _Page:
                 async for part in parts:
                     while notes:
                         await notes.pop().remove()
-                    # The reasoning is shown until the text begins.
+                    # The reasoning is shown until the answer's text begins.
                     if isinstance(part, ReasoningText):
                         thoughts += part
                         await reply.stream_token(part)
@@ -236,8 +239,8 @@ class _Page:
             task.cancel()
 
 
-#: Field of `SamplingConfig` -> its label, its description, and the minimum and maximum of its
-#: slider on the page; None means an input field for an integer.
+#: Label, description, and slider minimum and maximum of each `SamplingConfig` field shown on the
+#: page; a range of None means an input field for an integer.
 _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "temperature": (
         "Temperature",
@@ -255,7 +258,7 @@ _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
 
 
 def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
-    """Return the widgets of the page's settings, showing the values in `now`."""
+    """Return the widgets of the page's settings, with the values in `now`."""
     found = []
     for name, (label, description, limits) in _SETTINGS.items():
         value = getattr(now, name)
@@ -269,11 +272,11 @@ def _widgets(widgets: Any, now: SamplingConfig) -> list[Any]:
 
 
 def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
-    """Return the sampling settings updated with the values that a page has sent. Empty fields
-    change nothing.
+    """Return the sampling settings updated with the values sent by the page. Empty fields are
+    ignored.
 
     Raises:
-        ConfigError: a value is not a number, or out of range.
+        ConfigError: a value is not a number or is out of range.
     """
     changes: dict[str, Any] = {}
     for name, (_, _, limits) in _SETTINGS.items():
@@ -294,8 +297,9 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
 
 
 class Answers:
-    """Generates answers with one model, one at a time, in a thread, so that the event loop is not
-    blocked."""
+    """Generates answers with one model, one at a time, in a thread that does not block the event
+    loop.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -324,8 +328,9 @@ class Answers:
 
 
 async def _in_thread(session: ChatSession, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread. Cancellation stops the session but waits for the end of the
-    call, even if repeated, because the model is in use until then."""
+    """Call a function in a thread. Cancellation stops the session but still waits for the call to
+    end, even if cancelled repeatedly, because the model is in use until then.
+    """
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

@@ -1,5 +1,5 @@
-"""Limits on requests and options of the server, the API key, and the address to listen on. The
-command line uses this module without importing the server.
+"""Options of the server: limits on requests, the API key, and the address to listen on. The command
+line uses this module without importing the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_KEY_BYTES = 4096
 #: Maximum number of choices per prompt.
 MAX_CHOICES = 8
 #: Maximum number of prompts in a request, and of token ids in one JSON prompt. The encoder also
-#: applies the model's limit.
+#: enforces the model's limit.
 MAX_PROMPTS, MAX_PROMPT_IDS = 64, 200_000
 #: Maximum number of messages in a conversation, and of parts in a message.
 MAX_MESSAGES, MAX_PARTS = 512, 64
@@ -36,7 +36,7 @@ MAX_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 #: Maximum number of entries of `logit_bias`.
 MAX_BIASES = 1024
 #: Maximum number of names and objects in the JSON of a body. Validating a body of a million bytes
-#: that consists only of names would delay the answers to other clients.
+#: that consists only of names would delay the responses to other clients.
 MAX_NAMES = 20_000
 #: OpenAI's default for `max_tokens` in completions. A chat answer without `max_tokens` may fill the
 #: context.
@@ -144,17 +144,17 @@ class ServerOptions:
         values = {**vars(self), **vars(self.limits)}
         for name, (least, highest) in _RANGES.items():
             value = values[name]
-            # Comparisons with NaN are false, so this form also refuses NaN.
+            # Comparisons with NaN are false, so this form also rejects NaN.
             if value is not None and not least <= value <= highest:
                 raise ConfigError(f"{name} must be between {least} and {highest}, not {value}")
 
 
 def checked_key(key: bytes, where: str) -> bytes:
-    """Check that a key can be sent in a header; return it.
+    """Return the key if it can be sent in a header; raise an error otherwise.
 
     Args:
         key: the key.
-        where: origin of the key, for error messages.
+        where: source of the key, for error messages.
 
     Raises:
         ConfigError: the key is empty or contains anything other than visible ASCII characters.
@@ -191,7 +191,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Open the socket to which clients connect; port 0 selects any free port.
+    """Open the socket on which the server listens; port 0 selects any free port.
 
     Raises:
         ConfigError: the host is not an address of this machine.
@@ -207,7 +207,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        # The error's own text is not used because it repeats the address.
+        # The error's message is not used, because it repeats the address.
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{host} port {port}"
         raise StorageError(f"can't listen on {where}: {reason}; choose another --port") from error

@@ -1,9 +1,8 @@
-"""Requests: models of their bodies, with OpenAI's fields and additional ones, and the encoder that
-converts them to token sequences. Limits are in `config.py`.
+"""Request models, with OpenAI's fields and additional ones, and the encoder that converts requests
+to token sequences. Limits are in `config.py`.
 
-Each of OpenAI's fields is either implemented or, if it would change the answer, refused by name.
-Fields that other vendors have added have no effect, as in vLLM and llama.cpp; they are counted in
-the log.
+Each OpenAI field is either implemented or, if it would change the response, rejected by name.
+Fields added by other vendors have no effect, as in vLLM and llama.cpp; they are counted in the log.
 """
 
 from __future__ import annotations
@@ -79,13 +78,14 @@ _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 def _needs(name: str, switch: str) -> dict[str, Any]:
-    """Return a JSON Schema rule: the field `name` is null or missing, or the field `switch` is
-    true."""
+    """Return a JSON Schema rule: the field `name` is null or missing unless the field `switch` is
+    true.
+    """
     switched = {"properties": {switch: {"const": True}}, "required": [switch]}
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
-#: JSON Schema rules for messages: only the assistant's messages may have no content.
+#: JSON Schema rules for messages: only messages of the assistant may have no content.
 _BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
 _WITH_CONTENT: dict[str, Any] = {
     "properties": {"content": {"not": {"type": "null"}}},
@@ -129,7 +129,7 @@ class StreamOptions(_Body):
 
 
 class _Format(_Body):
-    # An unknown key would be a rule that is not enforced.
+    # An unknown key might be a rule, which would not be enforced.
     model_config = ConfigDict(extra="forbid")
 
 
@@ -239,7 +239,7 @@ class GenerationRequest(UnsupportedFields):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        """JSON Schema that the answer must satisfy; None if any text is allowed."""
+        """JSON Schema that the answer must satisfy, or None if any text is allowed."""
         if isinstance(self.response_format, SchemaFormat):
             return self.response_format.json_schema.schema_ or {"type": "object"}
         plain = self.response_format
@@ -272,7 +272,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts as a list."""
+        """The prompts as a list; a single prompt becomes a list of one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         # A list of token ids is a single prompt.
@@ -342,8 +342,9 @@ class Message(_Body):
         return content
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as a dict with `role` and `content`, in the format of
-        `tokenizer.messages`."""
+        """Return the message as a dict with `role` and `content`, in the format expected by
+        `tokenizer.messages`.
+        """
         content = self.content or ""
         plain = {
             "role": "system" if self.role == "developer" else self.role,
@@ -420,13 +421,13 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that are passed to the model, as they were sent."""
+        """The tools that are passed to the model, exactly as they were sent."""
         tools = [] if self.tool_choice == "none" else self.tools or []
         return [tool.model_dump(exclude_unset=True) for tool in tools]
 
     @property
     def forced_schema(self) -> dict[str, Any] | None:
-        """JSON Schema of the tool call that `tool_choice` forces; None if no call is forced."""
+        """JSON Schema of the tool call that `tool_choice` forces, or None if no call is forced."""
         if self.tool_choice in (None, "none", "auto"):
             return None
         wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
@@ -437,8 +438,7 @@ class ChatRequest(GenerationRequest):
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
         calls = []
         for number, one in enumerate(functions):
-            # References are relative to the root. In JSON, strings can't contain such unescaped
-            # quotes.
+            # References are relative to the root. JSON strings can't contain such unescaped quotes.
             root = f'"$ref": "#/anyOf/{number}/properties/arguments'
             parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
             arguments = {"type": "object", **parameters}
@@ -447,12 +447,12 @@ class ChatRequest(GenerationRequest):
         return {"anyOf": calls}
 
 
-#: Minimum similarity between an unknown field name and a known one at which the field is refused as
+#: Minimum similarity between an unknown field name and a known one for the field to be rejected as
 #: a typo.
 _LIKENESS = 0.9
-#: Maximum number of ignored fields that are counted by name.
+#: Maximum number of different ignored fields that are counted by name.
 _MAX_IGNORED = 100
-#: Field -> error message, for fields with unclear pydantic messages.
+#: Error message for each field whose pydantic message is unclear.
 _MESSAGES = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists; "
     f"none may be empty, and there may be at most {MAX_PROMPTS} texts or lists with "
@@ -526,7 +526,7 @@ def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
         # Both parsers are needed. json reports repeated names and keeps all digits of large
         # integers. It runs first because it counts names while reading.
         value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
-        # pydantic's parser limits the depth, and refuses NaN and lone surrogates.
+        # pydantic's parser limits the nesting depth, and rejects NaN and lone surrogates.
         pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
     except (ValueError, RecursionError) as error:
         message = f"the body is not valid JSON: {str(error)[:200]}"
@@ -561,16 +561,18 @@ def _invalid(param: str, message: str, code: str | None = None) -> RequestError:
 
 
 def _number(text: str) -> float:
-    """Parse a JSON number. Floats without a fraction, such as 2.0, become integers, as in JSON
-    Schema."""
+    """Parse a JSON number. Floats without a fractional part, such as 2.0, become integers, as in
+    JSON Schema.
+    """
     value = float(text)
     return int(value) if value.is_integer() else value
 
 
 def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Return a hook for `json.loads` that creates the objects of one body. It raises a
-    `RequestError` with status 413 if there are too many names, and `ValueError` if an object has a
-    duplicate name."""
+    """Return a hook for `json.loads` that creates the objects of one body. The hook raises a
+    `RequestError` with status 413 if there are too many names, and `ValueError` if an object has
+    duplicate names.
+    """
     count = 0
 
     def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -585,7 +587,7 @@ def _object_maker() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
 
 
 def _invalid_request(error: ValidationError) -> RequestError:
-    """Return the request error for the first problem in an invalid body."""
+    """Return the request error for the first problem found in an invalid body."""
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
     if parts[0] == "response_format":
@@ -599,7 +601,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
         if part in UnsupportedFields.model_fields:
             return _unsupported(where)
         if part in _MESSAGES:
-            # The rest of the location consists of the types that pydantic tried.
+            # The rest of the location lists the types that pydantic tried.
             return _invalid(where, f"{where} {_MESSAGES[str(part)]}")
     if first["type"] == "extra_forbidden":
         return _unsupported(_shortened(where))
@@ -617,11 +619,11 @@ def _shortened(name: str) -> str:
 
 @dataclass(frozen=True)
 class EncodedRequest:
-    """A request that has been checked and encoded.
+    """A validated and encoded request.
 
     Attributes:
-        texts: new continuations: all choices for the first prompt, then those for the second, and
-            so on.
+        texts: new continuations, ordered by prompt: all choices for the first prompt, then those
+            for the second prompt, and so on.
         response: format of the response.
     """
 
@@ -630,13 +632,12 @@ class EncodedRequest:
 
 
 class RequestEncoder:
-    """Validates and encodes requests. `encode` can take seconds, so it should be called in a
-    separate thread.
+    """Validates and encodes requests. `encode` can take seconds, so call it in a separate thread.
 
     Args:
         loaded: a model with a tokenizer.
         name: name of the model for clients.
-        context: maximum number of tokens of a text, prompt and answer together.
+        context: maximum number of tokens of a text, including prompt and answer.
         capacity: maximum number of texts in one request.
         template_options: default values for variables of the chat template, which requests can
             override.
@@ -700,8 +701,9 @@ class RequestEncoder:
             raise _invalid(param, f"{param}: {error}") from None
 
     def _note_ignored(self, names: Iterable[str]) -> None:
-        """Count the fields of a request that have no effect, and log the first, tenth, hundredth,
-        ... request with each field."""
+        """Count the ignored fields of a request. For each field, log the first, tenth, hundredth,
+        ... request that has it.
+        """
         with self._noting:
             for name in set(names):
                 shown = _shortened(" ".join(visible(name).split()))
@@ -772,8 +774,8 @@ class RequestEncoder:
         except TokenizerError:
             if not any("tool_calls" in message for message in messages):
                 raise
-            # Some templates, such as DeepSeek's, expect the arguments of calls as text and write
-            # them unchanged.
+            # Some templates, such as DeepSeek's, expect the arguments of calls as text and output
+            # it unchanged.
             prompt_ids = self._prompt_ids(request, messages, options, text_arguments=True)
         functions = [tool["function"] for tool in tools]
         schemas = {one["name"]: one.get("parameters") or {} for one in functions}
@@ -812,10 +814,10 @@ class RequestEncoder:
         )
 
     def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """Return the variables of the chat template other than the messages.
+        """Return the variables of the chat template, except the messages.
 
         Raises:
-            RequestError: there are tools, but the template does not support them.
+            RequestError: the request contains tools, but the template does not support tools.
         """
         found = {**self._template_options}
         if request.reasoning_effort == "none":
@@ -835,7 +837,7 @@ class RequestEncoder:
     def _format(
         self, request: GenerationRequest, texts: Sequence[Continuation], has_logprobs: bool
     ) -> dict[str, Any]:
-        """Return the arguments for a `ResponseFormat`."""
+        """Return the constructor arguments for a `ResponseFormat`."""
         options = request.stream_options
         return {
             "model": self.name,
@@ -859,13 +861,13 @@ class RequestEncoder:
         Args:
             request: the request.
             prompts: token ids of each prompt.
-            wanted: fields of `SamplingConfig` that differ between completions and chats.
-            end_ids: tokens that end a text.
+            wanted: fields of `SamplingConfig` that are set differently for completions and chats.
+            end_ids: ids of tokens that end a text.
             shown: see `Continuation`.
 
         Raises:
-            RequestError: a prompt is empty or too long, a bias has an id beyond the vocabulary, or
-                a schema is not supported.
+            RequestError: a prompt is empty or too long, a bias is set for an id beyond the
+                vocabulary, or a schema is not supported.
             TokenizerError: the ids of a prompt can't be decoded.
         """
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -898,7 +900,7 @@ class RequestEncoder:
         ]
 
     def _require_few(self, prompts: int, choices: int, param: str) -> None:
-        """Refuse a request for more than `capacity` texts."""
+        """Reject a request for more than `capacity` texts."""
         if prompts * choices > self.capacity:
             raise _invalid(
                 "n" if prompts == 1 else param,
@@ -921,7 +923,8 @@ class RequestEncoder:
     def _constraints(
         self, schema: dict[str, Any] | None, source: str
     ) -> Callable[[], Constraint | None]:
-        """Return a factory for the constraint of each choice; without a schema, it returns None.
+        """Return a function that creates the constraint of each choice. Without a schema, the
+        function returns None.
 
         Raises:
             RequestError: the schema is not supported, or llguidance is not installed.
@@ -942,16 +945,17 @@ class RequestEncoder:
         return lambda: grammars.constraint(schema)
 
     def close(self) -> None:
-        """End the processes that follow schemas."""
+        """Stop the processes that follow schemas."""
         if self._grammars is not None:
             self._grammars.close()
 
 
 def fingerprint_of(model: Model) -> str:
     """Return the `system_fingerprint` of a model: a short hash of its config, the versions of
-    firstlight and torch, and some of the first and last elements of every tensor.
+    firstlight and torch, and a few of the first and last elements of every tensor.
 
-    Training also changes these elements. Reading all weights would take as long as loading them.
+    These elements suffice because training changes them, too. Reading all weights would take as
+    long as loading them.
     """
     found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
     for name, tensor in model.state_dict().items():
@@ -966,8 +970,9 @@ def fingerprint_of(model: Model) -> str:
 
 
 def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any]) -> SamplingConfig:
-    """Return the sampling settings for choice number `choice`: those of the request, or else
-    `settings`."""
+    """Return the sampling settings for choice number `choice`. Settings that the request does not
+    contain are taken from `settings`.
+    """
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")
     values = {name: getattr(request, name) for name in (*fields, *penalties)}
@@ -985,5 +990,5 @@ def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any])
 
 
 def schema_error(error: SchemaError, param: str = "response_format") -> RequestError:
-    """Return the error for a JSON Schema that is not supported."""
+    """Return the error for an unsupported JSON Schema."""
     return _invalid(param, str(error), "unsupported_schema")

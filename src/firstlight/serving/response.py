@@ -1,5 +1,5 @@
-"""Responses: their models, from which FastAPI generates the OpenAPI document, and the formats that
-write them, either as a single body or as server-sent events, with the log-probabilities of their
+"""Response models, from which FastAPI generates the OpenAPI document, and the formats that write
+responses, either as a single body or as server-sent events, with the log-probabilities of their
 tokens.
 """
 
@@ -143,17 +143,17 @@ class ChatCompletion(_Generated):
 
 
 def event(content: bytes) -> bytes:
-    """Return a server-sent event with JSON."""
+    """Return a server-sent event with JSON content."""
     return b"data: " + content + b"\n\n"
 
 
 class Part(NamedTuple):
-    """Part of a choice in one event or in the complete response.
+    """Part of a choice, for one event or for the complete response.
 
     Attributes:
         number: number of the choice.
-        text: its text.
-        logprobs: log-probabilities of its tokens, if the request asks for them.
+        text: text of the part.
+        logprobs: log-probabilities of the part's tokens, if the request asks for them.
         finish_reason: "stop" or "length" if the choice ends here.
     """
 
@@ -164,20 +164,20 @@ class Part(NamedTuple):
 
 
 class ResponseFormat:
-    """Base class of response formats; writes the response to one request.
+    """Base class of response formats. An instance writes the response to one request.
 
     Args:
-        model: the model's name.
+        model: name of the model.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
             prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: True if the last event has the token counts; the field `usage` of the other
-            events is then null.
+        includes_usage: True if the last event contains the token counts; the field `usage` of the
+            other events is then null.
 
     Attributes:
         prefix: beginning of the response's id.
-        kind: model of the complete response.
+        kind: response model of the complete response.
         event_object: field `object` of an event.
     """
 
@@ -197,7 +197,7 @@ class ResponseFormat:
     ) -> None:
         self._texts, self.prompt_tokens = texts, prompt_tokens
         self._completion_tokens = 0
-        #: Updates for each choice that have not been written yet; None before its first event.
+        #: Updates of each choice that have not been written yet, or None before its first event.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
         self._head: dict[str, Any] = {
@@ -208,13 +208,13 @@ class ResponseFormat:
         }
 
     def add(self, index: int, update: Update) -> None:
-        """Add the result of a step for a choice."""
+        """Add the result of one step for a choice."""
         updates = self._updates[index] = self._updates[index] or []
         updates.append(update)
         self._completion_tokens += update.tokens
 
     def _take(self, index: int) -> Part:
-        """Return the pending updates of a choice and clear them."""
+        """Return the pending updates of a choice, and clear them."""
         updates = self._updates[index] or []
         self._updates[index] = []
         return Part(
@@ -233,7 +233,7 @@ class ResponseFormat:
         return content.model_dump_json().encode()
 
     def events(self, updates: Iterable[tuple[int, Update]]) -> bytes:
-        """Add results of steps; return the events for the new results."""
+        """Add the results of steps. Return the events for the new results."""
         found: list[Any] = []
         for index, update in updates:
             if self._updates[index] is None:
@@ -244,7 +244,7 @@ class ResponseFormat:
         return b"".join(self._event(choices=[piece], **self._tail) for piece in found)
 
     def last_event(self) -> bytes:
-        """Return the event with the token counts if the request asks for it."""
+        """Return the event with the token counts, if the request asks for it."""
         return self._event(choices=[], usage=self._usage()) if self._tail else b""
 
     def _event(self, **fields: Any) -> bytes:
@@ -259,21 +259,21 @@ class ResponseFormat:
         )
 
     def _choice(self, part: Part) -> dict[str, Any]:
-        """Return a choice for the complete response."""
+        """Return a choice of the complete response."""
         raise NotImplementedError
 
     def _opening(self, index: int) -> Sequence[Any]:
-        """Return the choices for the events that precede the first text of a choice."""
+        """Return the choices of the events that precede the first text of a choice."""
         raise NotImplementedError
 
     def _pieces(self, part: Part) -> Sequence[Any]:
-        """Return the choices for the events of a part."""
+        """Return the choices of the events for a part."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt of a choice, for a completion with `echo`.
+    """Prompt of a choice, for a completion with `echo`.
 
     Attributes:
         prompt: text of the prompt.
@@ -337,8 +337,7 @@ class ChatFormat(ResponseFormat):
         self._calls = [0] * len(self._parsers)
 
     def _answer(self, part: Part) -> tuple[list[AnswerPart], _ChatFinishReason | None]:
-        """Return the parts of the answer that have become final with `part`, and its finish
-        reason."""
+        """Return the parts of the answer that became final with `part`, and its finish reason."""
         ended = part.finish_reason is not None
         found = self._parsers[part.number].push(part.text, ended=ended)
         self._calls[part.number] += sum(len(one.calls) for one in found)
@@ -401,7 +400,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 class TokenTexts:
-    """Bytes of each token of a tokenizer; `bytes_of` returns the bytes for a token id."""
+    """Bytes of each token of a tokenizer; `bytes_of` returns them for a token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -411,7 +410,7 @@ class TokenTexts:
         self.bytes_of = functools.lru_cache(maxsize=65536)(self._bytes_of)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; for a control token, its name in UTF-8."""
+        """Return the bytes of a token; for a control token, the bytes of its name in UTF-8."""
         name = self._tokenizer.backend.id_to_token(token_id)
         if name is None:  # The model's vocabulary may be larger than the tokenizer's.
             return b""
@@ -424,11 +423,11 @@ class TokenTexts:
         return (name.replace("▁", " ") if self._spaces else name).encode()
 
     def vocabulary(self, vocab_size: int, ends: Sequence[int]) -> Vocabulary:
-        """Return the vocabulary of a model for `Grammars`.
+        """Return a model's vocabulary for `Grammars`.
 
         Args:
             vocab_size: number of tokens in the model's vocabulary.
-            ends: ids that end a text.
+            ends: ids of tokens that end a text.
 
         Raises:
             SchemaError: the tokenizer's text is not the concatenation of its tokens' bytes.
@@ -446,7 +445,7 @@ class TokenTexts:
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
-        """Return the field `logprobs` of a chat's choice."""
+        """Return the field `logprobs` of a chat choice."""
         content = [
             ChosenChatToken.model_construct(
                 **self._chat_token(entry.token_id, entry.logprob),
@@ -465,7 +464,8 @@ class TokenTexts:
 
     def name(self, token_id: int) -> str:
         """Return the name of a token in `/v1/completions`: its text, or a name such as
-        `bytes:\\xe2` if its bytes are only part of a character."""
+        `bytes:\\xe2` if its bytes form only part of a character.
+        """
         content = self.bytes_of(token_id)
         try:
             return content.decode()
@@ -474,12 +474,13 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the field `logprobs` for one choice of a completion, either for the complete choice or
-    event by event.
+    """Writes the field `logprobs` of one completion choice, either for the complete choice or event
+    by event.
 
     Args:
         texts: bytes of the tokens.
-        echo: the prompt if the choice begins with it; its log-probabilities are written first.
+        echo: the prompt, if the choice begins with it; the prompt's log-probabilities are written
+            first.
     """
 
     def __init__(self, texts: TokenTexts, echo: Echo | None) -> None:
@@ -511,7 +512,8 @@ class LogprobsWriter:
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """Return a mapping from name to log-probability for the most likely tokens and the chosen
-        token. If several tokens have the same name, the highest log-probability is used."""
+        token. If several tokens share a name, the highest log-probability is used.
+        """
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             name = self._texts.name(token_id)
@@ -525,8 +527,8 @@ class LogprobsWriter:
         if self._texts.adds_text(token_id):
             content = self._texts.bytes_of(token_id)
         if not 0x80 <= (content or b"\x80")[0] < 0xC0:
-            # The token does not begin with a UTF-8 continuation byte. If the last character is
-            # incomplete, it counts as one replacement character.
+            # The token does not begin with a UTF-8 continuation byte. An incomplete last character
+            # is counted as one replacement character.
             self._offset += len(self._characters.decode(b"", final=True))
         offset = max(self._offset, 0)
         self._offset += len(self._characters.decode(content))

@@ -20,11 +20,11 @@ from firstlight.generation.engine import first_tokens, next_tokens
 
 
 class QueueFullError(FirstlightError):
-    """The queue of the scheduler is full."""
+    """Raised if the scheduler's queue is full."""
 
 
 class StoppedError(FirstlightError):
-    """The scheduler has ended or is ending."""
+    """Raised if the scheduler has stopped or is stopping."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,8 +33,9 @@ class ScheduledSequence:
 
     Attributes:
         text: a new continuation; after `Scheduler.submit` only the scheduler's thread uses it.
-        receive: callback for the sequence's updates, called by the receiver of `deliver`.
-        cancelled: True if no one is waiting for the text any more.
+        receive: callback for the sequence's updates, called by the callback that was passed as
+            `deliver`.
+        cancelled: True if the text is no longer needed.
     """
 
     text: Continuation
@@ -44,15 +45,15 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The result of one step for one sequence.
+    """Result of one step for one sequence.
 
     Attributes:
         sequence: the sequence.
-        piece: text that has become final in this step; often empty.
-        tokens: number of chosen tokens, 0 or 1; an end token is not counted.
+        piece: newly final text; often empty.
+        tokens: number of chosen tokens, 0 or 1, not counting an end token.
         logprobs: log-probabilities of these tokens, if the sampling config asks for them.
         finish_reason: "stop" or "length" in the last update, None before.
-        error: exception in the last update of a failed sequence; None otherwise.
+        error: exception in the last update of a failed sequence; otherwise None.
     """
 
     sequence: ScheduledSequence
@@ -72,15 +73,16 @@ class Scheduler:
     """Decodes submitted texts, at most `BatchDecoder.max_sequences` at a time.
 
     Args:
-        make_decoder: factory for the decoder; `start` calls it in the thread that uses the decoder.
+        make_decoder: factory that creates the decoder; `start` calls it in the thread that uses the
+            decoder.
         max_queue: maximum number of waiting texts, not including those in the decoder.
         deliver: callback for the updates of all sequences in a step. It is called in the
-            scheduler's thread and must return soon.
+            scheduler's thread and must return quickly.
 
     Attributes:
-        max_tokens: maximum length of a text, prompt and new tokens together; set by `start`.
+        max_tokens: maximum length of a text, including prompt and new tokens; set by `start`.
         max_sequences: maximum number of texts in the batch; set by `start`.
-        failure: exception raised by the decoder's last call; None if it succeeded.
+        failure: exception raised by the decoder's last call, or None if the call succeeded.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Scheduler:
         """Create the decoder and start the decoding thread.
 
         Raises:
-            Exception: any exception of `make_decoder`.
+            Exception: any exception raised by `make_decoder`.
         """
         self._decoder = self._thread.submit(self._make_decoder).result()
         self.max_tokens = self._decoder.max_tokens
@@ -119,7 +121,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Maximum number of running and waiting texts together."""
+        """Maximum number of running and waiting texts."""
         return self.max_sequences + self._max_queue
 
     @property
@@ -138,11 +140,12 @@ class Scheduler:
         return self._loop_ended is not None and not self._stopping
 
     def submit(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Queue sequences in this order; if there is not enough room for all, queue none.
+        """Queue sequences in the given order. If there is not enough room for all of them, queue
+        none.
 
         Raises:
             QueueFullError: the queue does not have enough room.
-            StoppedError: the scheduler has ended or is ending.
+            StoppedError: the scheduler has stopped or is stopping.
         """
         with self._changed:
             if not self.alive:
@@ -156,7 +159,8 @@ class Scheduler:
 
     def cancel(self, sequences: Iterable[ScheduledSequence]) -> None:
         """Drop sequences: waiting sequences immediately, running sequences before the next step.
-        Ended sequences are ignored. A dropped sequence may still get an update."""
+        Ended sequences are ignored. A dropped sequence may still receive an update.
+        """
         with self._changed:
             for sequence in sequences:
                 sequence.cancelled = True
@@ -164,17 +168,17 @@ class Scheduler:
                 self._waiting = deque(one for one in self._waiting if not one.cancelled)
 
     def try_again(self) -> None:
-        """After a failure, compute one token if no text is running.
+        """Compute one token after a failure, if no text is running.
 
-        A server that reports a failure may get no more requests, and would otherwise not notice
-        that the failure is over.
+        A server that reports a failure may not get any more requests, and would then never notice
+        that the cause is gone.
         """
         with self._changed:
             self._trying = self.failure is not None
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Stop after the current step; all remaining sequences fail with `StoppedError`."""
+        """Stop after the current step. All remaining sequences fail with `StoppedError`."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -228,8 +232,9 @@ class Scheduler:
 
     def _join(self) -> list[Update]:
         """Move waiting texts to the batch and choose the first token of each. At least one text can
-        join, but no more once their prompts have `pass_tokens` tokens, because the running texts
-        have to wait."""
+        join, but once the joining prompts reach `pass_tokens` tokens no more can, because the
+        running texts have to wait.
+        """
         joining: list[ScheduledSequence] = []
         tokens = 0
         with self._changed:
@@ -241,7 +246,9 @@ class Scheduler:
         return self._joined(joining) if joining else []
 
     def _joined(self, joining: Sequence[ScheduledSequence]) -> list[Update]:
-        """Compute the prompts of the texts that have just joined; return their updates."""
+        """Compute the prompts of the texts that have just joined. Return the updates of these
+        texts.
+        """
         first = len(self._decoder)
         try:
             chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
@@ -253,7 +260,7 @@ class Scheduler:
             if len(joining) == 1:
                 self.failure = error
                 return [Update(joining[0], error=error)]
-            # Compute them individually, so that only the texts that cause an error fail.
+            # Compute them one by one, so that only the texts that cause an error fail.
             updates: list[Update] = []
             for sequence in joining:
                 with self._changed:
@@ -283,7 +290,7 @@ class Scheduler:
         return updates
 
     def _remove_ended(self, first: int, updates: Sequence[Update]) -> None:
-        """Remove the texts in row `first` and later rows whose update is their last."""
+        """Remove the texts in row `first` and later rows that have received their last update."""
         for number in reversed(range(len(updates))):
             if updates[number].ended:
                 self._remove(first + number)
@@ -296,8 +303,9 @@ class Scheduler:
 
 
 def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
-    """Append a sequence's next token; return the update, which contains the error if one
-    occurred."""
+    """Append a sequence's next token. Return the update, which contains the error if one
+    occurred.
+    """
     text = sequence.text
     before = len(text.token_ids)
     try:

@@ -1,4 +1,4 @@
-"""HTTP server with OpenAI's routes, time limits on connections and graceful shutdown."""
+"""HTTP server with OpenAI's routes, time limits for connections and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from firstlight.serving.request import (
 from firstlight.serving.response import ChatCompletion, Completion, event
 from firstlight.serving.service import Service, stopping
 
-#: The page at the server's root.
+#: The page served at the server's root.
 _PAGE = Path(__file__).parent / "page" / "index.html"
 _PAGE_HEADERS = {
     # The page loads nothing and sends requests only to this server.
@@ -70,17 +70,18 @@ _PAGE_HEADERS = {
 _ERRORS = (HTTPException, RequestValidationError, FirstlightError, Exception)
 _LAST_EVENT = event(b"[DONE]")
 
-#: Time in seconds during which the rest of a refused request's body is read and discarded. If the
+#: Time in seconds during which the rest of a rejected request's body is read and discarded. If the
 #: connection were closed immediately, a client that is still sending would not see the response.
 _LINGER_SECONDS = 5.0
-#: Maximum number of bytes of a refused request's body to discard before the connection is closed.
+#: Maximum number of bytes of a rejected request's body that are discarded before the connection is
+#: closed.
 _LINGER_BYTES = 4 * 2**20
 #: Time in seconds until the second probe of a client that has closed its sending side.
 _PROBE_SECONDS = 0.05
-#: When the server shuts down, the delay in seconds between closing connections whose clients do not
-#: read and cancelling the other requests.
+#: Delay in seconds during shutdown between closing connections whose clients do not read and
+#: cancelling the other requests.
 _CANCEL_SECONDS = 0.05
-#: Number of open files of the process other than connections.
+#: Number of files that the process keeps open in addition to connections.
 _OTHER_FILES = 128
 
 
@@ -126,7 +127,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     """Create the server's ASGI application.
 
     Args:
-        service: the started service; it is stopped when the application shuts down.
+        service: the service, already started; it is stopped when the application shuts down.
         access: allowed hosts and origins, and the API key.
         on_ready: callback that is called before the first connection is accepted.
     """
@@ -139,7 +140,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         loop = service.loop = asyncio.get_running_loop()
         on_ready()
         yield
-        # Run in a thread, because the scheduler passes its last updates to this event loop.
+        # Run in a thread, because the scheduler sends its last updates to this event loop.
         await loop.run_in_executor(ending, service.stop)
 
     app = FastAPI(
@@ -162,7 +163,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
 
     def count(path: str, status: int) -> None:
         # Unknown paths are counted as "other", so that clients can't create an unlimited number of
-        # names.
+        # metrics.
         known = path if path in paths else "other"
         route = "/v1/models/{model}" if path.startswith("/v1/models/") else known
         service.metrics.requests.labels(route, str(status)).inc()
@@ -171,7 +172,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
-    """Respond to any exception with an error in OpenAI's format."""
+    """Respond to an exception with an error in OpenAI's format."""
     if isinstance(error, RequestError):
         return error.response
     if isinstance(error, RequestValidationError):
@@ -181,7 +182,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
         message = words.get(error.status_code, str(error.detail))
         return RequestError(error.status_code, message, headers=error.headers).response
     if isinstance(error, FirstlightError):
-        # This error is logged as one line; other exceptions are logged with their traceback. The
+        # This error is logged in one line; other exceptions are logged with their traceback. The
         # cause is not sent to the client.
         say(f"firstlight: {request.state.request_id}: {error}")
     return RequestError(500, FAILED).response
@@ -192,7 +193,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     page = _PAGE.read_bytes()
 
-    # Also HEAD, which browsers and monitors use to check a page.
+    # Support HEAD as well, which browsers and monitoring tools use to check a page.
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def start() -> Response:
         """Return a page for people who open the server's address in a browser."""
@@ -264,13 +265,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
-    """Add model-dependent limits to the JSON schemas of a request's fields."""
+    """Add model-dependent limits to the JSON schemas of request fields."""
     fields["model"] = {"enum": [encoder.name, None]}
     fields["n"]["anyOf"][0]["maximum"] = min(MAX_CHOICES, encoder.capacity)
     if "tools" in fields and not encoder.has_tools:
         fields["tools"]["anyOf"][0]["maxItems"] = 0
         fields["tool_choice"] = {"enum": ["none", "auto", None]}
-    # Otherwise, there would be no schema for names that are not token ids.
+    # Otherwise the schema would not cover names that are not token ids.
     fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
     kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []
     for kind in (*kinds, *(kind.get("items", {}) for kind in kinds)):
@@ -292,7 +293,7 @@ async def _respond(
         encoded = await service.in_thread(request, partial(service.encoder.encode, body))
         updates = service.generate(encoded, request)
         if body.stream:
-            # Start the response with the first token, so that an earlier failure can still set an
+            # The response starts with the first token, so that an earlier failure can still set an
             # error status.
             first = encoded.response.events(await anext(updates))
             return EventStream(_events(encoded, first, updates))
@@ -325,11 +326,11 @@ async def _events(
 
 
 class EventStream(Response):
-    """Response that consists of server-sent events. Starlette's response would cancel the events
-    when the server shuts down instead of sending the error.
+    """Response that consists of server-sent events. Starlette's class would cancel the events when
+    the server shuts down instead of sending the error.
 
     Args:
-        events: the events.
+        events: encoded server-sent events.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
@@ -356,12 +357,12 @@ class EventStream(Response):
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP connection with additional time limits. uvicorn waits indefinitely for the
+    """HTTP connection of uvicorn with additional time limits. uvicorn waits indefinitely for the
     head of a request (its first line and headers), for a client to read, and for the rest of a
-    refused request's body. The limit on connections also applies to connections without a request.
+    rejected request's body. The connection limit also covers connections without a request.
 
     Attributes:
-        limits: limits on the server's connections.
+        limits: limits for the server's connections.
     """
 
     limits: ClassVar[Limits]
@@ -380,8 +381,8 @@ class LimitedProtocol(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest for a head. If there is none, all other
-        connections have a request, and uvicorn refuses this connection's request with status
-        503."""
+        connections have a request, and uvicorn rejects this connection's request with status 503.
+        """
         waiting = [
             connection
             for connection in self.connections
@@ -424,7 +425,7 @@ class LimitedProtocol(H11Protocol):
 
         A client that has only closed its sending side (`nc -N`, some HTTP clients) still gets the
         response to a complete request. A client that has disconnected looks the same until the
-        operating system reports that it can't be written to; see `_probe`.
+        operating system reports that writing to it fails; see `_probe`.
         """
         super().eof_received()
         if not self._is_answering():
@@ -434,16 +435,17 @@ class LimitedProtocol(H11Protocol):
         return True
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
-        """Periodically write data without meaning until the response is complete. Writing to a
+        """Periodically write bytes that clients ignore until the response is complete. Writing to a
         client that has disconnected closes the connection, which ends its texts.
 
         Args:
-            delay: time until the next write in seconds, doubled each time.
+            delay: time until the next write in seconds; it doubles each time.
         """
         if self.transport.is_closing() or not self._is_answering():
             return
         if self.cycle.response_started:
-            # Only server-sent events can last after they have begun; in them, this is a comment.
+            # After its start, only a response of server-sent events can last long. In such a
+            # response, this is a comment.
             self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
         elif self.conn.their_http_version != b"1.0":
             # Interim responses require HTTP/1.1 (RFC 9110, 15.2).
@@ -451,7 +453,7 @@ class LimitedProtocol(H11Protocol):
         self.loop.call_later(delay, self._probe, 2 * delay)
 
     def _is_answering(self) -> bool:
-        """Return True if a complete request has arrived and its response is still incomplete."""
+        """Return True if a complete request has arrived and its response is not complete yet."""
         return (
             self.cycle is not None
             and not self.cycle.response_complete
@@ -464,12 +466,14 @@ class LimitedProtocol(H11Protocol):
         if not self.transport.is_closing():
             self._watch()
         else:
-            # Data that the client has not read within the write timeout is lost.
+            # Data that the client does not read within the write timeout is lost.
             self._set_deadline(self.limits.write_timeout)
 
     def _watch(self) -> None:
-        """Set the deadline for the head or the body to discard that the connection is waiting for.
-        `LimitedRequest` and `Service` limit the time for a body and a response."""
+        """Set the deadline for what the connection is waiting for, either the head of a request or
+        the rest of a body to be discarded. `LimitedRequest` and `Service` limit the time for a body
+        and a response.
+        """
         if self.conn.their_state is h11.IDLE:
             phase, seconds = "head", self.limits.header_timeout
         elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
@@ -489,7 +493,9 @@ class LimitedProtocol(H11Protocol):
         )
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server shuts down. An incomplete request gets no response."""
+        """Called by uvicorn when the server shuts down. An incomplete request does not get a
+        response.
+        """
         if self._is_answering():
             super().shutdown()
         else:
@@ -523,12 +529,12 @@ class LimitedProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, but it exits with code 0 after a signal. Requests that are still being
-    answered after the shutdown timeout, or on a second SIGINT, are cancelled and respond with an
-    error. uvicorn's own limit would log tracebacks and respond with "Internal Server Error".
+    """uvicorn server that exits with code 0 after a signal. Requests that are unfinished after the
+    shutdown timeout, or on a second SIGINT, are cancelled and respond with an error. uvicorn's own
+    limit would log tracebacks and respond with "Internal Server Error".
 
     Args:
-        config: uvicorn's configuration.
+        config: the uvicorn configuration.
         shutdown_timeout: time for running answers to finish, in seconds.
     """
 
@@ -553,7 +559,7 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
                 connection.transport.abort()  # The client is not reading.
-        # Cancel the rest a moment later, after the requests of these connections, which can't
+        # Cancel the rest a moment later, once the requests of these connections, which can't
         # respond, have ended.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
@@ -563,8 +569,10 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Context manager in which SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server.
-        Unlike in uvicorn, ignored signals remain ignored (`nohup`, `serve ... &` in a script)."""
+        """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server; restore the handlers
+        on exit. Unlike in uvicorn, ignored signals remain ignored (`nohup`, `serve ... &` in a
+        script).
+        """
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -586,11 +594,11 @@ class Server(uvicorn.Server):
 
 
 def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
-    """Create the server for a started service. The caller runs it with `run(sockets=[...])` and a
-    `listening_socket`.
+    """Create the server for a service that has been started. The caller runs it with
+    `run(sockets=[...])` and a `listening_socket`.
 
     Args:
-        service: the started service.
+        service: the service, already started.
         on_ready: callback that is called before the first connection is accepted.
     """
     options = service.options
@@ -610,14 +618,14 @@ def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
         proxy_headers=False,
         backlog=BACKLOG,
         h11_max_incomplete_event_size=options.limits.max_header_bytes,
-        # uvicorn refuses requests once there are this many connections.
+        # uvicorn rejects requests once there are this many connections.
         limit_concurrency=options.limits.max_connections + 1,
     )
     return Server(config, options.shutdown_timeout)
 
 
 def allow_connections(count: int) -> None:
-    """Raise this process' limit on open files (RLIMIT_NOFILE) to allow `count` connections.
+    """Raise this process's limit on open files (RLIMIT_NOFILE) to allow `count` connections.
 
     Raises:
         ConfigError: the system's hard limit is too low.
@@ -648,7 +656,7 @@ def serve(
     Args:
         loaded: a model with a tokenizer.
         options: options of the server.
-        on_ready: callback that gets the URL and the service once connections are accepted.
+        on_ready: callback that receives the URL and the service once connections are accepted.
         make_decoder: see `Service`.
 
     Raises:

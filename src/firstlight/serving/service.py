@@ -1,5 +1,5 @@
-"""Service for one model: connects the HTTP server's event loop with the threads that encode
-requests and decode texts.
+"""Serve one model: connect the HTTP server's event loop with the threads that encode requests and
+decode texts.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from firstlight.serving.scheduler import (
 
 T = TypeVar("T")
 
-#: Maximum size in bytes of a small body, which takes milliseconds to encode.
+#: Maximum size in bytes of a small request body, which takes milliseconds to encode.
 _SMALL_BODY_BYTES = 32 * 2**10
-#: Upper bounds of the histograms' buckets.
+#: Upper bounds of the histogram buckets.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class ServerMetrics:
-    """Prometheus metrics of one server, in `registry`.
+    """Prometheus metrics of one server, stored in `registry`.
 
     Args:
         scheduler: scheduler whose texts are counted.
@@ -78,16 +78,16 @@ class ServerMetrics:
 
 
 class Service:
-    """Answers requests with one model.
+    """Serves requests with one model.
 
     Args:
         loaded: a model with a tokenizer.
         options: options of the server.
-        make_decoder: factory for the decoder, called in the thread that uses the decoder; None
-            creates a `BatchDecoder` according to `options`.
+        make_decoder: factory that creates the decoder, called in the thread that uses the decoder;
+            None creates a `BatchDecoder` with the settings in `options`.
 
     Attributes:
-        loop: event loop of the requests; set by the application when it starts.
+        loop: event loop that handles the requests; set by the application when it starts.
         encoder: encoder of the requests; set by `start`.
     """
 
@@ -108,11 +108,11 @@ class Service:
             deliver=self._deliver,
         )
         self.metrics = ServerMetrics(self.scheduler)
-        # A large body takes seconds to parse and encode, so small ones do not wait for it.
+        # A large body takes seconds to parse and encode, so small ones must not wait for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
-            executor.submit(int)  # its thread starts now: there may be no memory for it later
+            executor.submit(int)  # start its thread now: later there may be no memory for it
 
     def _make_decoder(self) -> BatchDecoder:
         options, model = self.options, self._loaded.model
@@ -127,7 +127,7 @@ class Service:
 
         Raises:
             ModelError: the model has no tokenizer.
-            Exception: any exception of `make_decoder`.
+            Exception: any exception raised by `make_decoder`.
         """
         self.scheduler.start()
         self.encoder = RequestEncoder(
@@ -139,7 +139,7 @@ class Service:
         )
 
     def stop(self) -> None:
-        """Stop the service; the remaining requests fail with status 503."""
+        """Stop the service. Remaining requests fail with status 503."""
         self.scheduler.stop()
         if hasattr(self, "encoder"):  # True if `start` was called.
             self.encoder.close()
@@ -147,8 +147,8 @@ class Service:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def require_able(self) -> None:
-        """Check that requests can be answered. If the last step failed, the scheduler's thread
-        tries another step, whose result is reported by the next call.
+        """Raise an error if requests can't be served. If the last step failed, the scheduler's
+        thread tries another step; the next call reports its result.
 
         Raises:
             RequestError: with status 503 and the reason.
@@ -158,7 +158,7 @@ class Service:
         try:
             self._loaded.require_unchanged()
         except ModelError:
-            # The error's message is not sent to clients because it contains a path.
+            # The error's message is not sent to clients, because it contains a path.
             message = "the weights file was modified in place: restart the server"
             raise RequestError(503, message, code="weights_changed") from None
         if self.scheduler.failure is not None:
@@ -169,20 +169,21 @@ class Service:
     @property
     def cache_bytes(self) -> int:
         """Size in bytes of the cache for a full batch: keys and values in the dtype of the weights,
-        and states."""
+        and recurrent states.
+        """
         model = self._loaded.model
         token = cache_bytes_per_token(model.config, next(model.parameters()).dtype)
         sequence = token * self.scheduler.max_tokens + state_bytes(model.config)
         return sequence * self.scheduler.max_sequences
 
     async def in_thread(self, request: Request, work_on: Callable[[], T]) -> T:
-        """Run a request's work in the thread for bodies of its size, so that neither the event loop
-        nor small requests wait for large requests.
+        """Run a request's work in the thread for its body size, so that neither the event loop nor
+        small requests wait for large ones.
 
         Raises:
             ClientGoneError: the client closed the connection.
             RequestError: with status 503 if the server is stopping.
-            Exception: any exception of `work_on`.
+            Exception: any exception raised by `work_on`.
         """
         is_small = len(await request.body()) <= _SMALL_BODY_BYTES
         executor = self._small if is_small else self._large
@@ -201,7 +202,9 @@ class Service:
             watcher.cancel()
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Pass the updates of a step from the scheduler's thread to the event loop in one call."""
+        """Pass all updates of a step from the scheduler's thread to the event loop in a single
+        call.
+        """
         self.loop.call_soon_threadsafe(self._hand_out, updates)
 
     def _hand_out(self, updates: list[Update]) -> None:
@@ -212,8 +215,8 @@ class Service:
     async def generate(
         self, encoded: EncodedRequest, request: Request
     ) -> AsyncGenerator[list[tuple[int, Update]], None]:
-        """Generate a request's texts. Each item contains the updates since the last item, with the
-        indices of their choices. Closing the generator cancels unfinished texts.
+        """Generate the texts of a request. Each item contains the updates since the previous item,
+        with the indices of their choices. Closing the generator cancels unfinished texts.
 
         Raises:
             RequestError: with status 429 if the queue is full, 503 if the server is stopping, 504
@@ -282,7 +285,7 @@ class Service:
 
 
 def stopping() -> RequestError:
-    """Return the error for a server that is stopping."""
+    """Return the error sent to clients while the server is stopping."""
     return RequestError(503, "the server is stopping or has failed", code="stopping")
 
 
@@ -294,7 +297,9 @@ async def _until_gone(receive: Receive) -> None:
 def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
-    """Return the updates before the first failure, and the client's error for that failure."""
+    """Return the updates before the first failure, and the error to send to the client for that
+    failure.
+    """
     updates: list[tuple[int, Update]] = []
     for item in items:
         if isinstance(item, RequestError):
@@ -306,7 +311,7 @@ def _before_failure(
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
-    """Return the client's error for a failed text, and log `error` if it is unexpected."""
+    """Return the error to send to the client for a failed text. Log `error` if it is unexpected."""
     if isinstance(error, StoppedError):
         return stopping()
     if isinstance(error, SchemaError):

@@ -1,1 +1,1 @@
-"""Sharing models and prepared corpora on the Hugging Face hub: cards, folders and uploads."""
+"""Share models and prepared corpora on the Hugging Face hub: cards, folders and uploads."""

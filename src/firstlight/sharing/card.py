@@ -2,7 +2,7 @@
 on the facts in their files. The templates are in the folder cards/.
 
 A fact that is not in any file is None or empty and is omitted from the card. Local paths are
-reduced to their last part ("neutral" paths), since a card is public.
+reduced to their last part ("neutral" paths), because a card is public.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Recipe keys (section, key) in the card's training table -> their names in the table.
+#: Name in the card's training table for each recipe key (section, key).
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
     ("batch", "global_batch_tokens"): "tokens per step",
@@ -64,23 +64,23 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Keys of an evaluation or a metrics line -> their names in the card.
+#: Name in the card for each key of an evaluation or a metrics line.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
-#: Results of `firstlight eval`, in the run folder.
+#: File in the run folder with the results of `firstlight eval`.
 EVALUATIONS_NAME = "evaluations.jsonl"
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A corpus that a run was trained on.
+    """A corpus on which a run was trained.
 
     Attributes:
         name: last part of the folder's path, the URL, or the name of a file of conversations.
-        sources: names of the inputs that the corpus was prepared from.
-        splits: the manifest entries of its splits, by name; empty if the folder is missing or has
+        sources: names of the inputs from which the corpus was prepared.
+        splits: manifest entries of the splits, keyed by name; empty if the folder is missing or has
             changed since training.
         options: options of `firstlight prepare` for this corpus, except inputs and tokenizer.
-        weight: weight of the corpus in a mix; None if the run's data is not a mix.
+        weight: weight of the corpus in a mix, or None.
     """
 
     name: str
@@ -96,15 +96,15 @@ class ModelFacts:
 
     Attributes:
         folder: folder of the checkpoint, or of a model without a run.
-        config: the model's config.
+        config: config of the model.
         parameters: number of parameters.
-        tokenizer: the model's tokenizer, if any.
+        tokenizer: tokenizer of the model, if any.
         run: record of the run up to the step of the checkpoint; None for a model without a run.
         step: step of the checkpoint; None for a model without a run.
-        max_steps: total number of steps in the run; None if unknown.
+        max_steps: total number of steps in the run, or None if unknown.
         numbers: `final_numbers` of the run up to `step`; empty for a model without a run.
-        data: the corpora that the run was trained on.
-        init_from: model that the run was initialised from, as a hub id or the last part of a path;
+        data: corpora on which the run was trained.
+        init_from: model from which the run was initialised, as a hub id or the last part of a path;
             None for random weights.
         request: options and inputs of the call if `firstlight train TEXTS` created the run;
             otherwise empty.
@@ -135,7 +135,7 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
     Args:
         source: a run folder, a checkpoint folder, a Hugging Face model folder or a hub id.
-        best: True uses a run folder's checkpoint with the lowest validation loss instead of the
+        best: True to use a run folder's checkpoint with the lowest validation loss instead of the
             newest.
 
     Raises:
@@ -146,7 +146,7 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """Return the facts about a model folder. A checkpoint must already have been verified.
+    """Return the facts about a model folder. If it is a checkpoint, it must already be verified.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -208,7 +208,8 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
     """Return the options of the call `firstlight train TEXTS` that created a run, including
-    "inputs" and "overrides" with neutral paths. Empty for other runs."""
+    "inputs" and "overrides" with neutral paths, or an empty mapping for other runs.
+    """
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
     if not isinstance(request, dict) or not isinstance(inputs, list):
@@ -237,9 +238,10 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """Return the corpora in a run's recipe. Facts are read from a corpus' folder only if its
-    manifest is still the one that the run was trained on (for a mix, if its tokenizer is still the
-    run's)."""
+    """Return the corpora in a run's recipe. Facts are read from a corpus's folder only if its
+    manifest is still the one on which the run was trained (for a mix, if its tokenizer is still the
+    run's tokenizer).
+    """
     data = run.recipe.get("data")
     if not isinstance(data, dict):
         return []
@@ -275,7 +277,7 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
     changed.
 
     Args:
-        location: the corpus' folder or URL.
+        location: folder or URL of the corpus.
         is_the_same: function that returns True if a manifest shows that the corpus is unchanged.
     """
     if is_url(location):
@@ -291,11 +293,11 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
-    """Return the facts in a prepared corpus' manifest and list of inputs.
+    """Return the facts in a prepared corpus's manifest and list of inputs.
 
     Args:
-        folder: the corpus' folder.
-        manifest: the manifest in it.
+        folder: folder of the corpus.
+        manifest: manifest in that folder.
     """
     names, read_by, are_cleaned = read_sources(folder)
     options = [*_prepare_options(manifest, own_val="--val-input" in read_by), *read_by]
@@ -306,11 +308,11 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
 
 
 def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
-    """Return the options of `firstlight prepare` for a corpus that differ from the defaults.
+    """Return those options of `firstlight prepare` for a corpus that differ from the defaults.
 
     Args:
-        manifest: the corpus' manifest.
-        own_val: True if the validation split has its own inputs (`--val-input`).
+        manifest: manifest of the corpus.
+        own_val: True if the validation split has separate inputs (`--val-input`).
     """
     options = []
     if manifest["version"] == shards.LABELLED_VERSION:
@@ -327,7 +329,7 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """Return a recipe's values with neutral paths. Sample prompts are texts and are unchanged."""
+    """Return a recipe's values with neutral paths. Sample prompts are texts and are not changed."""
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -337,7 +339,7 @@ def neutral_recipe(values: Any) -> Any:
         return [neutral_recipe(value) for value in values]
     if not isinstance(values, str):
         return values
-    # Split at commas, since evaluation tasks are written NAME,FILE.
+    # Split at commas, because evaluation tasks are written as NAME,FILE.
     return ",".join(
         neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
     )
@@ -345,10 +347,10 @@ def neutral_recipe(values: Any) -> Any:
 
 def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     """Append a result of `firstlight eval`, with the SHA-256 of the checkpoint, to
-    evaluations.jsonl of the checkpoint's run. Does nothing for a model without a run.
+    evaluations.jsonl of the checkpoint's run. Do nothing for a model without a run.
 
     Args:
-        checkpoint: the folder of the evaluated model.
+        checkpoint: folder of the evaluated model.
         result: the result as a JSON object.
 
     Raises:
@@ -361,7 +363,7 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
     opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Without the lock, two evaluations that end at the same time would overwrite each other's
+        # Without the lock, two evaluations that end at the same time could overwrite each other's
         # line.
         fcntl.flock(opened, fcntl.LOCK_EX)
         lines = [
@@ -389,7 +391,7 @@ def model_card(
     Args:
         facts: facts about the model.
         repository: USER/NAME on the hub; None uses the name of the run folder or model folder.
-        licence: the hub's id of the licence, such as "apache-2.0"; None if no licence was
+        licence: the hub's id of the licence, such as "apache-2.0", or None if no licence was
             specified.
         gguf: name of a GGUF file in the same folder; None if there is none.
     """
@@ -435,10 +437,11 @@ def corpus_card(
     """Return the text of a corpus card.
 
     Args:
-        facts: names of the corpus' inputs, its splits, and the options that it was prepared with.
-        manifest: the corpus' manifest.
+        facts: names of the corpus's inputs, its splits, and the options with which it was prepared.
+        manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
-        licence: the hub's id of the licence, such as "cc-by-4.0"; None if no licence was specified.
+        licence: the hub's id of the licence, such as "cc-by-4.0", or None if no licence was
+            specified.
     """
     from huggingface_hub import DatasetCard, DatasetCardData
 
@@ -471,7 +474,7 @@ def corpus_card(
     return _tidied(str(card))
 
 
-#: The hub's size categories, by their exclusive upper bound in documents.
+#: The hub's size categories, keyed by exclusive upper bound in documents.
 _SIZES = {
     1_000: "n<1K",
     10_000: "1K<n<10K",
@@ -488,7 +491,7 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """Remove the empty lines that omitted parts of the template leave in a card."""
+    """Remove the empty lines left in a card by omitted parts of the template."""
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
 
@@ -507,7 +510,7 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
         for dataset, metric, value, error in _measured(facts)
     ]
     base = facts.init_from if facts.init_from and is_hub_id(facts.init_from) else None
-    # Repositories in the hub's metadata have no revision.
+    # Repositories in the hub's metadata do not include a revision.
     base = None if base is None else base.partition("@")[0]
     return ModelCardData(
         license=licence,
@@ -522,8 +525,9 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
-    """Return OWNER/NAME of each dataset on the hub that is an input or the location of a corpus in
-    `data`, without duplicates."""
+    """Return OWNER/NAME of each hub dataset that is an input or the location of a corpus in `data`,
+    without duplicates.
+    """
     names = [source for one in data for source in one.sources if source.startswith("hf:")]
     found = [name[3:].partition(":")[0] for name in names]
     urls = [one.name for one in data if one.name.startswith(_URL_OF_DATASETS)]
@@ -534,8 +538,8 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
     """Yield all results as (dataset or task, metric, value, standard error or None).
 
-    A result comes from the newest `firstlight eval` that measured the metric, or else from the
-    run's own evaluation at or before this step.
+    A result comes from the newest `firstlight eval` that measured the metric or, if there is none,
+    from the run's own evaluation at or before this step.
     """
     corpus = "all data"
     if len(facts.data) == 1:
@@ -549,7 +553,7 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
             yield place, metric, value, error
 
 
-#: (dataset or task, metric) -> (value, standard error or None).
+#: (value, standard error or None) for each (dataset or task, metric).
 _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
@@ -649,11 +653,11 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown list item for each split in a manifest, with its tokens, documents and
-    bytes of text.
+    """Return a Markdown list item for each split in a manifest, with its numbers of tokens,
+    documents and text bytes.
 
     Args:
-        splits: manifest entries by split name.
+        splits: manifest entries, keyed by split name.
     """
     return [
         f"- {_SPLITS.get(name, name)}: {split['tokens']:,} tokens in {split['documents']:,} "
@@ -663,7 +667,7 @@ def split_lines(splits: Mapping[str, Any]) -> list[str]:
 
 
 def source_link(name: str) -> str:
-    """Return the name of a corpus' input as Markdown, with a link for a dataset on the hub."""
+    """Return the name of a corpus's input as Markdown, with a link if it is a hub dataset."""
     if not name.startswith("hf:"):
         return f"`{name}`"
     dataset, _, rest = name[3:].partition(":")
@@ -691,7 +695,7 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _run_evaluation(facts: ModelFacts) -> str | None:
-    """Return a sentence on the run's own evaluation, or None if there is no evaluation."""
+    """Return a sentence about the run's own evaluation, or None if there is no evaluation."""
     if facts.numbers.get("val/loss") is None or facts.run is None:
         return None
     metrics = facts.run.metrics.series("val/loss")
@@ -731,7 +735,7 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):
-        # A run limited by minutes is reproduced with its number of steps, because the same minutes
+        # A run with a time budget is reproduced with its number of steps, because the same minutes
         # give a different number of steps on another machine.
         steps = facts.run.length["max_steps"]
         options += ["--schedule.max_steps", str(steps), "--schedule.max_minutes", "null"]

@@ -1,5 +1,6 @@
 """`push` and `push_data`: write the folder of a model or corpus to share, and upload it to the
-Hugging Face hub with huggingface_hub. No other module uploads anything."""
+Hugging Face hub with huggingface_hub. No other module uploads anything.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from firstlight.sharing.card import (
 )
 from firstlight.tokenizer import Tokenizer
 
-#: Files to which other programs may have written the path that a model was read from.
+#: Files in which other programs may have stored the path from which a model was read.
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -56,13 +57,13 @@ class Pushed:
 
     Attributes:
         repository: USER/NAME on the hub.
-        url: URL of the repository's page; None if nothing was uploaded.
-        folder: the folder that was written; None if it was temporary.
-        files: size in bytes of each file, by name.
-        step: step of the run's checkpoint; None for a model without a run, or a corpus.
+        url: URL of the repository's page, or None if nothing was uploaded.
+        folder: folder that was written, or None if it was temporary.
+        files: size in bytes of each file, keyed by name.
+        step: step of the run's checkpoint; None for a corpus or for a model without a run.
         unfinished_of: total number of steps in the run if the checkpoint is from an earlier step;
             otherwise None.
-        notes: remarks for the user.
+        notes: messages to the user.
     """
 
     repository: str
@@ -88,29 +89,29 @@ def push(
 ) -> Pushed:
     """Upload a model to the Hugging Face hub: weights, tokenizer, recipe and a card.
 
-    The weights are written by `convert`, so that neither the optimizer state nor anything else in a
-    checkpoint is uploaded. Files that the hub already has are not sent again.
+    `convert` writes the weights, so that neither the optimizer state nor any other training state
+    in a checkpoint is uploaded. Files that the hub already has are not sent again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
         repository: USER/NAME; the repository is created if it does not exist.
-        private: True creates a private repository; an existing repository must be private.
-        gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0"; None adds none.
+        private: True to create a private repository; an existing repository must be private.
+        gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0", or None.
         licence: the hub's id of the licence for the card, such as "apache-2.0".
-        card: a file to upload as the card; None generates the card.
-        best: True uses a run folder's checkpoint with the lowest validation loss instead of the
+        card: file to upload as the card; None generates the card.
+        best: True to use a run folder's checkpoint with the lowest validation loss instead of the
             newest.
         out: folder to write and keep. None writes a temporary folder or, if `upload` is False, the
             folder NAME in the current folder.
-        upload: False only writes the folder.
+        upload: False to only write the folder.
 
     Raises:
         ConfigError: an argument is invalid, or `private` is True for a public repository.
         InputError: `out` is not empty, or `card` can't be read.
         ModelError, CheckpointError, TokenizerError: the model can't be read.
-        HubError: the hub refuses the upload or can't be reached, or the connection is lost.
+        HubError: the hub rejects the upload or can't be reached, or the connection is lost.
         MissingDependencyError: a package that the GGUF format needs is not installed.
-        StorageError: the file system refuses a write.
+        StorageError: a file can't be written.
     """
     _require_repository(repository, upload=upload)
     with _place(repository, out, upload=upload) as (folder, kept):
@@ -146,23 +147,23 @@ def push_data(
     """Upload a prepared corpus to the Hugging Face hub: shards, manifest, tokenizer and a card.
 
     `hf://datasets/USER/NAME` can then be used as `data.dir` on any machine. Lists of rejected and
-    unread files are not uploaded, since they contain local paths.
+    unread files are not uploaded, because they contain local paths.
 
     Args:
-        folder: a folder that `prepare` wrote.
+        folder: a folder written by `prepare`.
         repository: USER/NAME; the repository is created if it does not exist.
-        private: True creates a private repository; an existing repository must be private.
+        private: True to create a private repository; an existing repository must be private.
         licence: the hub's id of the licence for the card, such as "cc-by-4.0".
         out: folder to write and keep. None writes a temporary folder with links to the shards or,
             if `upload` is False, the folder NAME in the current folder.
-        upload: False only writes the folder.
+        upload: False to only write the folder.
 
     Raises:
         ConfigError: an argument is invalid, or `private` is True for a public repository.
         InputError: `out` is not empty, or a file of the tokenizer is missing.
         DataError: `folder` is not a prepared corpus, or is damaged.
-        HubError: the hub refuses the upload or can't be reached, or the connection is lost.
-        StorageError: the file system refuses a write.
+        HubError: the hub rejects the upload or can't be reached, or the connection is lost.
+        StorageError: a file can't be written.
     """
     _require_repository(repository, upload=upload)
     source = Path(os.path.abspath(Path(folder).expanduser()))
@@ -209,9 +210,9 @@ def _write_model(
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:
-    """Write all files of a model to share to a folder; return remarks for the user."""
+    """Write all files of a model to share into a folder. Return notes for the user."""
     # `convert` uses the folder's name as the model's name in a GGUF file, so `plain` is named after
-    # the repository. Repository names never begin with a dot, so `.model` can't clash with it.
+    # the repository. Repository names never begin with a dot, so `.model` can't conflict with it.
     staging = folder / ".model"
     plain = staging / repository.rpartition("/")[2]
     notes = list(convert(facts.folder, plain).notes)
@@ -257,8 +258,8 @@ def _forget_folders(path: Path) -> None:
 
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of the shards after checking that each matches its SHA-256 in the manifest
-    and that the tokenizer is the one that they were made with.
+    """Return the names of the shards, after checking that each shard matches its SHA-256 in the
+    manifest and that the tokenizer is the one with which they were made.
 
     Raises:
         DataError: a shard is missing or damaged, or the tokenizer differs.
@@ -286,7 +287,7 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
 #: or "." in NAME.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _MAX_NAME = 96
-#: Patterns for weights of an earlier upload, which are deleted if they are not in the new folder,
+#: Patterns for weights of an earlier upload. If they are not in the new folder they are deleted,
 #: because programs would load them together with the new ones.
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
@@ -297,7 +298,7 @@ def _require_repository(repository: str, *, upload: bool) -> None:
 
     Raises:
         ConfigError: the name is not USER/NAME, or is not allowed on the hub.
-        HubError: `upload` is True, and there is no token (the user is not logged in), or
+        HubError: `upload` is True, and there is no token (the user is not logged in) or
             HF_HUB_OFFLINE is set.
     """
     if "/" not in repository:
@@ -327,23 +328,22 @@ def _require_repository(repository: str, *, upload: bool) -> None:
 def upload_folder(
     folder: Path, repository: str, *, kind: Literal["model", "dataset"], private: bool
 ) -> str:
-    """Upload a folder, and return the repository's URL. The repository is created if it does not
-    exist.
+    """Upload a folder. Return the repository's URL. The repository is created if it does not exist.
 
     Files that the hub already has with the same content are not sent again, so a second call
     resumes an interrupted upload. For models, weights of an earlier upload that are not in the
     folder are deleted; all other files in the repository are kept.
 
     Args:
-        folder: the folder; links in it are followed.
+        folder: folder to upload; links in it are followed.
         repository: USER/NAME.
         kind: kind of the repository.
-        private: True creates a private repository, and refuses a public one. False uses the hub's
+        private: True to create a private repository and reject a public one. False uses the hub's
             default for a new repository.
 
     Raises:
         ConfigError: `private` is True, and the repository is public.
-        HubError: the hub refuses the upload or can't be reached, or the connection is lost.
+        HubError: the hub rejects the upload or can't be reached, or the connection is lost.
     """
     from huggingface_hub import HfApi
 
@@ -377,7 +377,7 @@ def upload_folder(
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """Return one line with the reason why an upload failed, and a remedy."""
+    """Return one line that explains why an upload failed, with a remedy."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]

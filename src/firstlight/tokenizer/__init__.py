@@ -1,11 +1,11 @@
-"""Tokenizers: loading the common file formats, training a new tokenizer, and streaming ids back to
-text.
+"""Tokenizers: load the common file formats, train a new tokenizer, and stream ids back to text.
 
 Every file format is loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer is
-always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers reads.
+always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers can read.
 
 By default, all text is plain text: `<|endoftext|>` in a document is encoded as the ordinary tokens
-of these characters, never as the special token. Special tokens are also called control tokens here.
+for these characters, never as the special token. Special tokens are also called control tokens in
+this package.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ __all__ = [
     "train_tokenizer",
 ]
 
-#: Maximum number of characters in a pre-token whose merges are counted. The library's time grows
-#: with the square of this length: a genome on one line would take hours. The limit is not part of
-#: the tokenizer, because llama.cpp knows split patterns only by name.
+#: Maximum number of characters in a pre-token whose merges are counted. The library's run time
+#: grows with the square of this length: a genome on one line would take hours. The limit is not
+#: part of the tokenizer, because llama.cpp knows split patterns only by name.
 _LONGEST_PIECE = 256
 #: Approximate number of characters that are passed to the library at a time.
 _BATCH_CHARACTERS = 1 << 18
 
 
 def require_vocab_size(vocab_size: int, special_tokens: int = 1) -> None:
-    """Check that `vocab_size` is large enough for a byte-level vocabulary.
+    """Raise an error if `vocab_size` is too small for a byte-level vocabulary.
 
     Raises:
         TokenizerError: `vocab_size` is too small.
@@ -79,12 +79,12 @@ def train_tokenizer(
             too few pairs to merge, the tokenizer has fewer tokens.
         pattern: regular expression that splits texts; merges never cross the boundaries of a match.
             During training only, a match of more than 256 characters is split further, so no token
-            is longer than that.
+            is longer.
         special_tokens: special tokens, which get the ids 0, 1, ...; the first one is the eos token.
 
     Raises:
         TokenizerError: `vocab_size` is too small, or the texts are empty.
-        InputError: a text has a lone surrogate, which is not a character.
+        InputError: a text contains a lone surrogate, which is not a character.
     """
     require_vocab_size(vocab_size, len(special_tokens))
     backend = tokenizers.Tokenizer(models.BPE())
@@ -115,7 +115,8 @@ def train_tokenizer(
     _train(backend, trainer, batches())
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    # Encoding takes nearly linear time, so it needs no such limit, which llama.cpp could not apply.
+    # Encoding takes nearly linear time, so it does not need such a limit, which llama.cpp could not
+    # apply.
     backend.pre_tokenizer = byte_level_split(pattern)
     return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
 
@@ -124,7 +125,8 @@ def _train(
     backend: tokenizers.Tokenizer, trainer: trainers.BpeTrainer, batches: Iterator[list[str]]
 ) -> None:
     """Train `backend` in another thread (see `in_thread`) on batches that are read in this thread,
-    so that reading a file or dataset can be interrupted."""
+    so that reading a file or dataset can be interrupted.
+    """
     waiting: queue.Queue[list[str] | None] = queue.Queue(1)
     stopped = threading.Event()
 
@@ -141,11 +143,11 @@ def _train(
                 with contextlib.suppress(queue.Full):
                     waiting.put(batch, timeout=1)
                     break
-            # True also if the library has failed; the remaining texts are not needed.
+            # Also True if the library has failed, in which case the remaining texts are not needed.
             if training.done():
                 break
     except BaseException:
-        # The thread takes this or the previous batch, and ends.
+        # The thread takes this batch or the previous one, and ends.
         stopped.set()
         with contextlib.suppress(queue.Full):
             waiting.put_nowait([])

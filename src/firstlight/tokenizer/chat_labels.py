@@ -1,9 +1,9 @@
-"""Encoding of conversations as tokens with a loss mask: the assistant's tokens are the labels in
+"""Encode conversations as tokens with a loss mask: the assistant's tokens are the labels in
 fine-tuning.
 
-A conversation is encoded as at inference: each special token of the template becomes its id, and
-each text between two special tokens is encoded in one call. Before that, the characters of the
-rendered text that are labels are determined:
+A conversation is encoded as during inference: each special token of the template becomes its id,
+and each text between two special tokens is encoded in one call. Before that, it is determined which
+characters of the rendered text are labels:
 
     with {% generation %} blocks       The content of the blocks.
     without blocks, for each answer    The text from `start` to `end`:
@@ -14,20 +14,21 @@ rendered text that are labels are determined:
 
 Without blocks, the prompt and the conversation up to the answer are rendered separately; each must
 be a prefix of the full text. Some templates render an answer differently if more messages follow
-it. In that case, its position in the full text is determined from the positions of its texts
-(content, reasoning, names and arguments of calls): the generation prompt is searched before the
-first of them, and the template's output after the last of them is compared with the full text.
+it. In that case, the answer's position in the full text is determined from the positions of its
+texts (content, reasoning, names and arguments of calls): the generation prompt is searched for
+before the first of them, and the template's output after the last of them is compared with the full
+text.
 
-The positions of all texts come from another rendering with marks around each text. A text whose
-marks are missing is lost, that is, the template omits it.
+The positions of all texts come from another rendering with marks around each text. If the marks of
+a text are missing, the text is lost, that is, the template omits it.
 
-If the generation prompt opens the reasoning (`<think>`) but the full text has an answer without it,
-then `<think>`, the reasoning and `</think>` are inserted before the answer: the model is prompted
+If the generation prompt opens the reasoning (`<think>`) but the answer in the full text lacks it,
+then `<think>`, the reasoning and `</think>` are inserted before the answer. The model is prompted
 with `<think>`, so it must learn to continue from there.
 
 A token is a label if its first character is a label. A token that begins in the prompt and ends in
 the answer (because the template's last characters and the answer's first characters form one token)
-is not a label: at inference, the prompt ends before this token, so the model can't write it.
+is not a label: during inference the prompt ends before this token, so the model can't generate it.
 """
 
 from __future__ import annotations
@@ -70,21 +71,21 @@ _NOT_FOUND = (
 )
 
 
-#: Labels of a conversation: all messages of the assistant; only the last of them; all of them
-#: without their reasoning; all tokens.
+#: Choice of a conversation's labels: all messages of the assistant; only the last of them; all of
+#: them without their reasoning; all tokens.
 TrainOn = Literal["assistant", "last", "answers", "all"]
 
 
 @dataclass(frozen=True)
 class LabelledChat:
-    """A conversation as tokens.
+    """A conversation as tokens with labels.
 
     Attributes:
         ids: token ids, identical to those of `Tokenizer.encode_chat` except for inserted reasoning.
         loss_mask: True for each id that is a label.
         text_bytes: number of UTF-8 bytes in the labels' text, without special tokens.
-        torn: number of answers that begin in the middle of a token that begins in the prompt.
-        lost: texts of the conversation that the template omits, as (key of `LOST`, message).
+        torn: number of answers whose first token already begins in the prompt.
+        lost: texts that the template omits, as (key of `LOST`, message).
     """
 
     ids: list[int]
@@ -98,21 +99,21 @@ _REASONS = {"system": "lost_system", "developer": "lost_system", "tool": "lost_r
 
 #: Tag that opens the reasoning in a generation prompt.
 _OPENED = re.compile(r"<([\w:]*think[\w:]*)>")
-#: End of the reasoning: white space and a tag or special token.
+#: End of the reasoning: whitespace and a tag or special token.
 _CLOSED = re.compile(r"\s*(?:</[^<>\s]+>|<\|[^<>|\s]+\|>|\[/\w+\])?\s*")
 _NO_THOUGHTS = re.compile(r"\s*<([\w:]*think[\w:]*)>\s*</\1>\s*")
 
 
 @dataclass
 class _Text:
-    """A text of a conversation.
+    """A text in a conversation.
 
     Attributes:
-        message: index of its message; -1 for the tools.
-        reason: key of `LOST` that applies if the text is omitted.
-        text: the text without surrounding white space.
-        marks: the two characters around it in the marked messages.
-        place: its (start, end) in the rendered text; None if the template omits it.
+        message: index of the text's message; -1 for the tools.
+        reason: key of `LOST` that applies if the template omits the text.
+        text: the text without surrounding whitespace.
+        marks: the two characters around the text in the marked messages.
+        place: (start, end) of the text in the rendered text, or None if the template omits it.
     """
 
     message: int
@@ -127,7 +128,7 @@ class _Marker:
     """Adds marks around the texts of a conversation.
 
     Attributes:
-        free: unused characters to use as marks.
+        free: characters that are not otherwise used, for use as marks.
         texts: the texts that have been marked.
     """
 
@@ -135,7 +136,7 @@ class _Marker:
     texts: list[_Text] = field(default_factory=list)
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return a copy of the messages with marks."""
+        """Return a copy of the messages with marks around their texts."""
         marked = []
         for number, message in enumerate(messages):
             copy = dict(message)
@@ -193,8 +194,8 @@ class _Marker:
 
         Args:
             text: the rendered text.
-            marked: the text rendered from the marked messages; None if the template refuses them.
-                If it differs from `text` in more than the marks, the texts are searched in order.
+            marked: text rendered from the marked messages, or None if the template rejects them. If
+                it differs from `text` in more than the marks, the texts are searched for in order.
         """
         marks = {mark for one in self.texts for mark in one.marks}
         places: dict[str, int] = {}
@@ -221,11 +222,11 @@ class _Marker:
 
 @dataclass
 class _Span:
-    """The labels of an answer.
+    """Labels of an answer.
 
     Attributes:
-        message: index of the answer.
-        start, end: range of its characters in the rendered text.
+        message: index of the answer's message.
+        start, end: range of the labels' characters in the rendered text.
         opened: text that the generation prompt adds before `start`, such as "<think>".
     """
 
@@ -241,8 +242,8 @@ class _Rendered:
 
     Attributes:
         messages, variables: input of the template.
-        probe: the same input with marks around the texts.
-        texts: the texts of the conversation with their positions in `text`.
+        probe: the same input with marks around all texts.
+        texts: texts of the conversation, with their positions in `text`.
         pattern: pattern that matches special tokens and the marks around their names.
         text: the rendered text.
     """
@@ -255,7 +256,7 @@ class _Rendered:
     text: str
 
     def alone(self, template: str, index: int) -> str:
-        """Return the marked text of the conversation up to the message at `index`."""
+        """Return the marked text of the conversation up to and including the message at `index`."""
         return render(template, self.probe[0][: index + 1], self.probe[1])
 
     def unmarked(self, text: str) -> str:
@@ -279,7 +280,8 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
-        # Remove the post-processor because it trims offsets: those of " a" would be those of "a".
+        # Remove the post-processor, because it trims offsets: those of " a" would become those of
+        # "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -300,13 +302,13 @@ class ChatEncoder:
 
         Args:
             messages: objects with the strings `role` and `content`; tool calls and reasoning in the
-                form returned by `messages.normalize_message`.
+                format returned by `messages.normalize_message`.
             options: additional variables of the template, as plain JSON, such as `tools`.
-            masked: indices of the assistant's messages that are excluded from the loss.
-            train_on: choice of labels; "all" means all tokens except those of the masked messages.
+            masked: indices of assistant messages that are excluded from the loss.
+            train_on: choice of labels; "all" means all tokens except those in masked messages.
 
         Raises:
-            InputError: the messages are not such objects, or the template refuses them.
+            InputError: the messages are not such objects, or the template rejects them.
             TokenizerError: the template fails, or the assistant's text can't be located in the
                 rendered text.
         """
@@ -316,7 +318,7 @@ class ChatEncoder:
         except TokenizerError:
             if self._text_arguments or not any(one.get("tool_calls") for one in plain):
                 raise
-        # Some templates, such as DeepSeek's, expect the arguments of calls as text and write them
+        # Some templates, such as DeepSeek's, expect the arguments of calls as text and output it
         # unchanged.
         self._text_arguments = True
         try:
@@ -327,8 +329,9 @@ class ChatEncoder:
 
     def prompt_warning(self) -> str | None:
         """Return a warning if the labels from the template's blocks can't begin where the
-        generation prompt ends, because the prompt opens reasoning that is missing in the
-        answers."""
+        generation prompt ends, because the prompt opens reasoning that the answers lack; otherwise
+        None.
+        """
         prompt = self._generation_prompt(self._variables)
         if not self._has_blocks or not _OPENED.search(prompt):
             return None
@@ -398,11 +401,11 @@ class ChatEncoder:
     # Labels as characters of the rendered text
 
     def _spans(self, chat: _Rendered, answers: list[int], lengths: list[int | None]) -> list[_Span]:
-        """Return the labels of each answer for a template without blocks, in the order of the text.
+        """Return the labels of each answer for a template without blocks, in text order.
 
         Args:
             chat: the rendered conversation.
-            answers: indices of the assistant's messages.
+            answers: indices of the assistant messages.
             lengths: length in characters of the prompt of each answer, followed by the length of
                 the conversation up to each answer; None where the text does not begin with it.
         """
@@ -425,11 +428,12 @@ class ChatEncoder:
         return spans
 
     def _start(self, chat: _Rendered, first: _Text) -> _Span:
-        """Locate the start of an answer's labels if the text does not begin with its prompt.
+        """Locate the start of an answer's labels if the text does not begin with the answer's
+        prompt.
 
         Args:
             chat: the rendered conversation.
-            first: the answer's first text.
+            first: first text of the answer.
         """
         text, index = chat.text, first.message
         assert first.place is not None
@@ -443,8 +447,8 @@ class ChatEncoder:
         for header in filter(None, headers):
             if (at := text.rfind(header, before, start)) >= 0:
                 return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
-        # Text that the template writes between the prompt and the answer if this is the last
-        # message.
+        # Find the text that the template writes between the prompt and the answer if this is the
+        # last message.
         with contextlib.suppress(InputError, TokenizerError):
             history = chat.messages[:index]
             whole = render(self._template, history, chat.variables, add_generation_prompt=True)
@@ -457,7 +461,9 @@ class ChatEncoder:
         return _Span(index, start, 0)
 
     def _generation_prompt(self, variables: Mapping[str, Any]) -> str:
-        """Return the text that `add_generation_prompt` makes the template add after a question."""
+        """Return the text that the template adds after a question because of
+        `add_generation_prompt`.
+        """
         own = {key: value for key, value in variables.items() if "tools" not in key}
         key = json.dumps(own, sort_keys=True)
         if key not in self._prompts:
@@ -472,7 +478,9 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """Return the end of an answer's turn if the conversation up to it ends at `whole`."""
+        """Return the end of an answer's turn if the conversation up to the answer ends at
+        `whole`.
+        """
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
             return specials[-1].end()
@@ -482,11 +490,11 @@ class ChatEncoder:
 
     def _end_as_alone(self, chat: _Rendered, last: _Text) -> int:
         """Locate the end of an answer's turn if the text does not begin with the conversation up to
-        it.
+        the answer.
 
         Args:
             chat: the rendered conversation.
-            last: the answer's last text.
+            last: last text of the answer.
         """
         assert last.place is not None
         text, end = chat.text, last.place[1]
@@ -497,7 +505,7 @@ class ChatEncoder:
         specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
         if closing and not specials:
             return self._end(chat.pattern, text, end, end)
-        # Compare only up to the token at its end, which is a different one in gpt-oss's template.
+        # Compare only up to the final token, which is a different one in gpt-oss's template.
         before = closing[: specials[-1].start()] if specials else ""
         if text.startswith(before, end):
             end += len(before)
@@ -507,7 +515,7 @@ class ChatEncoder:
         return match.end()
 
     def _blocks(self, chat: _Rendered, answers: list[int]) -> list[_Span]:
-        """Return the labels from the template's `{% generation %}` blocks."""
+        """Return the labels given by the template's `{% generation %}` blocks."""
         free = free_characters([*chat.messages, dict(chat.variables)], self._template)
         before, after = next(free), next(free)
         marked = render(
@@ -560,7 +568,7 @@ class ChatEncoder:
 
 
 def _after_thoughts(chat: _Rendered, span: _Span) -> int:
-    """Return the start of an answer's labels without its reasoning."""
+    """Return the start of an answer's labels if its reasoning is excluded."""
     first = span.end
     for one in chat.texts:
         if one.message == span.message and one.place and span.start <= one.place[0] < span.end:
@@ -575,8 +583,9 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
 
 
 def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
-    """Insert the reasoning of an answer at the point where the generation prompt opens it, both in
-    the text and in the flags of its characters."""
+    """Insert an answer's reasoning where the generation prompt opens it, both in the text and in
+    the flags of its characters.
+    """
     tag = _OPENED.search(span.opened)
     assert tag is not None
     start, written = span.start, ""
@@ -598,9 +607,9 @@ def _described(one: _Text) -> tuple[str, str]:
     return one.reason, f"the chat template omits {LOST[one.reason]}{where}: '{excerpt}'"
 
 
-#: Pattern of special tokens in all known templates. It is searched only in the output of a template
-#: that the user names. Templates that come with a tokenizer are exempt, because some models were
-#: trained on such names as plain text.
+#: Pattern of special tokens in all known templates. It is searched for only in the output of a
+#: template that the user names. Templates that come with a tokenizer are exempt, because some
+#: models were trained on such names as plain text.
 _CONTROL_TOKEN = re.compile(r"<\|[^<>|\s]{1,64}\|>|<(?:start|end)_of_\w{1,32}>")
 
 _CONVERSATION = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
@@ -619,7 +628,7 @@ def with_chat_template(
         folder: the tokenizer's folder, for error messages.
 
     Raises:
-        InputError: there is no such template.
+        InputError: the template does not exist.
         TokenizerError: the template does not compile, or writes special tokens that the tokenizer
             lacks; or `template` is None and the tokenizer has no template.
     """
@@ -660,7 +669,7 @@ def with_chat_template(
 
 
 def _try_out(tokenizer: Tokenizer) -> str:
-    """Render a short conversation; return "" if the template refuses it because it supports only
+    """Render a short conversation. Return "" if the template rejects it because it supports only
     other kinds of conversations.
 
     Raises:
@@ -673,12 +682,12 @@ def _try_out(tokenizer: Tokenizer) -> str:
 
 
 def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the id of the special token that ends an assistant's turn: the first special token
-    that the tokenizer's chat template writes after the assistant's text. Empty if there is no
-    template, or if turns end in plain text.
+    """Return the id of the special token that ends an assistant turn: the first special token that
+    the tokenizer's chat template writes after the assistant's text. Return an empty tuple if there
+    is no template, or if turns end with plain text.
 
-    Generation must stop at this token, even if it is not one of the model's eos tokens. For
-    example, `<|im_end|>` in a template that was added later is not an eos token, so the model would
+    Generation must stop at this token even if it is not one of the model's eos tokens. For example,
+    `<|im_end|>` in a template that was added later is not an eos token, so the model would
     otherwise continue with more turns.
     """
     if tokenizer.chat_template is None:
@@ -686,7 +695,8 @@ def turn_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     question, again = {"role": "user", "content": "1"}, {"role": "user", "content": "2"}
     for more in ([], [again]):  # Some templates end a turn only when another one begins.
         try:
-            # Two answers with no character in common, so any common ending comes after the answer.
+            # The two answers have no character in common, so any common ending comes after the
+            # answer.
             one, other = (
                 tokenizer.encode_chat([question, {"role": "assistant", "content": text}, *more])
                 for text in ("3", "4")

@@ -1,11 +1,11 @@
 """Chat templates, which render a conversation as the text that a model is trained on.
 
-A template is written in Jinja, in the dialect of Hugging Face's chat templates. It often comes with
-a downloaded model, so it is treated as an untrusted program: it gets only plain JSON data and runs
-in Jinja's sandbox, where it can neither modify the data nor reach Python objects through it. Every
-template that is not built in is rendered in a child process with limited time and memory (see
-`files.limits`), because nested loops, repeatedly doubled strings and recursive macros could use
-unlimited amounts of both.
+A template is written in Jinja, in the dialect of Hugging Face's chat templates. Because it often
+comes with a downloaded model, it is treated as an untrusted program: it gets only plain JSON data
+and runs in Jinja's sandbox, where it can neither modify the data nor reach Python objects through
+it. Every template that is not built in is rendered in a child process with limited time and memory
+(see `files.limits`), because nested loops, repeatedly doubled strings and recursive macros could
+otherwise use unlimited amounts of both.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "alpaca": (),
 }
 _FOLDER = Path(__file__).with_name("templates")
-#: The built-in templates by name.
+#: Built-in templates, keyed by name.
 CHAT_TEMPLATES = {
     name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in _REQUIRED_TOKENS
 }
 
-#: Maximum number of characters in a template and in a rendered conversation.
+#: Maximum number of characters in a template, and in a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
-#: Limits of the child process: processor time per rendering in seconds (a conversation of a million
-#: words takes a tenth of it), and memory in bytes.
+#: Limits of the child process: CPU time per rendering in seconds (a conversation of a million words
+#: takes a tenth of it), and memory in bytes.
 _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
@@ -69,8 +69,7 @@ def required_tokens(name: str) -> tuple[str, ...]:
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
     """Return (template, special tokens that it is known to write) for the name of a built-in
-    template or the path of a file. For a file, the special tokens are unknown and the tuple is
-    empty.
+    template or the path of a file. The special tokens of a file are unknown, so the tuple is empty.
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -93,25 +92,25 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Render a conversation as text, like transformers' `apply_chat_template`.
+    """Render a conversation as text, like `apply_chat_template` in transformers.
 
     Args:
         template: the template, in Jinja.
         messages: objects with the strings `role` and `content`. Additional entries must be plain
             JSON; the template may use them.
         variables: additional variables of the template, such as `bos_token`.
-        add_generation_prompt: True ends the text with the beginning of the assistant's next turn.
+        add_generation_prompt: True to end the text with the beginning of the assistant's next turn.
 
     Raises:
-        InputError: the messages are not such objects, or the template refuses them.
-        TokenizerError: the template doesn't compile, fails or performs a forbidden operation.
+        InputError: the messages are not such objects, or the template rejects them.
+        TokenizerError: the template doesn't compile, fails, or performs a forbidden operation.
     """
     plain = plain_messages(messages)
     return render(template, plain, variables, add_generation_prompt=add_generation_prompt)
 
 
 def check_template(template: str) -> None:
-    """Refuse a template that doesn't compile.
+    """Raise an error if a template doesn't compile.
 
     Raises:
         TokenizerError: the template is too long, or invalid Jinja; the message names the line.
@@ -131,9 +130,9 @@ def render(
 
     Args:
         template, variables, add_generation_prompt: see `render_chat`.
-        messages: the messages, from `plain_messages`.
+        messages: the messages, as returned by `plain_messages`.
         generation_marks: texts to write before and after the content of a `{% generation %}` block.
-            The first one is followed by the message's number, if it is known, and then repeated.
+            The first one is followed by the message's number, if known, and then repeated.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -149,18 +148,18 @@ def render_with_beginnings(
     beginnings: Sequence[tuple[int, bool]],
     probe: tuple[list[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> tuple[str, list[int | None], str | None]:
-    """Render a conversation, and determine how long the text of each of its beginnings is.
+    """Render a conversation, and determine the length of the text of each of its beginnings.
 
     Args:
         template: the template, in Jinja.
-        messages: the messages, from `plain_messages`.
+        messages: the messages, as returned by `plain_messages`.
         variables: additional variables of the template.
-        beginnings: for each beginning, (number of messages, True to end with the beginning of the
+        beginnings: for each beginning, (number of messages, True to add the beginning of the
             assistant's next turn).
-        probe: other messages and variables to render in the same call.
+        probe: different messages and variables to render in the same call.
 
     Returns:
-        (text, lengths, text of `probe`). The lengths are the numbers of characters of the
+        (text, lengths, text of `probe`). The lengths are the numbers of characters in the
         beginnings; a length is None if the text does not start with that beginning or the template
         refuses it. The text of `probe` is None if the template refuses it.
 
@@ -179,9 +178,10 @@ def render_with_beginnings(
 
 
 class _Child(threading.local):
-    """The process that renders templates that are not built in; it is started for the first such
+    """Child process that renders templates that are not built in, started for the first such
     template. Each thread has a separate process, so that a slow template does not block other
-    threads."""
+    threads.
+    """
 
     def __init__(self) -> None:
         self.process = LimitedProcess("firstlight.tokenizer.chat_template:renderer", memory=_MEMORY)
@@ -191,8 +191,8 @@ _CHILD = _Child()
 
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
-    """Return the result of `_rendered` for a request, computed in this process for a built-in
-    template and otherwise in the child process.
+    """Return the result of `_rendered` for a request. For a built-in template it is computed in
+    this process, otherwise in the child process.
 
     Args:
         request: see `_rendered`.
@@ -227,14 +227,14 @@ def chat_pieces(
 ) -> Iterator[tuple[str, bool]]:
     """Yield the text of `render_chat` in parts, as (text, True if it is a special token).
 
-    Only the template's own text can be a special token; the same characters in a message are plain
-    text. While the template runs, the name of a special token in a message is surrounded by marks.
-    The template can therefore find the name in a message with `in` or `split`, but not with
+    Only the template's own text can contain special tokens; the same characters in a message are
+    plain text. While the template runs, the name of a special token in a message is surrounded by
+    marks. The template can therefore find such a name with `in` or `split`, but not with
     `startswith` or `endswith`.
 
     Args:
         template, messages, variables, add_generation_prompt: see `render_chat`.
-        special_tokens: the tokenizer's special tokens.
+        special_tokens: special tokens of the tokenizer.
         continue_final_message, options: see `Tokenizer.encode_chat`.
 
     Raises:
@@ -242,32 +242,49 @@ def chat_pieces(
     """
     plain = [*plain_messages(messages), dict(options)]
     (*marked, own), pattern = protected(plain, special_tokens, template)
+    if continue_final_message:
+        marked[-1] = _with_end_tag(marked[-1])
     text = render(
         template, marked, {**own, **variables}, add_generation_prompt=add_generation_prompt
     )
     if continue_final_message:
-        text = _until_end_of(marked[-1].get("content"), text)
+        text = _until_end_tag(text)
     for piece, _, is_special in flagged_pieces(text, bytearray(len(text)), pattern):
         yield piece, is_special
 
 
-def _until_end_of(content: object, text: str) -> str:
-    """Return a conversation's text up to the end of the last message's content, as transformers
-    cuts it.
+#: Message about a conversation whose last message can't be continued.
+_NOT_CONTINUED = (
+    "continue_final_message needs a last message with a text that the chat template writes "
+    "unchanged: remove continue_final_message, or end with such a message"
+)
+#: Text after the content of a message that is continued, where the rendered text is cut. It ends
+#: with a space, which reveals whether a template strips contents, as in transformers.
+_END_TAG = "\uf8ffend of the message\uf8ff "
+
+
+def _with_end_tag(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content ends with `_END_TAG`.
 
     Raises:
-        InputError: the text does not have the content.
+        InputError: the message has no text.
     """
-    stripped = content.strip() if isinstance(content, str) else ""
-    if not stripped or stripped not in text:
-        raise InputError(
-            "continue_final_message needs a last message with a text that the chat template writes "
-            "unchanged: leave it out, or end with such a message"
-        )
-    assert isinstance(content, str)
-    begin = text.rindex(stripped)
-    keeps_end = text.startswith(content.lstrip(), begin)
-    return text[: begin + len(content.lstrip() if keeps_end else stripped)]
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise InputError(_NOT_CONTINUED)
+    return {**message, "content": content + _END_TAG}
+
+
+def _until_end_tag(text: str) -> str:
+    """Return a conversation's text up to `_END_TAG`.
+
+    Raises:
+        InputError: the template did not write the tag exactly once.
+    """
+    before, tag, after = text.partition(_END_TAG.strip())
+    if not tag or tag in after:
+        raise InputError(_NOT_CONTINUED)
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def flagged_pieces(
@@ -276,9 +293,9 @@ def flagged_pieces(
     """Split a rendered text into its special tokens and the texts between them.
 
     Args:
-        text: the rendered text of marked messages (see `protected`).
+        text: rendered text of marked messages (see `protected`).
         flags: one byte per character of `text`, with any meaning.
-        pattern: the pattern from `protected`.
+        pattern: the pattern returned by `protected`.
 
     Yields:
         (text of the part without marks, flags of its characters, True if it is a special token)
@@ -303,8 +320,8 @@ def flagged_pieces(
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a copy of `messages` as plain JSON data without entries that are None. Only the
-    content of a message that calls tools may be None.
+    """Return a copy of `messages` as plain JSON data without entries that are None. Only a message
+    that calls tools may have None as its content.
 
     Raises:
         InputError: the messages are not a list of objects with the strings `role` and `content`, or
@@ -354,23 +371,23 @@ def protected(
     messages: list[dict[str, Any]], tokens: Sequence[str], template: str
 ) -> tuple[list[dict[str, Any]], re.Pattern[str]]:
     """Mark the names of special tokens in messages as plain text, with one character before and one
-    character after each name.
+    after each name.
 
     Args:
-        messages: the messages, from `plain_messages`.
+        messages: the messages, as returned by `plain_messages`.
         tokens: the special tokens.
         template: the chat template.
 
     Returns:
-        (marked messages, pattern). The pattern, searched in the template's output for the marked
+        (marked messages, pattern). When searched in the template's output for the marked
         messages, matches special tokens that the template wrote (group "special"), marked names
         (group "text"), and single marks that the template has separated from their name (neither
         group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
-    # The longest tokens come first, because the first matching alternative wins. Without tokens,
-    # "(?!)" matches nothing.
+    # Longer tokens come first, because the first matching alternative wins. Without tokens, "(?!)"
+    # matches nothing.
     names = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
     special = re.compile(names)
 
@@ -391,14 +408,15 @@ def protected(
 
 
 def renderer() -> Callable[[dict[str, Any]], Any]:
-    """Create the function of the child process."""
+    """Create the function that runs in the child process."""
     _environment()
     return _rendered
 
 
 def _rendered(request: dict[str, Any]) -> Any:
     """Return the result of `render_with_beginnings` with the arguments in `request`. If the request
-    has only the template, just compile it and return None."""
+    contains only a template, just compile it and return None.
+    """
     template = _compiled(request["template"])
     if "messages" not in request:
         return None
@@ -468,18 +486,19 @@ def _compiled(template: str) -> jinja2.Template:
 
 def _one_line(text: Any) -> str:
     """Shorten text from a template for use in a message: at most 300 characters on one line,
-    without control characters, which a terminal could interpret as commands."""
+    without control characters, which a terminal could interpret as commands.
+    """
     words = "".join(c if c.isprintable() else " " for c in str(text)[:1000]).split()
     return " ".join(words)[:300]
 
 
-#: Names of the variables for the marks of `{% generation %}` blocks and for all messages. The space
-#: prevents templates from using them.
+#: Names of the variables that hold the marks of `{% generation %}` blocks and all messages. The
+#: space prevents templates from using them.
 _MARKS, _MESSAGES = " marks", " messages"
 
 
 class _RefusalError(TemplateError):
-    """The template called `raise_exception`."""
+    """Raised when the template calls `raise_exception`."""
 
 
 def _raise_exception(message: Any) -> None:
@@ -498,7 +517,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Serialise a value as JSON, replacing Jinja's `tojson`. As in transformers, HTML is not
-    escaped, nor are non-ASCII characters by default."""
+    escaped and, by default, neither are non-ASCII characters.
+    """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -506,14 +526,15 @@ def _to_json(
 
 class _Generation(Extension):
     """Jinja extension for `{% generation %}` blocks, which templates put around an answer. The
-    content is rendered as usual, between the `generation_marks` of `render`."""
+    content is rendered as usual, between the `generation_marks` of `render`.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # The derived context includes loop variables, one of which is the message.
+        # The derived context includes loop variables, such as the message.
         call = self.call_method("_marked", [nodes.DerivedContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(lineno)
 

@@ -1,6 +1,6 @@
-"""Readers for all supported tokenizer files; each returns `TokenizerParts`.
+"""Readers for all supported tokenizer files. Each returns `TokenizerParts`.
 
-The format of a file is detected from its content, because a name such as `tokenizer.model` is used
+The format of a file is detected from its content, because names such as `tokenizer.model` are used
 for two formats.
 """
 
@@ -39,20 +39,20 @@ from firstlight.tokenizer.parts import (
 
 END_OF_TEXT = "<|endoftext|>"
 
-#: The split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions, words, numbers and
-#: punctuation with the space before them, runs of white space.
+#: Split pattern of GPT-2 (openai/gpt-2 `encoder.py`): contractions; words, numbers and punctuation
+#: with the space before them; runs of whitespace.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-#: The split pattern of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`).
+#: Split pattern of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`).
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: The split pattern of Qwen2: Llama 3's, with numbers split into single digits.
+#: Split pattern of Qwen2: like Llama 3, but with numbers split into single digits.
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
-#: Split patterns by the names that model families use for them.
+#: Split patterns, keyed by the names that model families use for them.
 SPLIT_PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": LLAMA3_PATTERN, "qwen2": QWEN2_PATTERN}
 
 _LLAMA3_SPECIAL_TOKENS = (
@@ -71,27 +71,28 @@ _LLAMA3_SPECIAL_TOKENS = (
 )
 #: Size of tiktoken's r50k_base, which is GPT-2's vocabulary.
 _NUM_GPT2_RANKS = 50_256
-#: Limits of the child process in which an unknown tokenizer.json is tried: processor time in
-#: seconds and memory in bytes, each with a part proportional to the file size. XLM-R's 9 MB file,
-#: whose 250,000 tokens are stored as a tree, takes 32 bytes of memory per byte.
+#: Limits of the child process in which an unknown tokenizer.json is tried: CPU time in seconds and
+#: memory in bytes, each with a part proportional to the file size. XLM-R's 9 MB file, whose 250,000
+#: tokens are stored as a tree, takes 32 bytes of memory per byte.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
 #: Maximum number of tokens or characters that a tokenizer may produce for one character (some write
-#: "\n" as "<|newline|>"), and that it may add around a text.
+#: "
+#: " as "<|newline|>"), and that it may add around a text.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
 #: Maximum accepted token id; no real vocabulary reaches it.
 _HIGHEST_ID = 1 << 26
-#: Maximum size of the added tokens of a known tokenizer, as JSON characters.
+#: Maximum size of the added tokens of a known tokenizer, in characters of JSON.
 _MOST_KNOWN_CHARS = 500_000
 
-#: Names of other vocabularies in tiktoken's format, by number of ranks. They are refused because
-#: they would silently be read with Llama 3's split pattern.
+#: Names of other vocabularies in tiktoken format, keyed by number of ranks. They are rejected,
+#: because they would silently be read with Llama 3's split pattern.
 _OTHER_RANKS = {50_280: "p50k_base", 100_256: "cl100k_base", 151_643: "Qwen", 199_998: "o200k_base"}
 
 _USUAL_NAMES = ("tokenizer.json", "vocab.json", "encoder.json", "tokenizer.model")
-#: Suffixes of tiktoken and sentencepiece files with other names.
+#: Suffixes of tiktoken and sentencepiece files whose names are not standard.
 _USUAL_ENDINGS = (".tiktoken", ".model")
-#: nanochat's file, which is recognised only in order to give advice.
+#: Name of nanochat's file, which is recognised only to give advice.
 _PICKLED_NAME = "tokenizer.pkl"
 PICKLED_TOKENIZER = (
     "nanochat's tokenizer.pkl is a pickle, which could run code, and is not read: if you trust it, "
@@ -101,16 +102,16 @@ PICKLED_TOKENIZER = (
     "and give the folder tok with --tokenizer"
 )
 
-#: The two usual names of GPT-2's vocabulary file -> name of the corresponding merges file.
+#: Name of the merges file for each of the two usual names of GPT-2's vocabulary file.
 _MERGES_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 
 
 def find_tokenizer_file(folder: Path) -> Path:
-    """Return the tokenizer file in a folder: a file with a standard name, or else the only file
-    with a usual suffix.
+    """Return the tokenizer file in a folder: a file with a standard name or, if there is none, the
+    only file with a usual suffix.
 
     Raises:
-        TokenizerError: the folder has no tokenizer or several tokenizers, or can't be read.
+        TokenizerError: the folder contains no tokenizer or several, or can't be read.
     """
     try:
         files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
@@ -141,7 +142,7 @@ def read_tokenizer_file(path: Path) -> TokenizerParts:
 
     Raises:
         TokenizerError: the file has an unknown format, is damaged, or uses features for which the
-            ids would differ from those of its original library.
+            ids would differ from those of the original library.
     """
     if path.name == _PICKLED_NAME:
         raise TokenizerError(f"{path} can't be read: {PICKLED_TOKENIZER}")
@@ -166,7 +167,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"tokenizer {path} is not valid JSON: {error}") from error
-    # "model" is also an ordinary word of GPT-2's vocabulary.
+    # "model" is also an ordinary word in GPT-2's vocabulary.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
     _require_usable(path, content, state)
@@ -175,8 +176,8 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         leading = _leading_token(backend)
     config = read_config(path.parent)
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    # The library assigns an added token a different id than the file if the file's id would leave a
-    # gap.
+    # If an added token's id in the file would leave a gap, the library assigns a different id to
+    # the token.
     ids = [*vocabulary.values(), *(token["id"] for token in state.get("added_tokens") or [])]
     if (highest := max(ids, default=0)) > _HIGHEST_ID:
         raise TokenizerError(
@@ -197,12 +198,11 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
 
 
 def _leading_token(backend: tokenizers.Tokenizer) -> str | None:
-    """Return the special token that the post-processor adds before a text, or None if it adds
-    none."""
+    """Return the special token that the post-processor adds before a text, or None."""
     backend.no_truncation()
     backend.no_padding()
-    # The text has one letter, because for an empty text the first token could be the one added at
-    # the end.
+    # Encode one letter, because for an empty text the first token could be one that is added at the
+    # end.
     encoding = backend.encode("a", add_special_tokens=True)
     mask = encoding.special_tokens_mask
     return encoding.tokens[0] if mask and mask[0] and not all(mask) else None
@@ -237,9 +237,10 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """Return the file in the same folder as `path` that completes the pair, or None if there is
-    none. `names` maps each possible file name to that of the other file; the entry for `path`
-    itself is tried first."""
+    """Return the file in the same folder as `path` that completes the pair, or None. `names` maps
+    each possible file name to the name of the other file; the entry for `path` itself is tried
+    first.
+    """
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
             return path.with_name(name)
@@ -259,13 +260,13 @@ def _looks_like_tiktoken(content: bytes) -> bool:
 
 
 def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
-    """Read a tiktoken rank file: that of GPT-2, or else one with Llama 3's split pattern and
-    special tokens.
+    """Read a tiktoken rank file, either GPT-2's or one with the split pattern and special tokens of
+    Llama 3.
 
     The file contains neither the split pattern nor the special tokens; known vocabularies are
     recognised by their number of ranks. tiktoken repeatedly joins the adjacent pair of tokens whose
     joined bytes have the lowest rank. BPE merges give the same ids if they list every way to split
-    a token into two tokens, ordered by the token's rank.
+    a token into two tokens, ordered by the rank of the token.
     """
     require_few_tokens(path, content.count(b"\n"))
     ranks: dict[bytes, int] = {}
@@ -295,7 +296,8 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(text[a], text[b]) for a, b in halves]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    # `ignore_merges` is set because tiktoken first looks up the entire pre-token in the vocabulary.
+    # `ignore_merges` is set, because tiktoken first looks up the entire pre-token in the
+    # vocabulary.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
@@ -349,12 +351,12 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 
 
 def _unsupported_features(content: bytes) -> list[str]:
-    """Return the features of a `ModelProto` that would make the ids differ from sentencepiece's.
+    """Return the features of a `ModelProto` that would lead to different ids than in sentencepiece.
 
     Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
-    2 BPE), 24 treats white space as a suffix of words. Field 3 of the message is the normalizer's
-    specification: its field 2 is a character map, 3 adds a space before the text, 4 collapses
-    repeated spaces. A missing field has sentencepiece's default.
+    2 BPE), and 24 treats whitespace as a suffix of words. Field 3 of the message is the
+    normalizer's specification: its field 2 is a character map, 3 adds a space before the text, 4
+    collapses repeated spaces. A missing field has sentencepiece's default value.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -382,7 +384,8 @@ def _protobuf_fields(content: bytes, most: int = _MOST_FIELDS) -> Iterator[tuple
         most: maximum number of fields.
 
     Raises:
-        ValueError, IndexError: the bytes are not a message, or it has more than `most` fields.
+        ValueError, IndexError: the bytes are not a valid message, or it has more than `most`
+            fields.
     """
     position = count = 0
 
@@ -420,12 +423,12 @@ def _from_sentencepiece(path: Path, content: bytes) -> TokenizerParts:
     """Read a sentencepiece BPE model with byte fallback, such as Llama 2's `tokenizer.model`.
 
     Args:
-        path: the file, for messages.
-        content: the file's bytes.
+        path: path of the file, for messages.
+        content: content of the file.
 
     Raises:
-        TokenizerError: the file is not such a model, or has a feature that would result in
-            different ids.
+        TokenizerError: the file is not such a model, or has a feature that would lead to different
+            ids.
     """
     try:
         pieces = list(_sentencepiece_pieces(content))
@@ -471,20 +474,19 @@ def sentencepiece_backend(
     Args:
         pieces: (text, score, type) of each piece; see `_sentencepiece_pieces`.
         vocabulary: id of each piece's text.
-        unknown: text of the unknown token; None if there is none.
-        space_prefix: True adds a space before a text.
-        leftmost: True merges the leftmost pair first if several pieces have the same score, as
+        unknown: text of the unknown token, or None.
+        space_prefix: True to add a space before a text.
+        leftmost: True to merge the leftmost pair first if several pieces have the same score, as
             llama.cpp does for runs of spaces.
     """
 
     def order(merge: tuple[float, str, str]) -> tuple[float, ...]:
         score, left, right = merge
         ids = vocabulary[left], vocabulary[right]
-        # To grow a run from the left, the longest pairs come first.
+        # Longer left parts come first, so that a run grows from the left.
         return (-score, -len(left), *ids) if leftmost else (-score, *ids)
 
-    # Every way to split a normal piece into two pieces, starting with the pieces with the highest
-    # scores.
+    # List every way to split a normal piece into two pieces, in descending order of score.
     merges = [
         (score, piece[:i], piece[i:])
         for piece, score, kind in pieces
@@ -515,20 +517,20 @@ def sentencepiece_backend(
 
 
 def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
-    """Refuse a tokenizer.json that takes too much memory or time, fails on short texts, or encodes
+    """Reject a tokenizer.json that takes too much memory or time, fails on short texts, or encodes
     the same text differently each time.
 
-    tokenizer.json is a small program with steps that rewrite a text, patterns that split it and
-    templates that add tokens around it. The library runs it without limits, so anything other than
-    the steps of known byte-level BPE tokenizers is tried in a child process first.
+    tokenizer.json is a small program, with steps that rewrite a text, patterns that split it and
+    templates that add tokens around it. The library runs it without limits, so a file with anything
+    other than the steps of known byte-level BPE tokenizers is tried in a child process first.
 
     Args:
-        path: the file.
-        content: its bytes.
-        state: its parsed content, in which "model" is an object.
+        path: path of the file.
+        content: content of the file.
+        state: parsed content, in which "model" is an object.
 
     Raises:
-        TokenizerError: the tokenizer can't be used.
+        TokenizerError: the tokenizer is unusable.
     """
     vocabulary, dropout = state["model"].get("vocab"), state["model"].get("dropout")
     require_few_tokens(path, len(vocabulary) if isinstance(vocabulary, dict | list) else 0)
@@ -554,13 +556,14 @@ def _require_usable(path: Path, content: bytes, state: dict[str, Any]) -> None:
     _TRIED.add(key)
 
 
-#: SHA-256 of the files that have been tried in this process.
+#: SHA-256 hashes of the files that have been tried in this process.
 _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Return True if the library may panic on some texts, that is, unless the tokenizer's steps are
-    known to be safe."""
+    """Return True if the library may panic on some texts, that is, unless all steps of the
+    tokenizer are known to be safe.
+    """
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")
     model = {name: getattr(backend.model, name, None) for name in fixes}
@@ -572,8 +575,9 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """Return True for a byte-level BPE model whose steps take time and memory in proportion to the
-    text, such as those of firstlight, GPT-2, Llama 3 and Qwen."""
+    """Return True for a byte-level BPE model whose steps take time and memory proportional to the
+    length of the text, such as the models of firstlight, GPT-2, Llama 3 and Qwen.
+    """
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
     model = state["model"]
@@ -594,7 +598,8 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 def _is_known_frame(step: Any) -> bool:
     """Return True for a post-processor that adds no tokens around a text, or only tokens that it
-    defines. The library panics on undefined tokens."""
+    defines. On undefined tokens the library would panic.
+    """
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
         return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
     content, tokens = json.dumps(step), step.get("special_tokens")
@@ -629,7 +634,7 @@ def _try_out(request: tuple[str, str]) -> None:
     steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
     states = [json.loads(step.__getstate__()) for step in steps if step is not None]
     looked_for = list(_strings(states))
-    # The text is repeated because a short text may grow by _MOST_PREPENDED.
+    # The text is repeated, because a short text is allowed to grow by _MOST_PREPENDED.
     repeated = (text * (1 + _MOST_PREPENDED // (len(text) + 1)) for text in looked_for)
     for text in (*looked_for, *repeated, *_trial_texts()):
         with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
@@ -640,7 +645,7 @@ def _try_out(request: tuple[str, str]) -> None:
             except MemoryError:
                 raise
             except Exception:  # noqa: BLE001 - the library's errors have no class of their own
-                # For example a word without a token, which is reported when such a text is encoded.
+                # For example, a word without a token; this is reported when such a text is encoded.
                 continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
@@ -651,8 +656,9 @@ def _try_out(request: tuple[str, str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the strings in a tokenizer's steps, for which the steps search texts. Sentencepiece's
-    character map, a long base64 string, is omitted."""
+    """Yield the strings that a tokenizer's steps search for in texts. Sentencepiece's character
+    map, a long base64 string, is omitted.
+    """
     rest = [value]
     while rest:
         part = rest.pop()
@@ -678,15 +684,15 @@ def _trial_texts() -> Iterator[str]:
 
 
 def encodes_in_pieces(state: dict[str, Any]) -> bool:
-    """Return True if `a + b` always encodes to the ids of `a` and then of `b` where `_BOUNDARY`
-    matches between `a` and `b`.
+    """Return True if, wherever `_BOUNDARY` matches between `a` and `b`, `a + b` encodes to the ids
+    of `a` followed by the ids of `b`.
 
     This holds for byte-level BPE with the split pattern of GPT-2 or Llama 3: no match of these
-    patterns contains such a boundary, and they have no look-behind. A long document can then be
-    encoded in pieces, which is several times faster and needs bounded memory.
+    patterns contains such a boundary, and the patterns do not use look-behind. A long document can
+    then be encoded in pieces, which is several times faster and needs only bounded memory.
 
     Args:
-        state: the content of tokenizer.json.
+        state: content of tokenizer.json.
     """
     stage = state.get("pre_tokenizer") or {}
     *splits, last = stage.get("pretokenizers") or [stage]
@@ -696,7 +702,7 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
     return (
         state.get("normalizer") is None
         and state["model"].get("type") == "BPE"
-        # Added tokens that are not special are searched in the text and may contain a space.
+        # Added tokens that are not special are searched for in the text and may contain a space.
         and all(token["special"] for token in state["added_tokens"])
         and last.get("type") == "ByteLevel"
         and not last.get("add_prefix_space")
@@ -707,9 +713,9 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
     )
 
 
-#: Number of characters in a piece. A longer document is encoded in pieces of about this size.
+#: Number of characters per piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
-#: Number of characters after a piece in which a boundary is searched.
+#: Number of characters after a piece within which a boundary is searched for.
 _BOUNDARY_CHARACTERS = 1 << 18
 
 #: A space after any other character; a newline or ASCII punctuation after a letter or digit.
@@ -717,12 +723,12 @@ _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 
 def cut_long(text: str) -> list[str]:
-    """Split a text into pieces of about `_PIECE_CHARACTERS` at matches of `_BOUNDARY`.
+    """Split a text into pieces of about `_PIECE_CHARACTERS` characters at matches of `_BOUNDARY`.
 
     For a tokenizer that `encodes_in_pieces`, the concatenated encodings of the pieces equal the
-    encoding of the text. The exception is a run without a boundary in `_BOUNDARY_CHARACTERS`, such
-    as a genome on one line: it is split at an arbitrary position, so that a piece is never longer
-    than the sum of both limits, and the tokens next to the split may differ.
+    encoding of the text. The exception is a run without a boundary within `_BOUNDARY_CHARACTERS`,
+    such as a genome on one line. It is split at an arbitrary position, so that a piece is never
+    longer than the sum of both limits, and the tokens next to the split may differ.
     """
     pieces = []
     start = 0

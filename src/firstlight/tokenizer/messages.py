@@ -9,7 +9,7 @@ Anthropic and axolotl. All are converted to the format in transformers' document
     results         {"role": "tool", "tool_call_id", "content": text}
     reasoning       `reasoning_content` beside `content`
 
-Templates differ in some details, which `fit_messages` handles: the key of the reasoning, an answer
+Templates differ in some details, which `fit_messages` handles: the key for the reasoning, answers
 without text, and the format of the ids.
 """
 
@@ -21,10 +21,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Keys for the tools of a record and for the calls of a message.
+#: Keys for the tools of a record and for the calls in a message.
 _TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_calls", "function_call")
-#: Other datasets' names for the keys of a tool and of a call.
+#: Names that other datasets use for the keys of a tool and of a call.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
 _ARGUMENTS = ("arguments", "parameters", "input")
 #: Lower-case names of the roles whose text is a call, and of those whose text is a result.
@@ -34,7 +34,8 @@ RESULT_ROLES = (
 ).split()
 #: Keys for the reasoning in an assistant's message.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning", "thought", "thoughts")
-#: Descriptions of the texts that a chat template may omit, by the reason for rejecting the record.
+#: Descriptions of the texts that a chat template may omit, keyed by the reason for rejecting the
+#: record.
 LOST = {
     "lost_system": "a system message",
     "lost_tools": "tools",
@@ -52,12 +53,12 @@ def template_options(
     fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the variables that a record passes to the chat template: its tools, which may also be
-    entries of its system message, and the entries of `chat_template_kwargs`.
+    stored in its system message, and the entries of `chat_template_kwargs`.
 
     Args:
-        fields: the record's fields.
-        messages: its messages. Hermes' records contain the full tools in the text of the system
-            message and again as a field, which is then ignored.
+        fields: fields of the record.
+        messages: messages of the record. Hermes records contain the complete tools in the text of
+            the system message and again in a field, which is then ignored.
 
     Raises:
         ValueError: the tools are not a list of named functions; the message names the key.
@@ -114,8 +115,8 @@ def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict
 
     Args:
         message: an object with `role` and `content`.
-        writes_calls: True if the template formats calls itself. Calls in the content, as
-            `<tool_call>{...}</tool_call>`, are then converted to entries.
+        writes_calls: True if the template formats calls itself. Calls written in the content as
+            `<tool_call>{...}</tool_call>` are then converted to entries.
 
     Raises:
         ValueError: a tool call has no name.
@@ -146,8 +147,9 @@ def _normalize_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def parsed_json(value: Any) -> Any:
-    """Parse a string that contains JSON or, as in Hermes' records, a Python literal. Any other
-    value is returned unchanged."""
+    """Parse a string that contains JSON or, as in Hermes records, a Python literal. Return any
+    other value unchanged.
+    """
     if not isinstance(value, str):
         return value
     for parse in (json.loads, ast.literal_eval):
@@ -160,8 +162,9 @@ def parsed_json(value: Any) -> Any:
 
 
 def split_thoughts(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Split an assistant's message into (reasoning, answer). The reasoning may be a separate entry
-    or precede `</think>` in the content, which is split as in Qwen 3's template."""
+    """Split an assistant message into (reasoning, answer). The reasoning is a separate entry or
+    precedes `</think>` in the content, which is split as in Qwen 3's template.
+    """
     content = message.get("content") or ""
     for key in THOUGHTS:
         if isinstance(message.get(key), str) and message[key].strip():
@@ -178,7 +181,7 @@ def fit_messages(
     """Adapt messages with reasoning and tool calls to a chat template.
 
     Args:
-        messages: messages in the format of this module; their calls are modified.
+        messages: messages in the format of this module; their calls are modified in place.
         template: the chat template.
         text_arguments: True if the template expects the arguments of calls as JSON text instead of
             objects.
@@ -217,8 +220,9 @@ def fit_messages(
 
 
 def _shorten_ids(messages: list[dict[str, Any]]) -> None:
-    """Replace the id of each call and its result with one of nine letters and digits, unless it
-    already has this form."""
+    """Replace the id of each call and of its result with an id of nine letters and digits, unless
+    it already has this form.
+    """
     ids: dict[str, str] = {}
     waiting: list[str] = []
     for message in messages:

@@ -1,4 +1,4 @@
-"""The parts of a tokenizer: its files, its configuration and chat template, its backend's steps and
+"""Parts of a tokenizer: its files, its configuration and chat template, its backend's steps and
 special tokens, and the errors of the `tokenizers` library.
 
 The library is written in Rust. On unexpected input, its code may panic: it writes a long message to
@@ -45,7 +45,8 @@ _PAD_TOKENS = (
     "<|endoftext|>",
 )
 
-#: Name of the threads started by `in_thread`, and how long process exit waits for them, in seconds.
+#: Name of the threads started by `in_thread`, and maximum time in seconds that process exit waits
+#: for them.
 _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Maximum size of a chat template file in bytes.
@@ -53,8 +54,8 @@ MAX_TEMPLATE_BYTES = 4_000_000
 
 #: Maximum size of a tokenizer file in bytes.
 LARGEST_FILE_BYTES = 100_000_000
-#: Maximum number of bytes to process when every token is split in two in every possible way. This
-#: is the sum of the squared token lengths, which is 10^7 for Llama 3.
+#: Maximum number of bytes to process when every token is split into two parts in every possible
+#: way. This number is the sum of the squared token lengths, 10^7 for Llama 3.
 _MOST_CUT_BYTES = 200_000_000
 #: Maximum number of tokens in a vocabulary. Each takes about 600 bytes in the library; the largest
 #: vocabulary has 262,144.
@@ -88,7 +89,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def require_few_tokens(path: Path, count: int) -> None:
-    """Refuse a vocabulary with more tokens than any model has.
+    """Reject a vocabulary with more tokens than any model has.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -104,12 +105,12 @@ def require_few_tokens(path: Path, count: int) -> None:
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
-    """Refuse tokens that are so long that splitting each in two in every way would take too much
-    time.
+    """Reject tokens that are so long that splitting each into two parts in every way would take too
+    much time.
 
     Args:
         path: the tokenizer's file, for the message.
-        tokens: the vocabulary's tokens.
+        tokens: tokens of the vocabulary.
 
     Raises:
         TokenizerError: the tokens are too long.
@@ -119,7 +120,7 @@ def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json` in `folder`, or {} if there is no such file.
+    """Return the content of `tokenizer_config.json` in `folder`, or {} if the file does not exist.
 
     Raises:
         TokenizerError: the file can't be read, or is not a JSON object.
@@ -128,8 +129,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_chat_template(folder: Path) -> dict[str, Any]:
-    """Return `{"chat_template": ...}` from the files in which transformers looks for it, or {} if
-    there is no template.
+    """Return `{"chat_template": ...}` from the files that transformers would read, or {} if there
+    is no template.
 
     The files are searched in this order: `chat_template.jinja`, the entry in
     `tokenizer_config.json`, the entry in `chat_template.json`.
@@ -157,8 +158,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def chat_template_of(config: dict[str, Any]) -> str | None:
-    """Return the chat template in a config. If the config has a list of named templates, this is
-    the one named "default"; None if there is none."""
+    """Return the chat template in a config, or None. If the config has a list of named templates,
+    return the one named "default".
+    """
     template = config.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict)]
@@ -170,9 +172,9 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
     """Return the named tokens in a config, which chat templates use as variables.
 
     Args:
-        config: content of tokenizer_config.json; its `bos_token` and `eos_token` are not used.
-        bos: value of `bos_token`; None if there is none.
-        eos: value of `eos_token`; None if there is none.
+        config: content of tokenizer_config.json; its `bos_token` and `eos_token` are ignored.
+        bos: value for `bos_token`, or None.
+        eos: value for `eos_token`, or None.
     """
     further = config.get("extra_special_tokens")
     entries = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -185,11 +187,11 @@ def named_tokens(config: dict[str, Any], bos: str | None, eos: str | None) -> di
 def natural_pad_token(
     special_tokens: Collection[str], ends: Collection[str | None], *, byte_fallback: bool
 ) -> str | None:
-    """Return a special token that can be used for padding because no training text contains it, or
+    """Return a special token that is suitable for padding because no training text contains it, or
     None if there is no such token.
 
     Args:
-        special_tokens: special tokens of the vocabulary.
+        special_tokens: special tokens in the vocabulary.
         ends: bos and eos, which are never used for padding. They are labels, and a collator that
             masks padding would mask them everywhere.
         byte_fallback: True if the tokenizer encodes unknown characters as bytes, so that no text
@@ -215,7 +217,7 @@ def extended_backend(
     Args:
         backend: the tokenizer, which must encode special tokens in texts as plain text.
         tokens: the new tokens.
-        first_id: the highest id of `backend` plus one.
+        first_id: highest id of `backend` plus one.
 
     Raises:
         TokenizerError: a token is empty, repeated or already in the vocabulary; or the ids of
@@ -241,7 +243,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
     require_unicode(token)
     if any(added.content == token for added in backend.get_added_tokens_decoder().values()):
         raise TokenizerError(f"'{token}' is already an added token of this tokenizer")
-    # The vocabulary may contain the word in another form, such as Ġthe or ▁the.
+    # The vocabulary may contain the word in a different form, such as Ġthe or ▁the.
     with library_errors(f"the tokenizer can't encode '{token}'", muted=True):
         ids = backend.encode(token, add_special_tokens=False).ids
         is_word = len(ids) == 1 and backend.decode(ids) == token
@@ -254,7 +256,7 @@ def _require_new(backend: tokenizers.Tokenizer, token: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """The arguments of `Tokenizer`, as a reader of files returns them."""
+    """Arguments of `Tokenizer`, returned by the readers of tokenizer files."""
 
     backend: tokenizers.Tokenizer
     bos_token: str | None = None
@@ -264,10 +266,10 @@ class TokenizerParts:
 
 
 def require_unicode(text: str) -> None:
-    """Refuse lone surrogates, which Python produces for invalid UTF-8 in file names and arguments.
+    """Reject lone surrogates, which Python produces for invalid UTF-8 in file names and arguments.
 
     Raises:
-        InputError: the text has a lone surrogate, which is not a character.
+        InputError: the text contains a lone surrogate, which is not a character.
     """
     try:
         text.encode("utf-8")
@@ -279,7 +281,7 @@ def require_unicode(text: str) -> None:
 
 
 def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Set a post-processor that adds `bos` before every text, so that transformers also adds it."""
+    """Set a post-processor that adds `bos` before every text, so that transformers adds it, too."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
@@ -292,7 +294,7 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
     Args:
         problem: beginning of the message.
-        muted: True also suppresses the text that the library writes to stderr when it panics.
+        muted: True to suppress the text that the library writes to stderr when it panics.
     """
     try:
         with _muted_library() if muted else contextlib.nullcontext():
@@ -308,10 +310,10 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a long call of the library in another thread; return a future of its result.
+    """Run a long library call in another thread. Return a future for its result.
 
     Signal handlers run in the main thread, but only after a library call in that thread returns.
-    Waiting for another thread, in contrast, is interrupted immediately. If the handler raises an
+    Waiting for another thread, by contrast, is interrupted immediately. If the handler raises an
     exception, the call continues in its thread and its result is dropped.
     """
     outcome: Future[T] = Future()
@@ -322,14 +324,14 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # noqa: BLE001 - a panic is not an Exception
             outcome.set_exception(error)
 
-    # A daemon thread lets the process end without waiting for it. A child process is not used
-    # because it would need a `__main__` guard in users' scripts.
+    # A daemon thread lets the process end without waiting for it. A child process is not used,
+    # because it would require a `__main__` guard in users' scripts.
     threading.Thread(target=run, name=_THREAD, daemon=True).start()
     return outcome
 
 
 def threads_of_library() -> list[threading.Thread]:
-    """Return the running threads that `in_thread` started."""
+    """Return the running threads that were started by `in_thread`."""
     return [thread for thread in threading.enumerate() if thread.name == _THREAD]
 
 
@@ -337,8 +339,8 @@ def threads_of_library() -> list[threading.Thread]:
 def _wait_for_threads() -> None:
     """Wait at most `_LONGEST_WAIT` seconds for the threads of `in_thread`.
 
-    If a thread returns from the library while Python shuts down, Python ends the thread in the
-    middle of Rust code, which aborts the process.
+    If a thread returned from the library while Python shuts down, Python would end the thread in
+    the middle of Rust code, which would abort the process.
     """
     end = time.monotonic() + _LONGEST_WAIT
     for thread in threads_of_library():
@@ -346,7 +348,7 @@ def _wait_for_threads() -> None:
 
 
 def _remedy(reason: str) -> str:
-    """Return advice for the message about an error of the library."""
+    """Return advice for the message about a library error."""
     if re.search(r"[Mm]issing .* token from the vocabulary", reason):
         return "add the token that its unk_token names to the vocabulary in tokenizer.json"
     return "fix its tokenizer.json, or use another tokenizer"
@@ -358,8 +360,9 @@ _MUTED = threading.Lock()
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
     """Capture stderr during the block. If the library panics, the output is dropped; otherwise it
-    is written at the end of the block, since it may come from other threads. Does nothing while
-    another thread is in such a block, so that texts do not wait for each other."""
+    is written at the end of the block, because it may come from other threads. Do nothing while
+    another thread is in such a block, so that texts do not wait for each other.
+    """
     with contextlib.ExitStack() as stack:
         if not _MUTED.acquire(blocking=False):
             yield
@@ -408,6 +411,7 @@ def byte_level_split(*patterns: str) -> pre_tokenizers.PreTokenizer:
 
 
 def add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
-    """Register `tokens` as special tokens; tokens that are already in the vocabulary keep their
-    ids."""
+    """Register `tokens` as special tokens. Tokens that are already in the vocabulary keep their
+    ids.
+    """
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])

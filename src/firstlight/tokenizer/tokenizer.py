@@ -31,12 +31,12 @@ from firstlight.tokenizer.parts import (
     require_unicode,
 )
 
-#: Sections of tokenizer.json, besides the added tokens, on which the ids of a text depend.
+#: Sections of tokenizer.json, besides the added tokens, that determine the ids of a text.
 _DECIDING = ("normalizer", "pre_tokenizer", "model")
 
 _CANT_ENCODE = "the tokenizer can't encode this text"
 
-#: Minimum number of characters for encoding a text with `encode_batch` in another thread. The
+#: Minimum length in characters of a text that is encoded with `encode_batch` in another thread. The
 #: library's `encode` holds Python's global interpreter lock, for three seconds per megabyte.
 _LONG = 1 << 14
 
@@ -44,13 +44,14 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """Converts text to token ids and back, using the special tokens of a model folder.
+    """Converts text to token ids and back, with the special tokens of a model folder.
 
     Args:
-        backend: the `tokenizers.Tokenizer`, which is modified: truncation and padding are disabled.
-        bos_token: beginning-of-text token; None if there is none.
-        eos_token: end-of-document token; None if there is none.
-        add_bos: True starts documents and prompts with `bos_token`.
+        backend: the `tokenizers.Tokenizer`; modified in place, because truncation and padding are
+            disabled.
+        bos_token: beginning-of-text token, or None.
+        eos_token: end-of-document token, or None.
+        add_bos: True to start documents and prompts with `bos_token`.
         config: other entries of `tokenizer_config.json` (chat template, ...), kept unchanged.
     """
 
@@ -89,12 +90,12 @@ class Tokenizer:
 
         Supported formats: `tokenizer.json`; GPT-2's `vocab.json` + `merges.txt` (or `encoder.json`
         + `vocab.bpe`); tiktoken rank files of Llama 3 (`tokenizer.model`) and GPT-2; sentencepiece
-        BPE models (Llama 2's `tokenizer.model`). In a folder, a file with one of these names is
-        read, or else the only file that ends in .tiktoken or .model. The chat template is read from
-        the same folder.
+        BPE models (Llama 2's `tokenizer.model`). In a folder, the file with one of these names is
+        read or, if there is none, the only file that ends in .tiktoken or .model. The chat template
+        is read from the same folder.
 
         Raises:
-            TokenizerError: there is no readable tokenizer, or the tokenizer is damaged.
+            TokenizerError: no readable tokenizer is found, or the tokenizer is damaged.
         """
         name, path = str(path), Path(path)
         if not path.exists():
@@ -111,13 +112,13 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens, by the tokens' text."""
+        """Ids of the special tokens, keyed by text."""
         added = self.backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @functools.cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids of the special tokens, which decoding omits."""
+        """Ids of the special tokens, which are omitted when decoding."""
         return frozenset(self.special_tokens.values())
 
     @property
@@ -125,7 +126,7 @@ class Tokenizer:
         """Id of the token that precedes a text: bos, or eos if there is no bos.
 
         Raises:
-            TokenizerError: the tokenizer has neither.
+            TokenizerError: the tokenizer has neither of them.
         """
         token_id = self.bos_token_id if self.bos_token_id is not None else self.eos_token_id
         if token_id is None:
@@ -137,8 +138,9 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the ids of a text. Equivalent tokenizers have equal
-        fingerprints."""
+        """SHA-256 of everything that determines the ids of a text. Equivalent tokenizers have the
+        same fingerprint.
+        """
         state = self._state()
         deciding = [state.get(key) for key in ("added_tokens", *_DECIDING)]
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
@@ -147,8 +149,9 @@ class Tokenizer:
         return cast(dict[str, Any], json.loads(self.backend.to_str()))
 
     def extends(self, other: Tokenizer) -> bool:
-        """Return True if this tokenizer is `other` plus special tokens whose ids begin at
-        `other.vocab_size`. Every text then has the same ids in both."""
+        """Return True if this tokenizer consists of `other` plus special tokens whose ids begin at
+        `other.vocab_size`. Every text then has the same ids in both tokenizers.
+        """
         state, before = self._state(), other._state()
         if any(state.get(key) != before.get(key) for key in _DECIDING):
             return False
@@ -165,7 +168,7 @@ class Tokenizer:
 
         Args:
             tokens: the new tokens, in the order of their ids.
-            chat_template: the copy's chat template; None keeps that of this tokenizer.
+            chat_template: chat template of the copy; None keeps this tokenizer's template.
 
         Raises:
             TokenizerError: a token is empty, repeated or already in the vocabulary, or the template
@@ -191,11 +194,11 @@ class Tokenizer:
 
         Args:
             text: any Unicode text.
-            special_tokens: True encodes names of special tokens in the text as these tokens; False
-                encodes the names as plain text.
+            special_tokens: True to encode names of special tokens in the text as these tokens;
+                False to encode the names as plain text.
 
         Raises:
-            InputError: the text has a lone surrogate, which is not a character.
+            InputError: the text contains a lone surrogate, which is not a character.
             TokenizerError: the tokenizer has no token for part of the text, or one of its patterns
                 fails on the text.
         """
@@ -238,12 +241,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _parsing_backend(self) -> tokenizers.Tokenizer:
-        """A second backend that recognises special tokens in texts. Switching `backend` between
-        both modes would affect other threads."""
+        """A second backend that recognises special tokens in texts. Switching `backend` between the
+        two modes would affect other threads.
+        """
         return tokenizers.Tokenizer.from_str(self.backend.to_str())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encode a prompt for a model to continue: bos if `add_bos`, then the ids of the text.
+        """Encode a prompt for a model to continue: bos if `add_bos` is set, then the ids of the
+        text.
 
         For an empty text, the result is `separator_id`, which preceded each document in training.
         """
@@ -257,8 +262,8 @@ class Tokenizer:
 
         Args:
             ids: token ids; ids beyond the vocabulary have no text.
-            skip_special_tokens: True omits special tokens; False writes their names, which `encode`
-                with `special_tokens` converts back to the same ids.
+            skip_special_tokens: True to omit special tokens; False to write their names, which
+                `encode` with `special_tokens` converts back to the same ids.
 
         Raises:
             TokenizerError: the tokenizer's decoder fails on the ids.
@@ -281,7 +286,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template of conversations; None if there is none.
+        """Jinja template for conversations, or None.
 
         If `tokenizer_config.json` lists several templates, this is the one named "default".
         """
@@ -294,12 +299,12 @@ class Tokenizer:
 
         Args:
             messages: objects with the strings `role` and `content`.
-            add_generation_prompt: True ends the text with the beginning of the assistant's next
+            add_generation_prompt: True to end the text with the beginning of the assistant's next
                 turn.
 
         Raises:
-            InputError: the messages are not such objects, or the template refuses them.
-            TokenizerError: there is no template, or it can't be rendered.
+            InputError: the messages are not such objects, or the template rejects them.
+            TokenizerError: the tokenizer has no template, or the template can't be rendered.
         """
         from firstlight.tokenizer.chat_template import render_chat
 
@@ -315,13 +320,13 @@ class Tokenizer:
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Encode the text of `apply_chat_template`. Only text from the template itself can become
-        special tokens; the text of the messages and options is plain text.
+        special tokens; the text of messages and options is always plain text.
 
         Args:
             messages: see `apply_chat_template`.
             add_generation_prompt: see `apply_chat_template`.
             continue_final_message: end with the last message's content, which an answer continues,
-                without the end of its turn.
+                instead of the end of its turn.
             options: additional variables of the template, as plain JSON, such as `tools` and
                 `enable_thinking`.
 
@@ -353,11 +358,13 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Tokens by their name in the config: `bos_token`, `eos_token`, `pad_token`, ..."""
+        """Tokens keyed by their name in the config: `bos_token`, `eos_token`, `pad_token`, ..."""
         return named_tokens(self.config, self.bos_token, self.eos_token)
 
     def files(self) -> dict[str, str]:
-        """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name."""
+        """Return the contents of `tokenizer.json` and `tokenizer_config.json`, keyed by file
+        name.
+        """
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -386,12 +393,12 @@ class Tokenizer:
 class TextStream:
     """Decodes token ids one at a time and never returns an incomplete character.
 
-    The concatenated texts from `push` and, at the end, `finish` are exactly the text that decoding
+    The concatenated results of `push` and, at the end, `finish` are exactly the text that decoding
     all ids at once would add after the text of `prompt_ids`.
 
     Args:
         tokenizer: the tokenizer.
-        prompt_ids: token ids before the first one.
+        prompt_ids: token ids that precede the first pushed id.
         shown: special tokens whose names are included in the text; other special tokens have no
             text.
     """
@@ -408,12 +415,13 @@ class TextStream:
         self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
         text = tokenizer.decode(self._ids)
         self._emitted = len(text)
-        # If the prompt ends inside a character, all its ids are kept until the character ends.
+        # If the prompt ends inside a character, all its ids are kept until the character is
+        # complete.
         if not text.endswith("\ufffd"):
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id; return the text that later ids can no longer change (often a word or "")."""
+        """Add one id. Return the text that later ids can no longer change (often a word or "")."""
         if token_id in self._shown:
             return self.finish() + self._shown[token_id]
         if token_id in self._tokenizer.special_token_ids:
@@ -430,7 +438,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back; bytes of an incomplete character become U+FFFD."""
+        """Return the text that was held back. Bytes of an incomplete character become U+FFFD."""
         piece = self._tokenizer.decode(self._ids)[self._emitted :]
         self._shrink()
         return piece

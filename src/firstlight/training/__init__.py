@@ -1,1 +1,1 @@
-"""Training: setting up a run, the step, the loop, evaluations, checkpoints, logs and trackers."""
+"""Training: setup, optimizer steps, training loop, evaluations, checkpoints, logs and trackers."""

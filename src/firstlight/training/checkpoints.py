@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves and rolls back to, and the average of its last weights."""
+"""Save a run's checkpoints, roll back to them, and average the last weights."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, s
 
 
 class RunCheckpoints:
-    """The checkpoints that a run saves and rolls back to. A context manager that, on exit, waits
-    until all checkpoints are on the disk.
+    """Checkpoints that a run saves and to which it rolls back. As a context manager, it waits on
+    exit until all checkpoints are on disk.
 
     Args:
         run: the run, inside `open_run`.
@@ -59,7 +59,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # The first error is the one to report, even if the background writer failed as well.
+        # The first error is the one to report, even if the background writer has failed as well.
         ignored = (
             contextlib.nullcontext() if error is None else contextlib.suppress(FirstlightError)
         )
@@ -67,7 +67,7 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise a pending error of the background writer, once, and record the time of its last
+        """Raise a pending error of the background writer, once. Record the duration of its last
         write.
 
         Raises:
@@ -78,12 +78,12 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """True if a checkpoint is due, or requested by a file `save-now` in the run folder.
+        """True if a checkpoint is due, or is requested by a file `save-now` in the run folder.
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. If
         the best checkpoint is kept, one is also due when the validation loss is the lowest so far.
-        No checkpoint is due while steps are being skipped, since it would replace a checkpoint from
-        before the divergence.
+        While steps are being skipped, no checkpoint is due, because it would replace a checkpoint
+        from before the divergence.
         """
         run, asked = self.run, self._is_asked
         config, state = run.recipe.checkpoint, run.state
@@ -95,11 +95,13 @@ class RunCheckpoints:
 
     @property
     def _is_asked(self) -> bool:
-        # Only the main process looks for the file: others might see it a step earlier or later.
+        # Only the main process looks for the file, because others might see it a step earlier or
+        # later.
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
-        """Save a checkpoint of the current state. The saver deletes checkpoints that are not kept.
+        """Save a checkpoint of the current state. The saver deletes checkpoints that need not be
+        kept.
 
         Raises:
             CheckpointError, StorageError: this checkpoint or the previous one could not be written.
@@ -109,18 +111,18 @@ class RunCheckpoints:
 
     def _save(self) -> None:
         run, asked = self.run, self._is_asked
-        # Logs come first, since resuming needs their lines up to the checkpoint's step.
+        # The logs come first, because resuming needs their lines up to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
         if asked:
-            # Delete the request only after the checkpoint is written, because the user may then
-            # kill the run.
+            # Delete the request only after the checkpoint is written, because the user may kill the
+            # run once it is gone.
             self.saver.wait()
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
-        """Save unsaved steps, wait until they are on the disk, and close the saver, which frees its
+        """Save unsaved steps, wait until they are on disk, and close the saver, which frees its
         memory.
 
         Raises:
@@ -134,8 +136,9 @@ class RunCheckpoints:
         barrier()
 
     def go_back(self, error: DivergedError) -> None:
-        """Roll the run back to an earlier checkpoint's weights, moments, random states and step.
-        Training continues from there with the next data, not with the data of the dropped steps.
+        """Roll the run back to the weights, moments, random states and step of an earlier
+        checkpoint. Training continues from there with the data that comes next, not with the data
+        of the dropped steps.
 
         Args:
             error: the divergence.
@@ -156,7 +159,7 @@ class RunCheckpoints:
         self.saver.saved_step = run.saved_step
         # With the checkpoint's count, the next attempt could end at its first bad step.
         run.guard.skipped_in_a_row = 0
-        # Keep the position in the data, the micro-batch size that fits, and the events.
+        # Keep the data position, the micro-batch size that fits, and the events.
         run.state.rows_seen = run.loader.state_dict()["rows_seen"]
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
         # Drop texts and statistics of the dropped steps.
@@ -170,7 +173,7 @@ class RunCheckpoints:
         """Return the folder of the checkpoint to roll back to.
 
         Raises:
-            DivergedError: see `go_back`; its message begins with `problem`.
+            DivergedError: see `go_back`; the message begins with `problem`.
         """
         run = self.run
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
@@ -195,8 +198,9 @@ class RunCheckpoints:
 
 
 def captured(run: Run) -> Checkpoint:
-    """Return the checkpoint of a run in its current state; with `checkpoint.sharded`, only this
-    process's shards. A collective operation."""
+    """Return a checkpoint of the run's current state; with `checkpoint.sharded`, only this
+    process's shards. This is a collective operation.
+    """
     program, recipe = run.program, run.recipe
     model, engine = program.model, run.engine
     engine.reshard()
@@ -212,7 +216,7 @@ def captured(run: Run) -> Checkpoint:
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
-        # With a config.json, transformers would look for the weights of a full model here.
+        # If there were a config.json, transformers would look for the weights of a full model here.
         del files[CONFIG_NAME]
     # Not the loader's count, which includes batches that were read but not used.
     rows_seen = run.state.rows_seen
@@ -243,19 +247,20 @@ def captured(run: Run) -> Checkpoint:
     )
 
 
-#: Folder of the averaged weights in a run folder, a Hugging Face model folder.
+#: Folder inside a run folder that contains the averaged weights, a Hugging Face model folder.
 AVERAGED_NAME = "averaged"
 _EVALUATION_NAME = "averaged.json"
 
 
 def write_average(run: Run) -> None:
-    """Average the weights of a finished run's last checkpoints, evaluate and write them (Izmailov
-    et al. 2018, arXiv 1803.05407; applied to checkpoints: Kaddour 2022, arXiv 2209.14981).
-    Afterwards the model has the averaged weights.
+    """Average the weights of a finished run's last checkpoints, evaluate them and write them
+    (Izmailov et al. 2018, arXiv 1803.05407; applied to checkpoints: Kaddour 2022, arXiv
+    2209.14981). Afterwards the model has the averaged weights.
 
-    The average is computed from the checkpoints on the disk when the run is complete, so that it
-    takes no memory during training. Checkpoints that a stop or a request saved between two regular
-    checkpoints are ignored, so that a resumed run has the same average as an uninterrupted one.
+    The average is computed from the checkpoints on disk when the run is complete, so that it does
+    not take any memory during training. Checkpoints saved between two regular checkpoints because
+    of a stop or a request are ignored, so that a resumed run has the same average as an
+    uninterrupted one.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -264,7 +269,7 @@ def write_average(run: Run) -> None:
     config = run.recipe.checkpoint
     if not config.average_last or run.goes_on:
         return
-    # All processes can read the checkpoints: resuming also requires that they see run.dir.
+    # All processes can read the checkpoints, because resuming also requires that they see run.dir.
     past = own_past(saved_checkpoints(run.folder))
     found = averaged_checkpoints(past, config)
     average = mean_weights(found)
@@ -292,8 +297,8 @@ def write_average(run: Run) -> None:
 
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
-    """Return the mean of each tensor over checkpoints, in the tensor's shape and in fp32, summed in
-    fp64. Tensors are read in parts, so that only the means take memory.
+    """Return the mean of each tensor over several checkpoints, in the tensor's shape and in fp32,
+    summed in fp64. Tensors are read in parts, so that only the means take memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

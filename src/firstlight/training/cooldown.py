@@ -1,8 +1,8 @@
-"""Cooldowns: runs that branch off from another run, the trunk, at a checkpoint with a constant
-learning rate, and lower the learning rate from there.
+"""Cooldowns: runs that branch off another run, the trunk, at a checkpoint with a constant learning
+rate, and lower the learning rate from there.
 
-Several cooldowns of one trunk give the losses of runs of several lengths without training each of
-them from the start (Hu et al. 2024; Haegele et al. 2024).
+Several cooldowns from one trunk give the losses of runs of different lengths without training each
+run from the start (Hu et al. 2024; Haegele et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from firstlight.errors import CheckpointError, ConfigError
 from firstlight.optim.schedule import Schedule
 from firstlight.recipe import Recipe, parse_recipe
 
-#: Keys of the `schedule` section that the overrides of a cooldown may set.
+#: Keys of the `schedule` section that a cooldown's overrides may set.
 _FREE_KEYS = ("decay_shape", "decay_starts_at_peak", "min_lr_ratio", "min_learning_rate")
 
 
 def cooldown_recipe(
     trunk: str | Path, steps: int, overrides: Sequence[tuple[str, str]] = ()
 ) -> tuple[Recipe, Path]:
-    """Return the recipe of a cooldown and the checkpoint from which it branches off, for the
-    arguments `recipe` and `branch_from` of `train`.
+    """Return the recipe of a cooldown and the checkpoint from which it branches off. Pass them to
+    `train` as `recipe` and `branch_from`.
 
-    The learning rate falls over `steps` steps, starting at the checkpoint's step. Shape and minimum
-    are those of the trunk's schedule if it is wsd, otherwise linear and 0; `overrides` can change
-    them. All other keys are as in the trunk's recipe. The run folder is named after the trunk and
-    the step.
+    The learning rate falls over `steps` steps, starting at the checkpoint's step. The shape and
+    minimum are taken from the trunk's schedule if it is wsd; otherwise the decay is linear and ends
+    at 0. `overrides` can change both. All other keys are copied from the trunk's recipe. The run
+    folder is named after the trunk and the step.
 
     Args:
-        trunk: run folder, whose newest checkpoint is used, or folder of a checkpoint.
+        trunk: a run folder, whose newest checkpoint is used, or the folder of a checkpoint.
         steps: optimizer steps of the cooldown.
         overrides: (`section.key`, value as YAML text) pairs.
 
     Raises:
         ConfigError: the trunk's learning rate is not constant at that step, or an override changes
-            a key that the cooldown sets itself.
-        CheckpointError, ModelError: there is no such checkpoint, or it is damaged.
+            a key that the cooldown sets.
+        CheckpointError, ModelError: the checkpoint does not exist or is damaged.
     """
     if Path(trunk).is_file():
         raise ConfigError(
@@ -92,10 +92,10 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
     """Return the trunk's schedule.
 
     Raises:
-        ConfigError: the checkpoint is not in the part of the schedule with a constant rate.
+        ConfigError: the checkpoint is not in the constant phase of the schedule.
         CheckpointError: the saved schedule is damaged.
     """
-    # Versions that supported only "cosine" wrote no schedule into the trainer state.
+    # Versions that supported only "cosine" did not write a schedule into the trainer state.
     saved = state.get("schedule") or {"kind": "cosine"}
     if saved.get("kind") not in ("wsd", "constant"):
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""The data of a run: one prepared corpus or a mix of several, in a folder or at a URL; or files of
-conversations."""
+"""Open the data of a run: one prepared corpus or a mix of several, in a folder or at a URL, or
+files of conversations.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +26,18 @@ def open_splits(
     tokenizer: Callable[[], Path] | None = None,
     progress: bool = False,
 ) -> tuple[Corpus, Corpus | None]:
-    """Open the splits of a recipe's `data` section: (training split, validation split or None).
+    """Open the splits of a recipe's `data` section. Return (training split, validation split or
+    None).
 
     Args:
         data: the recipe's section.
         tell: called with each message to the user.
-        tokenizer: function that returns the folder of the tokenizer for `files` if the section does
-            not name one; None if there is no model to take a tokenizer from.
-        progress: show a progress bar while data are downloaded or prepared.
+        tokenizer: function that returns the folder of the tokenizer for `files`, used if the
+            section does not name one; None if there is no model to take a tokenizer from.
+        progress: show a progress bar while data is downloaded or prepared.
 
     Raises:
-        DataError: a corpus is missing or damaged, or does not fit the others.
+        DataError: a corpus is missing or damaged, or does not match the others.
         ConfigError: `files` is set, but there is no tokenizer.
         InputError, TokenizerError: see `prepare_chat`.
         MissingDependencyError, StorageError: see `remote.local_folder`.
@@ -66,7 +68,7 @@ def open_splits(
         else None
         for one in train
     ]
-    # A message rather than an error, because a corpus may be meant for training only.
+    # A message rather than an error, because a corpus may contain only training data.
     _report_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
@@ -101,7 +103,7 @@ def _prepared(
     *,
     progress: bool,
 ) -> Path:
-    """Return the folder in the cache with the prepared conversations of `files`."""
+    """Return the cache folder with the prepared conversations of `files`."""
     if data.tokenizer:
         place = Path(data.tokenizer).expanduser()
     elif tokenizer is not None:
@@ -148,7 +150,7 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the identity of a run's data as JSON values, used to reject resuming on other data.
+    """Return the identity of a run's data as JSON values. Resuming on different data is rejected.
 
     It includes the weights and folders of the corpora of a mix, the URL of a corpus at a URL, the
     treatment of long conversations, and the reference model of preference pairs.
@@ -159,7 +161,7 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
         tokenizer: tokenizer of the data.
     """
     data = recipe.data
-    # Sorted, since the order of keys in the manifest is not part of the data.
+    # Sorted, because the order of keys in the manifest is irrelevant to the data.
     manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     identity: dict[str, Any] = {
         "dir": str(dataset.folder.resolve()),
@@ -175,6 +177,6 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
             for name, location in _locations(data)
         }
     elif data.dir is not None and is_url(data.dir):
-        # The URL, not the folder in the cache, which differs between machines.
+        # The URL, because the cache folder differs between machines.
         identity["dir"] = data.dir
     return identity | dataset.identity()

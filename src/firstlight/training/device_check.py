@@ -1,7 +1,7 @@
-"""Check of a device. A small training step and a small generation on it are compared with fp64 on
-the CPU; if they differ, each operation is compared, to name the wrong one.
+"""Check a device: a small training step and a small generation are compared with fp64 on the CPU.
+If they differ, each operation is compared to find the wrong one.
 
-PyTorch has had kernels that return wrong numbers without an error, above all on Apple GPUs: the
+PyTorch has had kernels that return wrong numbers without an error, especially on Apple GPUs. The
 loss then falls more slowly or is wrong, with no hint of the cause.
 """
 
@@ -36,7 +36,7 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import trial_program
 from firstlight.training.program import TrainingProgram
 
-#: Sizes of the models: heads of 64, for which GPUs have fused kernels.
+#: Sizes of the models. The head dimension is 64, for which GPUs have fused kernels.
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -50,7 +50,7 @@ _MODELS: list[dict[str, Any]] = [
 
 
 class CheckedKeys(NamedTuple):
-    """Keys of the recipe's `efficiency` section with which a device is checked.
+    """Keys of the recipe's `efficiency` section for which a device is checked.
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
@@ -62,8 +62,8 @@ class CheckedKeys(NamedTuple):
 
 
 def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Run `check_device` on the CPU and each GPU of this machine, in fp32 and in the precision that
-    "auto" selects, and return the results.
+    """Run `check_device` on the CPU and on each GPU of this machine, in fp32 and in the precision
+    that "auto" selects. Return the results.
 
     Args:
         tell: called with a message before each check.
@@ -90,8 +90,8 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
 def require_checked_device(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None]
 ) -> None:
-    """Check the GPU of a run, unless it has passed before or `run.check_device` is false. CPUs, on
-    which the reference is computed, are not checked.
+    """Check the GPU of a run, unless it has already passed or `run.check_device` is false. CPUs are
+    not checked, because they compute the reference.
 
     Raises:
         ConfigError: the GPU computes wrong values.
@@ -108,10 +108,11 @@ def require_checked_device(
 
 
 def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
-    """Check a device, and record in the cache that it has passed.
+    """Check a device. If it passes, record this in the cache.
 
     Returns:
-        JSON values: "device", "name", "precision", "attention"; "problem", one line with the fault
+        JSON values: "device", "name", "precision", "attention"; "problem", one line with the
+            problem
         and the remedy, or None if the device has passed.
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
@@ -139,7 +140,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
 
 
 def _result(hardware: Hardware, keys: CheckedKeys, problem: str | None) -> dict[str, Any]:
-    """See `check_device`."""
+    """Return the result described in `check_device`."""
     device = {"device": str(hardware.device), "name": hardware.name}
     return {**device, **keys._asdict(), "problem": problem}
 
@@ -157,20 +158,21 @@ def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
 
 
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
-    """Return the file in the cache that exists if a device has passed."""
+    """Return the cache file that exists if a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
-    # Other GPUs' drivers are part of the operating system's kernel. WSL2 has no such file either.
+    # Drivers for other GPUs are part of the operating system's kernel. This file does not exist
+    # under WSL2 either.
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":
-        # Of several identical GPUs, one may be faulty.
+        # One of several identical GPUs may be faulty.
         name += f" {torch.cuda.get_device_properties(device).uuid}"
     facts = "\n".join((name, driver, str(torch.__version__), *keys))
     return cache_folder() / f"device-checks/{hashlib.sha256(facts.encode()).hexdigest()}.json"
 
 
 def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return the first operation with a wrong result, and its distance from the right one."""
+    """Return the first operation with a wrong result, and its distance from the correct one."""
     comparison = _Comparison(BOUNDS[keys.precision][1])
     with contextlib.suppress(RuntimeError, FirstlightError):
         _error(hardware, keys, comparison)
@@ -178,8 +180,9 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return what to do about a device that computes wrong values, starting with a setting with
-    which it passes, if there is one."""
+    """Return advice for a device that computes wrong values, beginning with a setting with which it
+    passes, if there is one.
+    """
     remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
         other = keys._replace(**{key: value})
@@ -191,13 +194,13 @@ def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
-    """Return the largest difference of a training step and a generation of each model from fp64 on
-    the CPU, as a multiple of its bound.
+    """Return the largest difference from fp64 on the CPU, over a training step and a generation of
+    each model, as a multiple of its bound.
 
     Args:
-        hardware: hardware of the device.
+        hardware: hardware with the device to check.
         keys: keys of the recipe.
-        watching: comparison that is active while the device computes; None without one.
+        watching: comparison that is active while the device computes, or None.
     """
     most_loss, most_distance = BOUNDS[keys.precision]
     errors = []
@@ -218,10 +221,10 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
 
 
 def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
-    """Create the program of model `number` of `_MODELS`, and a batch."""
+    """Create a batch and the program of model number `number` in `_MODELS`."""
     # This large eps makes updates proportional to gradients, so that both have the same relative
-    # error. With a small eps, updates have the signs of the gradients, even of gradients that are
-    # only rounding errors.
+    # error. With a small eps, updates would have the signs of the gradients, even where gradients
+    # are only rounding errors.
     optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
     efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
     values = {
@@ -238,8 +241,9 @@ def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[Traini
 
 
 def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]:
-    """Run a step and return its loss and [norm of the gradient, movement of each parameter], on the
-    CPU."""
+    """Run a step. Return its loss and [norm of the gradient, change of each parameter], on the
+    CPU.
+    """
     before = [parameter.detach().cpu().clone() for parameter in program.model.parameters()]
     result = program.step([batch, batch], lr_scale=1.0)
     after = [parameter.detach().cpu() for parameter in program.model.parameters()]
@@ -258,8 +262,8 @@ def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
 @torch.no_grad()
 def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
     """Compare a generation with the program's model with fp64 on the CPU. Return two differences in
-    nats: the mean difference of the loss of the next token, and the mean loss added by choosing
-    other tokens as the most likely ones.
+    nats: the mean difference in the loss of the next token, and the mean increase in loss caused by
+    selecting different tokens as the most likely ones.
 
     Args:
         program: program of the model, which is modified.
@@ -271,15 +275,17 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     choose_attention(model, "plain")
     exact_RTV = model(ids).log_softmax(-1)
     model.cast(program.dtype)
-    # Texts of different lengths need a mask, which some kernels don't take.
+    # Texts of different lengths need a mask, which some kernels do not support.
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
-        # Not while watching: torch does not see operations inside recorded steps and these kernels.
+        # Not while watching, because torch does not see operations inside recorded steps and these
+        # kernels.
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
-        # Two texts of different lengths in one pass, then tokens of both, then tokens of one.
+        # Two texts of different lengths in one pass, then more tokens of both, then more tokens of
+        # one.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
         places = [*enumerate(decoder.lengths)]  # row and number of tokens
         for count in (2, 2, 2, 1, 1, 1):
@@ -307,8 +313,8 @@ class _Comparison(TorchFunctionMode):
 
     Attributes:
         bound: largest accepted distance.
-        wrong: text with the first operation that has a wrong result and its distance; None if there
-            is none.
+        wrong: description of the first operation with a wrong result, including its distance, or
+            None.
     """
 
     def __init__(self, bound: float) -> None:
@@ -320,11 +326,11 @@ class _Comparison(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation, and compare it."""
+        """Run one operation and compare it."""
         inputs = (args, kwargs or {})
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         leaves = tree_flatten(inputs)[0]
-        # Compared once per layout, because layers repeat their calls.
+        # Each layout is compared once, because layers repeat their calls.
         layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         call = str((name, layouts))
         has_values = any(t.is_floating_point() for t in _tensors(inputs)) and "empty" not in name
@@ -339,7 +345,7 @@ class _Comparison(TorchFunctionMode):
             expected = func(*exact[0], **exact[1])
             # The inputs are compared as well, because the operation may have written to them.
             self._compare(name, (result, inputs), (expected, exact))
-            # In-place operations are skipped: repeated, they would write twice.
+            # In-place operations are skipped: if repeated, they would write twice.
             if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
                 roots = _tensors(func(*own[0], **own[1]), learns=True)
                 self._compare_backward(name, (own, roots), (exact, wanted))
@@ -356,10 +362,11 @@ class _Comparison(TorchFunctionMode):
 
     def _compare(self, name: str, found: Any, expected: Any) -> None:
         for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
-            # NaN and infinity count as 0, which is also wrong unless fp64 has them too.
+            # NaN and infinity are treated as 0, which is also wrong unless the fp64 result contains
+            # them, too.
             one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
             if not pair[1].is_floating_point():
-                one = one.where(one == exact, 0)  # an index is right or wrong, never close
+                one = one.where(one == exact, 0)  # an index is either right or wrong, never close
             distance = float((one - exact).norm() / exact.norm())
             if self.wrong is None and distance > self.bound:
                 self.wrong = (
@@ -368,7 +375,7 @@ class _Comparison(TorchFunctionMode):
 
 
 def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
-    """Return the tensors in nested values; with `learns`, only those that require gradients."""
+    """Return the tensors in nested values; with `learns`, only tensors that require gradients."""
     found = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
     return [tensor for tensor in found if tensor.requires_grad or not learns]
 

@@ -1,4 +1,4 @@
-"""The forecast of a run's memory and speed, compared with measurements.
+"""Forecast of a run's memory and speed, compared with measurements.
 
 The forecaster is passed as an argument, because the planner, which makes forecasts, runs the
 training step itself and belongs to a higher layer than this package.
@@ -27,7 +27,7 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.report.summary import MOSTLY_LEARNED
 from firstlight.run_log.names import FORECAST_NAME
 
-#: Names of the speeds in a step's metrics.
+#: Keys of the speeds in a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 #: Memory of a process on a CPU in addition to its resident memory before the first step and to the
@@ -46,18 +46,19 @@ _SLOW_STEPS = 2
 
 @dataclass(frozen=True)
 class Forecast:
-    """Expected memory of a run on each device, and its expected speed.
+    """Expected memory of a run on each device, and expected speed.
 
     Attributes:
-        peak_bytes: peak of the bytes of all tensors, including evaluations, sample texts and saves.
-        phase: the phase of that peak: "forward", "loss", "backward", "optimizer", "evaluation",
-            "samples", "save", "averaging", ...
-        parts: bytes of the peak by kind of tensor.
-        tokens_per_second: (lowest, expected, highest) speed of all processes together; None if it
-            is unknown.
+        peak_bytes: peak of the total size of all tensors, including evaluations, sample texts and
+            saves.
+        phase: phase in which the peak occurs: "forward", "loss", "backward", "optimizer",
+            "evaluation", "samples", "save", "averaging", ...
+        parts: bytes at the peak, keyed by kind of tensor.
+        tokens_per_second: (lowest, expected, highest) total speed of all processes, or None if
+            unknown.
         phases: peak of each phase in bytes.
-        process_bytes: peak of the resident memory of the process on a CPU, including libraries and
-            memory that the allocator keeps; None on a GPU.
+        process_bytes: peak of the process's resident memory on a CPU, including libraries and
+            memory kept by the allocator; None on a GPU.
     """
 
     peak_bytes: int
@@ -87,27 +88,27 @@ class Forecaster(Protocol):
     def forecast(
         self, recipe: ResolvedRecipe, hardware: Hardware, processes: int
     ) -> Forecast | None:
-        """Return the forecast of a run; None if none can be made.
+        """Return the forecast of a run, or None if it can't be made.
 
         Args:
-            recipe: the recipe of the run.
+            recipe: recipe of the run.
             hardware: hardware of each process.
             processes: number of processes that share the batch.
         """
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
-        """Return text with the reason why memory ran out and the one change of the recipe with
-        which the run would fit, with its cost in speed; None if neither is known.
+        """Return text that explains why memory ran out and names the one change of the recipe with
+        which the run would fit, with its cost in speed. Return None if neither is known.
 
         Args:
-            recipe: the recipe with the micro-batch size that did not fit.
+            recipe: recipe with the micro-batch size that did not fit.
             hardware: hardware of each process.
             processes: number of processes that share the batch.
         """
 
 
 class ForecastComparison:
-    """The forecast of a run and its measurements. A context manager that stops measuring on exit.
+    """Forecast of a run, with its measurements. As a context manager, it stops measuring on exit.
 
     Create it before the run takes any memory.
 
@@ -115,9 +116,9 @@ class ForecastComparison:
         hardware: hardware of this process.
 
     Attributes:
-        forecast: the forecast of the run; None without one.
+        forecast: forecast of the run, or None.
         label_share: fraction of the tokens in the run's sequences that have a loss.
-        seq_len: tokens of a sequence.
+        seq_len: number of tokens per sequence.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -141,8 +142,8 @@ class ForecastComparison:
     def predict_process(self, held_bytes: int, *, compiles: bool, code_bytes: int = 0) -> None:
         """Predict `forecast.process_bytes` on a CPU, and start measuring.
 
-        The prediction is the resident memory at this moment plus the memory of further tensors and
-        libraries. From here on, both the tensors' and the process's memory are measured. Does
+        The prediction is the current resident memory plus the memory of further tensors and
+        libraries. From this point on, the memory of the tensors and of the process is measured. Do
         nothing on a GPU or without a forecast.
 
         Args:
@@ -159,7 +160,7 @@ class ForecastComparison:
         self.forecast = replace(self.forecast, process_bytes=total)
         self._allocated.start(held_bytes)
         # This process may have used more memory before the run: `firstlight train TEXTS` trains a
-        # tokenizer and measures the speed.
+        # tokenizer and measures the speed first.
         reset_peak()
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -176,8 +177,9 @@ class ForecastComparison:
                 found.append(float(rate))
 
     def tensor_bytes(self) -> int:
-        """Return the bytes of all tensors that exist between two steps; takes a tenth of a
-        second."""
+        """Return the total size in bytes of all tensors that exist between two steps. This takes a
+        tenth of a second.
+        """
         sizes: dict[int, int] = {}
         found: dict[int, weakref.ref[torch.Tensor]] = {}
         # Tensors that were frozen for the garbage collector since the last call are no longer among
@@ -185,14 +187,15 @@ class ForecastComparison:
         remembered = [reference() for reference in self._tensors]
         # Chained, because a list of these objects would be one of them and contain itself.
         for one in itertools.chain(gc.get_objects(), remembered):
-            # Subclasses are skipped: wrappers hold plain tensors, which are counted, and the
-            # planner's fake tensors have no memory.
+            # Subclasses are skipped: wrappers hold plain tensors, which are counted anyway, and the
+            # planner's fake tensors do not take any memory.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
                 found[id(one)] = weakref.ref(one)
-                # A measurement must not end a run.
+                # A failed measurement must not end a run.
                 with contextlib.suppress(RuntimeError):
                     storage = one.untyped_storage()
-                    # By address: views and ties share a storage, which counts once.
+                    # Keyed by address: views and tied tensors share a storage, which must be
+                    # counted once.
                     sizes[storage.data_ptr()] = storage.nbytes()
         self._tensors = list(found.values())
         return sum(sizes.values())
@@ -210,7 +213,7 @@ class ForecastComparison:
             - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians of all
               steps except the first two; None without any.
         """
-        # A GPU's peak is counted from the start of this process: subtract the memory that the
+        # A GPU's peak is counted from the start of this process, so subtract the memory that the
         # caller had allocated before the run.
         peak = peak_memory_bytes(self._hardware.device)
         on_gpu = self._hardware.device.type == "cuda"
@@ -238,7 +241,7 @@ class ForecastComparison:
         }
 
     def write(self, run_folder: Path) -> str | None:
-        """Write forecast.json, and return measurements and forecast as text for messages. Without a
+        """Write forecast.json. Return measurements and forecast as text for messages. Without a
         forecast, do nothing and return None.
 
         Raises:
@@ -251,7 +254,7 @@ class ForecastComparison:
         write_json(run_folder / FORECAST_NAME, {"predicted": planned, "measured": found})
         rates = {
             "tokens_per_second": "tokens/s",
-            # Only where they are clearly fewer, as in conversations.
+            # Only if they are clearly fewer, as in conversations.
             **({} if self.label_share >= MOSTLY_LEARNED else {_RATES[1]: "learned tokens/s"}),
         }
         told = [

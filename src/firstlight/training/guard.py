@@ -1,5 +1,6 @@
-"""Skipped steps: the guard against outliers of the loss and of the gradient norm, and the dynamic
-loss scale of fp16, in which many gradients would otherwise underflow."""
+"""Skip bad steps: a guard against outliers of the loss and the gradient norm, and the dynamic loss
+scale of fp16, without which many gradients would underflow.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +12,23 @@ from typing import Any
 from firstlight.errors import DIVERGED_EXIT_CODE, DIVERGED_REMEDY, CheckpointError, TrainingError
 from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
 
-#: Lower bound of the standard deviation as a fraction of the mean, so that no value counts as a
-#: spike if all values are nearly equal.
+#: Lower bound of the standard deviation as a fraction of the mean, so that nearly equal values do
+#: not make a small deviation a spike.
 _LEAST_DEVIATION = 0.01
 
 
 class DivergedError(TrainingError):
-    """The run has diverged: it goes back to an earlier checkpoint, or stops."""
+    """Raised when a run has diverged; the run then rolls back to an earlier checkpoint or stops."""
 
     exit_code = DIVERGED_EXIT_CODE
 
 
 class Guard:
-    """Accepts or skips a step by its loss and gradient norm.
+    """Accepts or skips each step, based on its loss and gradient norm.
 
     Attributes:
         skipped_in_a_row: number of steps rejected since the last accepted step.
-        reason: reason for the last refusal, as text for messages; "" before the first.
+        reason: reason for the last rejection, as text for messages; "" before the first.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -45,7 +46,7 @@ class Guard:
             grad_norm: L2 norm of the gradients.
 
         Returns:
-            True if the update should be made. Only the values of accepted steps are remembered.
+            True if the update should be applied. Only the values of accepted steps are remembered.
         """
         reason = self._refusal(loss, grad_norm)
         if reason is not None:
@@ -63,7 +64,7 @@ class Guard:
         return self.config.spike_z_score is None
 
     def _refusal(self, loss: float, grad_norm: float) -> str | None:
-        """Return the reason to refuse a step, as text for messages; None to accept it."""
+        """Return the reason to reject a step, as text for messages, or None to accept it."""
         # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
         if not abs(loss) + abs(grad_norm) < math.inf:
             return f"loss {loss}, gradient norm {grad_norm}: not finite"
@@ -91,7 +92,7 @@ class Guard:
             raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED_REMEDY}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered losses and norms and the count of refusals, as JSON values."""
+        """Return the remembered losses and norms and the count of rejections, as JSON values."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "losses": list(self._losses),
@@ -99,7 +100,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the values of `state_dict`; {} is the state of a new guard.
+        """Restore the values of `state_dict`; an empty mapping gives the state of a new guard.
 
         Raises:
             CheckpointError: a value has the wrong type.
@@ -119,8 +120,9 @@ class Guard:
 
 def z_score(value: float, before: deque[float]) -> float:
     """Return the number of standard deviations by which `value` exceeds the mean of the previous
-    values; 0 if there are fewer than `FEWEST_STEPS`. A standard deviation of less than 1 % of the
-    mean counts as 1 %."""
+    values, or 0 if there are fewer than `FEWEST_STEPS`. The standard deviation is taken as at least
+    1 % of the mean.
+    """
     if len(before) < FEWEST_STEPS:
         return 0.0
     mean = math.fsum(before) / len(before)
@@ -136,20 +138,20 @@ def z_score(value: float, before: deque[float]) -> float:
 #: overflow, as in torch.amp.GradScaler.
 _GROWTH, _BACKOFF = 2.0, 0.5
 _STEPS_BETWEEN_GROWTHS = 2000
-#: Smallest loss scale: fp16's smallest normal number. Gradients that still overflow have a cause
-#: that a lower scale does not cure.
+#: Smallest loss scale: the smallest normal fp16 number. If gradients still overflow, a lower scale
+#: does not help.
 _SMALLEST = 2.0**-14
 
 
 class LossScaler:
-    """The dynamic loss scale: the loss is multiplied by `scale` before the backward pass, and the
+    """Dynamic loss scale: the loss is multiplied by `scale` before the backward pass, and the
     gradients are divided by it afterwards (Micikevicius et al. 2018, arXiv 1710.03740).
 
     A step whose gradients overflow is skipped, and the scale is halved. After 2,000 good steps in a
     row the scale is doubled.
 
     Attributes:
-        scale: a power of two, so that scaling changes no digit.
+        scale: the loss scale, a power of two, so that scaling is exact.
         good_steps: number of good steps since the scale last changed.
         skipped_steps: number of skipped steps since the run began.
     """
@@ -160,7 +162,7 @@ class LossScaler:
         self.skipped_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a step.
+        """Adjust the scale after a step.
 
         Args:
             finite: True if the step's loss and gradients were finite.
@@ -179,13 +181,13 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
-        # Raised again at intervals, because with a low scale small gradients underflow in fp16.
+        # Raised again at intervals, because small gradients underflow in fp16 if the scale is low.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scale and counts as JSON values."""
+        """Return the scale and counts as JSON values."""
         return {
             "scale": self.scale,
             "good_steps": self.good_steps,
@@ -193,7 +195,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the values of `state_dict`.
+        """Restore the values of `state_dict`.
 
         Raises:
             CheckpointError: a value is missing or has the wrong type.

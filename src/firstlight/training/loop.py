@@ -1,6 +1,6 @@
-"""`train` and the training loop.
+"""The `train` function and the training loop.
 
-Pretraining, continued training and fine-tuning differ only in data and initial weights.
+Pretraining, continued training and fine-tuning differ only in their data and initial weights.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The time of a run, and medians over all its steps, including those before it was resumed.
+    """Duration of a run, with medians over all its steps, including steps before it was resumed.
 
     Attributes:
-        seconds: seconds of this call's training loop, including evaluations and saves.
-        step_seconds: median seconds of a step; None, as the other medians, without any step.
+        seconds: duration of this call's training loop in seconds, including evaluations and saves.
+        step_seconds: median duration of a step in seconds. All medians are None if there are no
+            steps.
         samples_per_second: median; a sample is a sequence of `seq_len` tokens.
         tokens_per_second: median.
     """
@@ -78,20 +79,20 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
+    """Result of a training run.
 
     Attributes:
         run_folder: folder of metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
         checkpoint: folder of the last checkpoint, a Hugging Face model folder.
-        step: number of steps of the run, including those before it was resumed.
-        tokens_seen: number of tokens of these steps.
+        step: number of completed steps, including those before the run was resumed.
+        tokens_seen: number of tokens trained on in these steps.
         train_loss: loss of the last step; None if no step was left to do, or if the step was
             skipped because its loss was not finite.
         evaluation: last evaluation of this call; None without a validation split.
         stopped_by: reason why the run ended before its last step: a signal's name, such as
-            "SIGTERM", or "max_minutes"; None for a run that is complete.
-        findings: faults of the run, such as overfitting. A finding of kind "diverged" means that
-            the loss ended above that of guessing, or never fell.
+            "SIGTERM", or "max_minutes"; None if the run is complete.
+        findings: problems of the run, such as overfitting. A finding of kind "diverged" means that
+            the loss never fell or ended above the loss of guessing.
         best_checkpoint: folder of the kept checkpoint with the lowest validation loss; None if no
             kept checkpoint has a validation loss.
         summary: time of the run.
@@ -131,35 +132,37 @@ def train(
     """Train a model according to a recipe.
 
     Processes that were started together (`firstlight train --nproc`, torchrun, srun) train one
-    model and get the same result. From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and
-    SIGHUP end the run after a checkpoint; a second signal ends it at once.
+    model and return the same result. From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and
+    SIGHUP end the run after saving a checkpoint; a second signal ends it at once.
 
     Args:
-        recipe: a recipe, its values, or its file.
+        recipe: a recipe, a mapping of its values, or the path of its file.
         resume: continue from the run folder's newest checkpoint, if there is one, as if the run had
             not been interrupted.
         init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
-        new_rows: initial rows of embedding and head for tokens that `init_from` lacks: "mean" of
-            the old tokens' rows, or "copy:TOKEN" for the rows of an old token.
+        new_rows: initial embedding and head rows of tokens that `init_from` lacks: "mean" of the
+            old tokens' rows, or "copy:TOKEN" for a copy of an old token's rows.
         branch_from: checkpoint of another run that this run continues with its full state, unless
-            `resume` finds a checkpoint in this run's own folder. See `cooldown_recipe`.
+            `resume` finds a checkpoint in this run's folder. See `cooldown_recipe`.
         on_step: called with each step's metrics in the main process. It may use the global random
-            generators of Python, numpy and torch, which are seeded, saved and resumed.
-        progress: show the run on stderr, or in a notebook; None shows it in a notebook only.
-        forecaster: predicts memory and speed, such as `planner.plan.processes.RunForecaster`.
-        began: `time.time()` from which `schedule.max_minutes` counts; None counts from the first
-            step.
-        is_announced: True if data, memory, speed and schedule were shown to the user before; they
-            are not shown again.
+            generators of Python, numpy and torch, whose states are seeded, saved and restored.
+        progress: show the run on stderr or in a notebook; None shows it only in a notebook.
+        forecaster: object that predicts memory and speed, such as
+            `planner.plan.processes.RunForecaster`.
+        began: `time.time()` value from which `schedule.max_minutes` counts; None counts from the
+            first step.
+        is_announced: True if the data, memory, speed and schedule have already been shown to the
+            user; they are not shown again.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: recipe, data, model and checkpoint do
-            not fit; raised before anything is written. During training: data can't be read (a
-            checkpoint is saved), or the run folder was moved (nothing is written in its place).
+        ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
+            do not match; raised before anything is written. During training: data can't be read (a
+            checkpoint is saved first), or the run folder was moved (nothing is written in its
+            place).
         RankError: another process failed.
         DivergedError: the run diverged and `guard` can't roll back to a checkpoint.
-        TrainingError: one row or an update does not fit into memory, or a batch has no labels.
-        StorageError: a file system error. The checkpoints are kept.
+        TrainingError: one row or an update does not fit in memory, or a batch has no labels.
+        StorageError: a file system error. Existing checkpoints are kept.
     """
     recipe = _read_recipe(recipe)
     if progress is None:
@@ -207,20 +210,21 @@ def training_loop(
     """Train until the last step, or until there is a reason to stop (`run.stopped_by`).
 
     Args:
-        run: the run.
-        checkpoints: saves checkpoints, and rolls the run back to one after a divergence.
-        stopping: the requests to stop.
+        run: the run to train.
+        checkpoints: saves checkpoints, and rolls the run back to a checkpoint after a divergence.
+        stopping: receives requests to stop.
         show: called with each step's metrics after they are written to the logs.
 
     Raises:
         DivergedError, TrainingError, CheckpointError, StorageError: see `train`.
     """
     program, engine = run.program, run.engine
-    # With several processes, one that stopped in an evaluation would leave the others waiting.
+    # With several processes, a process that stopped during an evaluation would leave the others
+    # waiting.
     check = stopping.check if engine.world.size == 1 else lambda: None
     while run.goes_on:
         run.times.begin_step()
-        run.decide_length()  # for a run in minutes
+        run.decide_length()  # only for a run with a time budget
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
         if run.stopped_by is not None:
@@ -248,15 +252,15 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # in an evaluation: the saved step stays pending, and resuming evaluates it first
+            break  # during an evaluation: the step stays pending; resuming evaluates it first
         except DataError as error:
-            # The validation split is damaged. Only the process that read the damaged part knows, so
-            # several processes can't save a checkpoint together.
+            # The validation split is damaged. Only the process that read the damaged part knows
+            # this, so several processes can't save a checkpoint together.
             if engine.world.size > 1:
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        record = run.write_record()  # before the checkpoint, whose step is then in the logs
+        record = run.write_record()  # before the checkpoint, so that the logs contain its step
         try:
             show(record)
         except RunReplacedError:
@@ -276,12 +280,12 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 @contextlib.contextmanager
 def _frozen_objects() -> Iterator[Callable[[], None]]:
-    """Context in which Python's garbage collector ignores the objects that exist when the yielded
-    function is first called.
+    """Make Python's garbage collector ignore all objects that exist when the yielded function is
+    first called; undo this on exit.
 
-    After the first step, hundreds of thousands of objects (modules, the model, compiled code) stay
-    until the end of the run. A full collection would scan them again and again while a GPU waits.
-    If the caller has frozen objects, they stay frozen and nothing is changed.
+    After the first step, hundreds of thousands of objects (modules, the model, compiled code) live
+    until the end of the run. A full collection would scan them repeatedly while a GPU waits. If the
+    caller has already frozen objects, nothing is changed.
     """
     is_callers = gc.get_freeze_count() > 0
     is_frozen = False
@@ -289,7 +293,7 @@ def _frozen_objects() -> Iterator[Callable[[], None]]:
     def freeze() -> None:
         nonlocal is_frozen
         if not is_callers and not is_frozen:
-            gc.collect()  # so that no garbage is kept
+            gc.collect()  # collect first, so that no garbage is frozen
             gc.freeze()
             is_frozen = True
 
@@ -306,17 +310,18 @@ def _watched(
     on_step: Callable[[Mapping[str, Any]], None] | None,
     freeze: Callable[[], None],
 ) -> Callable[[Mapping[str, Any]], None]:
-    """Return the function that passes each step's metrics to the progress view, to the comparison
-    with the forecast, and to `on_step`. After a step it calls `freeze`, see `_frozen_objects`. It
-    records the compile time as soon as a settled step shows it, unless other programs kept the
-    cores busy when the run began."""
+    """Return a function that passes each step's metrics to the progress view, to the comparison
+    with the forecast, and to `on_step`. After each step it calls `freeze` (see `_frozen_objects`).
+    It records the compile time as soon as a settled step reveals it, unless other programs kept the
+    cores busy when the run began.
+    """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
-    is_busy = cores_are_busy()  # checked now, since later the threads of the steps would count
+    is_busy = cores_are_busy()  # checked now, because later the run's own threads would count
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
-            return  # the evaluation before the first step has no metrics of a step
+            return  # the evaluation before the first step has no step metrics
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:
@@ -339,7 +344,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
-    # Before the report is drawn, since its libraries would count as memory of the run.
+    # Measured before the report is drawn, because plotting libraries would add to the run's memory.
     measured = comparison.write(run.folder) if run.engine.is_main else None
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
@@ -364,7 +369,7 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
 
 @contextlib.contextmanager
 def _reported_if_diverged(run: Run) -> Iterator[None]:
-    """Context in which the report is drawn if the run ends with a DivergedError."""
+    """Draw the report if the run ends with a DivergedError."""
     try:
         yield
     except DivergedError:
@@ -373,8 +378,9 @@ def _reported_if_diverged(run: Run) -> Iterator[None]:
 
 
 def _reported(run: Run) -> dict[str, Any]:
-    """Draw the report; return `findings`, `best_checkpoint` and `medians` (of `RunSummary`) as JSON
-    values."""
+    """Draw the report. Return `findings`, `best_checkpoint` and `medians` (of `RunSummary`) as JSON
+    values.
+    """
     best = best_checkpoint(run.folder)
     ended: dict[str, Any] = {
         "findings": [],

@@ -1,6 +1,6 @@
-"""Find the largest micro-batch size that fits into memory, by trials in separate processes.
+"""Find the largest micro-batch size that fits in memory by running trials in separate processes.
 
-A process that runs out of memory may not be able to continue, or may be killed by the system, so
+A process that runs out of memory may be unable to continue or may be killed by the system, so
 trials never run in the training process. `recipe/resolve.py` decides whether they are needed.
 """
 
@@ -36,23 +36,23 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Fraction of the free memory that a trial may take on a CPU, where other programs need memory too.
+#: Fraction of the free memory that a trial may use on a CPU, where other programs need memory, too.
 _SHARE = 0.9
 
 
 def largest_micro_batch(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
 ) -> int:
-    """Return the largest micro-batch, in rows, whose training step fits into the free memory.
+    """Return the largest micro-batch size, in rows, whose training step fits in the free memory.
 
-    The trials begin with the full global batch. Each further size is the largest divisor of the
+    The trials begin with the full global batch. Each following size is the largest divisor of the
     global batch that is at most half of the previous size, so that the global batch stays the same.
 
     Args:
         recipe: recipe with batch.global_batch_tokens; its micro-batch size is ignored.
         hardware: the device to run on.
         tell: called with a message about the result.
-        processes: number of processes that share each step; a trial runs one process's share.
+        processes: number of processes that share each step; a trial runs the share of one process.
 
     Raises:
         ConfigError: the global batch can't be divided evenly, not even one row fits, or the
@@ -93,18 +93,20 @@ def cuts(total: int) -> Iterator[int]:
 
 
 def fewer_rows(rows: int) -> int:
-    """Return the next smaller micro-batch: the largest divisor of `rows` that is at most half as
-    large; 0 if there is none."""
+    """Return the next smaller micro-batch size: the largest divisor of `rows` that is at most half
+    as large, or 0 if there is none.
+    """
     return next(itertools.islice(cuts(rows), 1, None), 0)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a trial of two steps.
+    """Measurements from a trial of two steps.
 
     Attributes:
-        peak_bytes: peak of torch's allocator on a GPU; growth of the resident memory on a CPU.
-        step_seconds: seconds of the second step, scaled to all micro-batches of a step.
+        peak_bytes: on a GPU, the peak of torch's allocator; on a CPU, the growth of the resident
+            memory.
+        step_seconds: duration of the second step in seconds, scaled to all micro-batches of a step.
     """
 
     peak_bytes: int
@@ -112,8 +114,8 @@ class Trial:
 
 
 def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | None:
-    """Run two steps with a micro-batch of `rows` rows in a separate process; return None if it does
-    not fit, or if the process is killed by a signal.
+    """Run two steps with a micro-batch of `rows` rows in a separate process. Return None if the
+    micro-batch does not fit or a signal kills the process.
 
     Args:
         recipe: recipe of one process; its micro-batch size is ignored.
@@ -154,7 +156,7 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = references = None
     if recipe.preference is not None:
-        # One pair per row: the halves of the row are its answers.
+        # One pair per row: the two halves of the row are its answers.
         documents = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
         references = torch.zeros((shape[0], 2), dtype=torch.float64)
     elif recipe.data.document_masking:
@@ -165,17 +167,17 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
 
 
 def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
-    """Run two steps in this process: the first creates the optimizer's state, with which the second
-    reaches the peak of memory.
+    """Run two steps in this process. The first creates the optimizer's state, with which the second
+    reaches the peak memory.
 
     Raises:
-        RuntimeError, MemoryError: the micro-batch does not fit into memory.
+        RuntimeError, MemoryError: the micro-batch does not fit in memory.
     """
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss
     program, batch = trial_program(recipe, hardware)
-    # Two micro-batches if a step has several: the gradients of the first are then in memory while
-    # the second runs.
+    # Two micro-batches if a step has several, because the gradients of the first are in memory
+    # while the second runs.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
     seconds = 0.0
     for _ in range(2):
@@ -190,7 +192,7 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run the steps that `try_rows` requests; see `hardware.fresh_process`."""
+    """Run the steps requested by `try_rows`; see `hardware.fresh_process`."""
     hardware = find_hardware(request["device"])
     recipe = parse_resolved_recipe(request["recipe"])
     if hardware.device.type == "cpu":
@@ -204,8 +206,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limit_memory(more: int) -> None:
-    """Make allocations fail after `more` further bytes, before the system begins to swap or to kill
-    processes. Does nothing on systems without /proc."""
+    """Make allocations fail after `more` additional bytes, before the system begins to swap or kill
+    processes. Do nothing on systems without /proc.
+    """
     status = Path("/proc/self/status")
     if not status.exists():
         return

@@ -1,4 +1,4 @@
-"""Recovery from running out of memory: the step is repeated with smaller micro-batches."""
+"""Recover from running out of memory by repeating the step with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from firstlight.training.step import MicroBatchTooLargeError
 
 @contextlib.contextmanager
 def smaller_micro_batches(run: Run) -> Iterator[None]:
-    """Context for one attempt at a step. If memory runs out, the micro-batch size of the run is
-    lowered, and the random states are reset, so that the next attempt draws the same numbers.
+    """Run one attempt at a step. If memory runs out, reduce the run's micro-batch size and reset
+    the random states, so that the next attempt draws the same random numbers.
 
     Raises:
-        TrainingError: not even one row fits into memory, or memory ran out in the update.
+        TrainingError: not even a single row fits in memory, or memory ran out during the update.
     """
     # Saved, because an attempt may draw random numbers for dropout before it fails.
     random = torch_random_states()
@@ -35,14 +35,14 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
         return
     except MicroBatchTooLargeError as error:
         problem = str(error)
-        # Otherwise the traceback's frames of the failed passes keep their tensors in memory.
+        # Otherwise the traceback keeps the tensors of the failed passes in memory.
         traceback.clear_frames(error.__traceback__)
     except DivergedError:
         raise
     except TrainingError as error:
         raise TrainingError(f"step {step}: {error}") from None
     except (RuntimeError, MemoryError) as error:
-        # Memory ran out in the update, which may be partly applied: the step can't be repeated.
+        # Memory ran out during the update, which may be partly applied: the step can't be repeated.
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
@@ -55,7 +55,7 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
 
 
 def _halve_micro_batch(run: Run, problem: str) -> None:
-    """Lower the micro-batch size, for the rest of this run and for runs that resume it.
+    """Reduce the micro-batch size for the rest of this run and for runs resumed from it.
 
     Raises:
         TrainingError: a micro-batch already has only one row.

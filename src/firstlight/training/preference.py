@@ -1,17 +1,17 @@
 """Direct preference optimization (DPO; Rafailov et al. 2023, arXiv 2305.18290): training on pairs
-of a chosen and a rejected answer, without a reward model.
+of a chosen and a rejected answer without a reward model.
 
-Shape letters as in `models/ops.py`, and P pairs of a row, D = 2 P answers of a row. Each answer is
-a separate document; the chosen answer of a pair comes first.
+Shape letters are those of `models/ops.py`, plus P for the pairs in a row and D = 2 P for the
+answers in a row. Each answer is a separate document; the chosen answer of a pair comes first.
 
-The references, which are the starting model's log-probabilities of the answers, are computed once
-and stored in
+The references are the log-probabilities of the answers under the starting model. They are computed
+once and stored in
 
     FIRSTLIGHT_CACHE (or XDG_CACHE_HOME/firstlight, or ~/.cache/firstlight) / references / KEY.json
 
 KEY is a hash of the pairs and their rows, the model's weights, and the precision and device of the
-computation. A resumed run, or another run with the same starting model, reads the file, so that no
-second model is in memory during training.
+computation. A resumed run, or another run with the same starting model, reads the file. Training
+therefore never holds a second model in memory.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def answer_log_probs(
 
     Args:
         logits_BTV: logits.
-        labels_BT: token ids, `IGNORE_INDEX` where there is no loss.
-        document_ids_BT: index of each token's document in its row, from 0.
-        documents: D, the number of documents of a row.
+        labels_BT: token ids, or `IGNORE_INDEX` where no loss is computed.
+        document_ids_BT: zero-based index of each token's document in its row.
+        documents: D, the number of documents per row.
 
     Returns:
         [B, D], in fp32 or wider.
@@ -67,7 +67,7 @@ def answer_log_probs(
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view_as(labels_BT)
-    # Not scatter_add, whose order of additions on a GPU differs from run to run.
+    # Not scatter_add, because its order of additions varies between runs on a GPU.
     numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]
     own_BDT = document_ids_BT[:, None] == numbers_D1
     return -torch.where(own_BDT, losses_BT[:, None], 0).sum(-1)
@@ -82,7 +82,7 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
         beta: see `PreferenceConfig`.
 
     Returns:
-        [B, P, 2]: rewards of the chosen and the rejected answers; 0 where there is no answer.
+        [B, P, 2]: rewards of the chosen and the rejected answers; 0 where a row has no answer.
     """
     known = references_BD.isfinite()
     ratio_BD = log_probs_BD - references_BD.nan_to_num(0.0).to(log_probs_BD.dtype)
@@ -91,8 +91,8 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
 
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the DPO loss of each pair, -log(sigmoid(margin)) without label smoothing, in the shape
-    of `margins`.
+    """Return the DPO loss of each pair: -log(sigmoid(margin)) if there is no label smoothing. The
+    shape is that of `margins`.
 
     Args:
         margins: reward of the chosen answer minus the reward of the rejected one; any shape.
@@ -106,7 +106,7 @@ def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 class PreferenceObjective:
-    """The DPO loss, and statistics of the pairs' rewards.
+    """DPO loss, with statistics of the pairs' rewards.
 
     Args:
         config: the recipe's section.
@@ -119,12 +119,13 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums since the last `take`, [4]: rewards of the chosen answers, rewards of the rejected
-        #: answers, pairs with the larger reward for the chosen answer, all pairs.
+        #: Sums since the last call of `take`, [4]: rewards of the chosen answers, rewards of the
+        #: rejected answers, number of pairs whose chosen answer has the larger reward, number of
+        #: pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return the loss function, which computes the sum of the losses of a batch's pairs, [].
+        """Return a loss function that computes the summed loss of a batch's pairs, [].
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.
@@ -153,16 +154,17 @@ class PreferenceObjective:
     def _add(self, rewards_BP2: Tensor, there_BP: Tensor) -> None:
         right_BP = (rewards_BP2[..., 0] > rewards_BP2[..., 1]) & there_BP
         counts = torch.stack((right_BP.sum(), there_BP.sum())).to(rewards_BP2)
-        # Kept on the device, since reading them would wait for the GPU in each micro-batch.
+        # Kept on the device, because reading them would make each micro-batch wait for the GPU.
         sums = torch.cat((rewards_BP2.sum((0, 1)), counts))
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, prefix: str, *, shared: bool = False) -> dict[str, float]:
-        """Return the mean rewards of the pairs since the last call, as metrics; {} without pairs.
+        """Return the mean rewards of the pairs since the last call, as metrics; without pairs, an
+        empty dict.
 
         Args:
             prefix: prefix of the metrics' names, such as "val".
-            shared: True to add up the pairs of several processes; the call is then a collective
+            shared: True to sum over the pairs of all processes, which makes the call a collective
                 operation.
         """
         sums, self._sums = self._sums, None
@@ -179,12 +181,12 @@ class PreferenceObjective:
         }
 
     def forget(self) -> None:
-        """Drop the sums of a step that is abandoned."""
+        """Drop the sums of an abandoned step."""
         self._sums = None
 
 
-#: Version of the cache's files, which is part of KEY: increase it when the content for a key
-#: changes. The other constant is the largest file that is read.
+#: Version of the cache files, which is part of KEY. Increase it if the content for a given key
+#: changes. `_MAX_BYTES` limits the size of a file that is read.
 _VERSION = 1
 _MAX_BYTES = 1 << 32
 
@@ -198,15 +200,15 @@ def give_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Set the references of splits of preference pairs: the log-probabilities of the run's starting
+    """Set the references of preference pairs: their log-probabilities under the run's starting
     model.
 
     Args:
         recipe: see `take_references`.
-        splits: the run's data; splits without preference pairs are not changed.
-        model: the model that will be trained, with its initial weights in a new run.
-        newest: the checkpoint that the run is resumed from. It names the starting model, which is
-            loaded only if the cache has no references for it.
+        splits: the run's splits; those without preference pairs are left unchanged.
+        model: the model to be trained, with its initial weights in a new run.
+        newest: the checkpoint from which the run is resumed. It names the starting model, which is
+            loaded only if the cache does not contain its references.
         started_from: the starting model of a new run; None for a resumed run.
 
     Raises:
@@ -233,7 +235,7 @@ def give_references(
 
 
 def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
-    """Load the model that a run started from, in fp32.
+    """Load the model from which a run started, in fp32.
 
     Raises:
         CheckpointError: the model is missing, or its weights have changed.
@@ -242,7 +244,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
     advice = "which is needed again, because the cache has no references for it"
     try:
         folder = resolve_model_folder(name)
-        # Compared by the weights, because that folder may contain another model by now.
+        # Compare the weights, because the folder may by now contain a different model.
         same = base_identity(folder) == start.get("sha256")
         loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
@@ -263,15 +265,17 @@ def take_references(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Set the references of a split, from the cache or computed with the model.
+    """Set the references of a split, reading them from the cache or computing them with the model.
 
-    Several processes may call this at once: one of them computes, and the others wait for its file.
+    Several processes may call this concurrently: one of them computes the references, and the
+    others wait for its file.
 
     Args:
-        dataset: the split, whose `references` are set.
+        dataset: the split whose `references` are set.
         recipe: a recipe whose row length, precision and attention are resolved.
         identity: sha256 of the model's weights.
-        model: function that loads the model in fp32, called if the cache has no references.
+        model: function that loads the model in fp32; called if the cache does not contain the
+            references.
         hardware: the device to compute on.
         tell: called with each message to the user.
 
@@ -302,7 +306,8 @@ def _place(
         "pairs": [hashlib.sha256(manifest).hexdigest(), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
-        # Other precisions and devices round differently, and rewards are small differences.
+        # Other precisions and devices round differently, which matters for rewards because they are
+        # small differences.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -310,8 +315,9 @@ def _place(
 
 
 def _read(path: Path, dataset: PreferenceDataset) -> npt.NDArray[np.float64] | None:
-    """Read the references from a file of the cache, fp64 [examples]; None if it is missing or
-    damaged."""
+    """Read the references from a cache file, fp64 [examples]. Return None if the file is missing or
+    damaged.
+    """
     try:
         content = read_json(path, _MAX_BYTES)
         values = [np.nan if value is None else value for value in content["log_probs"]]
@@ -334,8 +340,8 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 def reference_log_probs(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """Compute the log-probability in nats of each example's answer, fp64 [examples]; NaN for
-    examples that are left out of the rows.
+    """Compute the log-probability in nats of each example's answer, fp64 [examples]. Examples that
+    are left out of the rows get NaN.
 
     Args:
         dataset: the split.

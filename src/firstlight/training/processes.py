@@ -1,5 +1,6 @@
-"""The processes of a run: their rendezvous, work of the main process only, and an early, orderly
-stop on a signal or at a time limit."""
+"""Processes of a run: their rendezvous, work that only the main process does, and an early, orderly
+stop on a signal or at a time limit.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +40,25 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
-    """Context in which the process group of the run exists, if there are several processes.
+    """Create the process group of the run if there are several processes, and destroy it on exit.
 
     Args:
         recipe: recipe of the run, the same in all processes.
 
     Yields:
-        (hardware of this process, engine by which the processes share the model).
+        (hardware of this process, engine that connects the processes).
 
     Raises:
         ConfigError: the processes have different recipes, or the engine does not support their
             number or device.
-        RankError: a rank did not connect, failed, or is gone.
+        RankError: a rank did not connect, failed or disappeared.
     """
     world = find_world()
     with contextlib.ExitStack() as stack:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
             if hardware.device.type == "cuda":
-                # Otherwise code that does not select a GPU would use memory of the first one too.
+                # Otherwise code that does not select a GPU would also use memory on the first one.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_join_others(recipe, world))
@@ -70,8 +71,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
 
 @contextlib.contextmanager
 def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
-    """Context in which the process group of several processes exists; yields the hardware of this
-    process."""
+    """Create the process group of several processes; yield the hardware of this process."""
     name = recipe.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +80,7 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
         # Before the process group is created: NCCL uses the current device, by default the first
         # GPU.
         torch.cuda.set_device(device)
-    # Processes with different recipes would wait for each other in different operations.
+    # Processes with different recipes would wait for each other in different collective operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
     with process_group(
         world,
@@ -92,24 +92,27 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:
-    """Call a function in the main process only, and return its result, a JSON value, in all
-    processes. A collective operation."""
+    """Call a function only in the main process, and return its result, a JSON value, in all
+    processes. This is a collective operation.
+    """
     result: T = broadcast_object(compute() if engine.is_main else None)
     return result
 
 
 def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
-    """Call a function in the main process only; all processes return once it is done. A collective
-    operation."""
+    """Call a function only in the main process; return in all processes once it has finished. This
+    is a collective operation.
+    """
     if engine.is_main:
         act()
     barrier()
 
 
 def first_reason(reason: str | None) -> str | None:
-    """Return, in all processes, the stop reason of the first process that has one; None if none
-    has. A collective operation."""
-    # A flag comes first, because this is called in every step, and only the last one needs texts.
+    """Return, in all processes, the stop reason of the first process that has one, or None. This is
+    a collective operation.
+    """
+    # Exchange a flag first, because this runs in every step, and only the last step needs the text.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -117,27 +120,27 @@ def first_reason(reason: str | None) -> str | None:
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
-#: A file of this name in the run folder requests a checkpoint. It is deleted when the checkpoint is
-#: written.
+#: A file with this name in the run folder requests a checkpoint. It is deleted when the checkpoint
+#: is written.
 SAVE_NOW_NAME = "save-now"
 
 
 class StopRequestedError(Exception):
-    """Ends an unfinished evaluation when the run is to stop."""
+    """Raised to end an unfinished evaluation when the run must stop."""
 
 
 class Stopping:
-    """The reasons to end a run early: signals and a time limit. A context manager that restores the
+    """Reasons to end a run early: signals and a time limit. As a context manager, it restores the
     signal handlers.
 
     Until `watch` is called, signals have their previous effect, and the time limit is ignored.
 
     Args:
         max_minutes: time limit in minutes from the creation of this object; None means no limit.
-        shown: report on stderr that a signal was received.
+        shown: True to report received signals on stderr.
 
     Attributes:
-        signal: name of the signal that was received; None if there was none.
+        signal: name of the received signal, or None.
     """
 
     def __init__(self, max_minutes: float | None, *, shown: bool = False) -> None:
@@ -152,7 +155,7 @@ class Stopping:
         # Python allows only the main thread to set handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None is a handler that was not set by Python, and Python can't restore it.
+                # None marks a handler that was not set from Python, which Python can't restore.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -163,17 +166,17 @@ class Stopping:
         is_handled = bool(self._before)
         self._put_back()
         # A signal that came too late for the training loop also ends the program that would start
-        # the other run.
+        # the next run.
         if isinstance(error, RunReplacedError) and is_handled and self.signal:
             signal.raise_signal(signal.Signals[self.signal])
 
     def watch(self) -> None:
         """Start treating SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop, and start
-        applying the time limit. A second signal has its previous effect. A signal that is ignored
-        (nohup) stays ignored. Outside Python's main thread, only the time limit applies.
+        applying the time limit. A second signal has its previous effect. An ignored signal (nohup)
+        stays ignored. Outside Python's main thread, only the time limit applies.
 
-        Call this when a step is done: a run that ends earlier has nothing to save, and with a time
-        limit every run makes at least one step.
+        Call this once a step is complete: a run that ends earlier has nothing to save, and even
+        with a time limit, every run completes at least one step.
         """
         if self._watching:
             return
@@ -181,7 +184,7 @@ class Stopping:
 
     @property
     def reason(self) -> str | None:
-        """Reason to stop: a signal's name or "max_minutes"; None without a reason."""
+        """Reason to stop: a signal's name or "max_minutes", or None."""
         if self.signal is not None:
             return self.signal
         late = self._deadline is not None and time.monotonic() >= self._deadline
@@ -200,19 +203,20 @@ class Stopping:
         """Handle one of the four signals."""
         name = signal.Signals(number).name
         if not self._watching:
-            # Recorded, because an exception raised by the former handler may be swallowed, for
+            # Recorded, because an exception raised by the previous handler may be swallowed, for
             # example in a destructor.
             self.signal = name
             self._do(self._before[number], number, frame)
             return
         if name == self._early:
-            # The signal recorded before `watch` is delivered again: it does not count as a second.
+            # The signal recorded before `watch` is delivered again and must not be treated as a
+            # second one.
             self._early = None
             return
         if self.signal is None:
             self.signal = name
             if self._shown:
-                # Not by print: Python's streams do not allow a write during another write.
+                # Not print, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
                 except OSError:  # the terminal is gone
@@ -224,7 +228,7 @@ class Stopping:
         self._do(before, number, frame)
 
     def _do(self, before: Any, number: int, frame: FrameType | None) -> None:
-        """Give a signal its previous effect."""
+        """Apply the previous effect of a signal."""
         if callable(before):
             before(number, frame)
         else:

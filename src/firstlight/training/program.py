@@ -1,4 +1,4 @@
-"""The model, optimizer, loss function and methods of a recipe, set up for optimizer steps."""
+"""Model, optimizer, loss function and methods of a recipe, set up for optimizer steps."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class TrainingProgram:
     """Model, optimizer and loss function of a recipe, set up for optimizer steps.
 
     Args:
-        recipe: the recipe of the run.
-        model: the model with its weights, in fp32 (a frozen base may have fewer bits). It is moved
-            to the device, and changed as the recipe's methods require.
+        recipe: recipe of the run.
+        model: the model with its weights in fp32 (a frozen base model may have fewer bits). It is
+            moved to the device and modified as required by the recipe's methods.
         hardware: the hardware of this process.
-        engine: the engine by which the run's processes share the model; None for one process.
+        engine: engine that connects the run's processes, or None for a single process.
 
     Attributes:
         model: the model on the device.
@@ -47,8 +47,8 @@ class TrainingProgram:
         dtype: dtype of the matrix products.
         loss_sum: loss function of a batch: the sum over its valid tokens or pairs, [].
         evaluation_loss: loss function of a batch for evaluations, which is never compiled.
-        scaler: the loss scale of fp16; None in other precisions.
-        preference: the loss over preference pairs; None for other data.
+        scaler: loss scaler for fp16, or None in other precisions.
+        preference: loss over preference pairs, or None for other data.
 
     Raises:
         ConfigError: methods can't be combined or do not work on this machine; the message names an
@@ -68,11 +68,13 @@ class TrainingProgram:
             require_same_bits(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
-        # Not moved if the engine shards it, since the full model may not fit on the device; nor if
-        # it is already there, since `nn.Module.to` would replace a planner's fake parameters.
+        # Not moved if the engine shards the model, because the full model may not fit on the
+        # device. Also not moved if it is already there, because `nn.Module.to` would replace a
+        # planner's fake parameters.
         is_there = all(p.device == hardware.device for p in model.parameters())
         self.model = model if self.engine.keeps_shards or is_there else model.to(hardware.device)
-        # Before the engine, since DDP and FSDP2 have to wrap layers with activation checkpointing.
+        # Applied before the engine, because DDP and FSDP2 must wrap layers with activation
+        # checkpointing.
         apply_methods(
             self.model,
             config,
@@ -106,15 +108,15 @@ class TrainingProgram:
 
     @contextlib.contextmanager
     def stepping(self, lr_scale: float) -> Iterator[None]:
-        """Context for one optimizer step (`train_step`): sets learning rate, training mode and
-        precision.
+        """Prepare one optimizer step (`train_step`): set the learning rate, training mode and
+        precision; clean up afterwards.
 
         Args:
-            lr_scale: the learning rate as a fraction of its peak.
+            lr_scale: learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
-        # An evaluation may have run before, which switches dropout off and can leave parameters
-        # gathered. `train` visits all modules, and a GPU would wait for that in each step.
+        # A previous evaluation may have switched dropout off and left parameters gathered. Checked
+        # first, because `train` visits all modules, and a GPU would wait for that in each step.
         if not self.model.training:
             self.model.train()
         self.engine.reshard()
@@ -122,15 +124,15 @@ class TrainingProgram:
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:
             yield
-        # Freed now, because evaluations and saves need the gradients' memory, and because a GPU
-        # that is still computing the update would wait if they were freed before the next step.
+        # Freed now, because evaluations and saves need the memory of the gradients. If they were
+        # freed before the next step, the host would wait while a GPU is still computing the update.
         self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
-            # Compiling and the optimizer's first step have used memory only temporarily.
+            # Compilation and the optimizer's first step have used memory only temporarily.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
-        # Return cached blocks to the device, since they may no longer fit any tensor.
+        # Return cached blocks to the device, because they may no longer fit any tensor.
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -140,11 +142,11 @@ class TrainingProgram:
         lr_scale: float,
         accepts: Callable[[float, float], bool] | None = None,
     ) -> StepResult:
-        """Run one optimizer step over the micro-batches of a global batch, outside of a run.
+        """Run one optimizer step over the micro-batches of a global batch, outside a run.
 
         Args:
             batches: micro-batches on the device.
-            lr_scale: the learning rate as a fraction of its peak.
+            lr_scale: learning rate as a fraction of its peak.
             accepts: see `train_step`.
 
         Raises:
@@ -162,10 +164,10 @@ class TrainingProgram:
 
     def router_metrics(self, tokens: int) -> dict[str, float]:
         """Return the router metrics of a mixture-of-experts model for the last step, over all
-        processes; {} for a dense model.
+        processes, or {} for a dense model.
 
         Args:
-            tokens: valid tokens of the step.
+            tokens: number of valid tokens in the step.
         """
         statistics = self.model.router_statistics
         if statistics is None:
@@ -177,18 +179,18 @@ class TrainingProgram:
         return statistics.take(tokens)
 
     def preference_metrics(self, prefix: str) -> dict[str, float]:
-        """Return the mean rewards of the pairs since the last call, over all processes; {} without
-        pairs.
+        """Return the mean rewards of the pairs since the last call, over all processes, or {}
+        without pairs.
 
         Args:
-            prefix: prefix of the metrics' names, such as "val".
+            prefix: prefix of the metric names, such as "val".
         """
         if self.preference is None:
             return {}
         return self.preference.take(prefix, shared=self.engine.world.size > 1)
 
     def forget_statistics(self) -> None:
-        """Drop the statistics of preference pairs and routers of a step that is abandoned."""
+        """Drop the statistics of preference pairs and routers collected in an abandoned step."""
         if self.preference is not None:
             self.preference.forget()
         if (statistics := self.model.router_statistics) is not None:

@@ -1,6 +1,6 @@
-"""The progress of a run: its figures, the curve of its loss and the last sample text.
+"""Progress display of a run: its figures, its loss curve and the latest sample text.
 
-They are shown as a live view in a terminal or a notebook, or as one line per minute in a log.
+A terminal or a notebook shows a live view; a log gets one line per minute.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from firstlight.console import (
 )
 from firstlight.report.summary import MOSTLY_LEARNED
 
-#: First steps of a process, which allocate and compile, and are left out of the mean.
+#: Number of first steps of a process that the mean excludes because they allocate and compile.
 _SLOW_STEPS = 2
 
-#: Most rows of the loss curve, of the sample text with its prompt, and of the figures.
+#: Maximum height in rows of the loss curve, of the sample text with its prompt, and of the figures.
 _CURVE_ROWS = 8
 _SAMPLE_ROWS = 4
 _FIGURE_ROWS = 2
-#: Smallest size of a terminal in which the loss curve and more than one row of figures are shown.
+#: Smallest terminal size at which the loss curve and more than one row of figures are shown.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
-#: Columns of the share and the bar in the line of a terminal.
+#: Width in columns of the percentage and the bar in a terminal line.
 _BAR_COLUMNS = 24
 #: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 class LossCurve:
-    """The losses of a run as means over equal numbers of steps, in constant memory.
+    """Loss curve of a run, stored in constant memory as means over equal numbers of steps.
 
     Attributes:
-        first_step, last_step: first and last step in the curve; 0 before any.
+        first_step, last_step: first and last step in the curve; both 0 while it is empty.
     """
 
-    #: Most means that are kept. Each two neighbours are merged when there would be more.
+    #: Maximum number of means. When it would be exceeded, each two neighbours are merged.
     most = 512
 
     def __init__(self) -> None:
         self.first_step = self.last_step = 0
-        #: (sum, count) of each mean. The thread that draws the view reads the list while steps are
-        #: added, so an entry is always replaced as a whole.
+        #: (sum, count) of each mean. Entries are always replaced as a whole, because the drawing
+        #: thread reads the list while steps are added.
         self._parts: list[tuple[float, int]] = []
         self._steps_of_a_mean = 1
 
     def add(self, step: int, loss: float) -> None:
-        """Add a step's loss; a loss that is not finite is left out."""
+        """Add a step's loss; ignore it if it is not finite."""
         if not math.isfinite(loss):
             return
         self.first_step, self.last_step = self.first_step or step, step
@@ -81,19 +81,19 @@ class LossCurve:
 
     @property
     def means(self) -> list[float]:
-        """The mean losses, the first steps first."""
+        """Mean losses in order of steps."""
         return [total / count for total, count in self._parts]
 
     @property
     def edges(self) -> tuple[float, float]:
-        """(loss at the upper edge, loss at the lower edge) of a picture of the means."""
+        """Losses at the upper and the lower edge of a plot of the means."""
         return _edges(self.means)
 
     def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
-        """The curve in braille characters.
+        """Draw the curve with braille characters.
 
         Returns:
-            (`rows` texts of `columns` characters at most, loss at the upper edge, loss at the
+            (`rows` lines of at most `columns` characters, loss at the upper edge, loss at the
             lower edge).
         """
         points = _resampled(self.means, 2 * columns)
@@ -103,7 +103,8 @@ class LossCurve:
         cells = [[0] * columns for _ in range(rows)]
         before = heights[0]
         for x, y in enumerate(heights):
-            # A vertical line from the height of the dot before, so that a steep curve has no gaps.
+            # Draw a vertical line from the height of the previous dot, so that a steep curve has no
+            # gaps.
             for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
                 cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
             before = y
@@ -112,8 +113,9 @@ class LossCurve:
         return [text.rstrip() for text in texts], high, low
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
-        """The curve in `rows` lines with the losses at its edges, and a line with its first and
-        last step."""
+        """Yield the curve in `rows` lines with the losses at its edges, then a line with its first
+        and last step.
+        """
         label = 8
         drawn, high, low = self.drawn(columns - label - 1, rows)
         for number, row in enumerate(drawn):
@@ -124,15 +126,17 @@ class LossCurve:
 
 
 def _edges(points: list[float]) -> tuple[float, float]:
-    """(95th percentile of the losses, lowest loss). Not the highest: a run begins at the loss of
-    guessing, which would press the rest of the curve to the lower edge."""
+    """Return (95th percentile of the losses, lowest loss). The highest loss is not used as the
+    upper edge: a run begins at the loss of guessing, which would flatten the rest of the curve.
+    """
     ordered = sorted(points)
     return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
 
 
 def _resampled(values: list[float], count: int) -> list[float]:
-    """`count` values of the same curve: means of neighbours if there are more values, linear
-    interpolation if there are fewer."""
+    """Return `count` values that follow the same curve: means of neighbours if `values` is longer,
+    linear interpolation if it is shorter.
+    """
     if len(values) >= count:
         edges = [round(i * len(values) / count) for i in range(count + 1)]
         return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
@@ -142,20 +146,20 @@ def _resampled(values: list[float], count: int) -> list[float]:
 
 
 class RunProgress:
-    """The figures of a run so far, and the lines that show them.
+    """Figures of a run so far, and the lines that display them.
 
     Args:
-        max_steps: function that returns the number of steps of the whole run, which may change
-            during a run in minutes.
-        start_step: number of steps done before this call of `train`.
-        max_minutes: minutes that the run may take; None without a limit.
+        max_steps: function that returns the total number of steps of the run, which may change
+            during a run with a time budget.
+        start_step: number of steps completed before this call of `train`.
+        max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
-        step_limit: function that returns the step at which a run in minutes ends even if minutes
-            are left: the decided number of steps, or before the decision the limit of steps or
-            passes over the data; None without a limit.
+        step_limit: function that returns the step at which a run with a time budget ends even if
+            time is left: the decided number of steps or, until that is decided, the limit on steps
+            or epochs; None for no limit.
 
     Attributes:
-        predicted_bytes: predicted memory of the run in bytes; None without a forecast.
+        predicted_bytes: predicted memory of the run in bytes, or None without a forecast.
         curve: the training losses.
     """
 
@@ -177,7 +181,7 @@ class RunProgress:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all steps."""
+        """Reset the progress to zero steps."""
         self._begun, self._last_at = self._clock(), 0.0
         self._done = 0
         self._mean_seconds = 0.0
@@ -191,10 +195,11 @@ class RunProgress:
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # The time since the last step includes evaluations and saves, which will recur.
+            # The time since the last step includes evaluations and saves, which will happen again.
             seconds = now - self._last_at
-            # Step n has the weight n in the mean, which so follows a machine that becomes slower. A
-            # mean of a few last steps would jump at each evaluation, which takes many steps' time.
+            # Step n has weight n in the mean, so the mean follows a machine that slows down. A mean
+            # over only the last few steps would jump at each evaluation, which takes as long as
+            # many steps.
             weight = 2 / (self._done - _SLOW_STEPS)
             self._mean_seconds += weight * (seconds - self._mean_seconds)
         self._last_at, self._record = now, record
@@ -205,31 +210,33 @@ class RunProgress:
             self._val_loss = record["val/loss"]
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Set the sample text that is shown: a prompt and the model's continuation."""
+        """Set the displayed sample text: a prompt and the model's continuation."""
         self._sample = f"step {step}: {visible(text).lstrip()}"
         self._prompt = f"prompt: {prompt!r}"
 
     @property
     def is_done(self) -> bool:
-        """True if the last step is done."""
+        """True if the last step is complete."""
         return bool(self._record["step"] >= self._max_steps())
 
     @property
     def share(self) -> float:
-        """Share of the run that is done, from 0 to 1: of its steps; for a run in minutes, of its
-        time or of its limit of steps, whichever share is larger."""
+        """Completed fraction of the run, from 0 to 1. For a run with a time budget, the larger of
+        its fraction of the time and of the step limit.
+        """
         last = self._last_step
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # The decision can only lower the limit of steps, and a correction may raise it.
+        # The decision can only lower the step limit, but a correction may raise it.
         by_time = 1 - self._budget_left / (60 * self._max_minutes)
         return max(by_steps, by_time, self._most_share)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end of the run by the mean time of a step; for a run in minutes, at most
-        the rest of its minutes. None before there is a mean or a rest."""
+        """Estimated seconds to the end of the run, from the mean step time; for a run with a time
+        budget, at most the remaining time. None if neither is known.
+        """
         budget_left, last = self._budget_left, self._last_step
         if last is None or (self._done <= _SLOW_STEPS + 1 and not self.is_done):
             return budget_left
@@ -238,14 +245,13 @@ class RunProgress:
 
     @property
     def _last_step(self) -> int | None:
-        """The step at which the run ends at the latest; None if only its minutes end it."""
+        """Step at which the run ends at the latest; None if only the time budget ends it."""
         is_by_steps = self._budget_left is None or self.is_done
         return self._max_steps() if is_by_steps else self._step_limit()
 
     @property
     def _budget_left(self) -> float | None:
-        """Seconds that a run in minutes has left; None for other runs and before the first
-        step."""
+        """Remaining seconds of a run's time budget; None without one or before the first step."""
         used = self._record.get("elapsed_seconds")
         if used is None or self._max_minutes is None:
             return None
@@ -253,7 +259,7 @@ class RunProgress:
 
     @property
     def _seconds_over(self) -> float:
-        """Elapsed seconds of this call; for a run in minutes, of the whole run."""
+        """Elapsed seconds of this call; for a run with a time budget, of the whole run."""
         used = self._record.get("elapsed_seconds")
         if used is None:
             return self._clock() - self._begun
@@ -261,7 +267,7 @@ class RunProgress:
 
     @property
     def line(self) -> str:
-        """The figures in one line, for a log."""
+        """Figures in one line, for a log."""
         record, seconds = self._record, self.seconds_left
         left = "?" if seconds is None else f"{seconds:.0f}"
         return (
@@ -270,8 +276,9 @@ class RunProgress:
         )
 
     def live_line(self, columns: int) -> str:
-        """The most important figures in one line with a progress bar, for a terminal of this number
-        of columns."""
+        """Return the most important figures in one line with a progress bar, for a terminal with
+        `columns` columns.
+        """
         record, left = self._record, self.seconds_left
         step = f"step {record['step']:,}/{self._max_steps():,}"
         time_left = f"{'?' if left is None else _clock(left)} left"
@@ -287,7 +294,7 @@ class RunProgress:
 
     @property
     def time(self) -> str:
-        """The elapsed time and the time that is left, for a terminal."""
+        """Elapsed and remaining time, for a terminal."""
         over, left = _clock(self._seconds_over), self.seconds_left
         budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
         if self.is_done:
@@ -296,8 +303,9 @@ class RunProgress:
 
     @property
     def figures(self) -> list[str]:
-        """The figures of the last step as texts, the most important first; a note before the first
-        step."""
+        """Figures of the last step as text, the most important first; before the first step, a
+        note.
+        """
         record = self._record
         if "train/loss" not in record:
             return ["waiting for the first step"]
@@ -319,7 +327,7 @@ class RunProgress:
             yield Text(line, no_wrap=True, overflow="crop")
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
-        """The lines of the view for a terminal of this number of columns and rows."""
+        """Yield the lines of the view for a terminal of `columns` by `rows` characters."""
         yield _bar(
             f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
         )
@@ -334,27 +342,29 @@ class RunProgress:
         yield from sample
 
     def sample_lines(self, columns: int, rows: int | None = None) -> list[str]:
-        """The model's last continuation, wrapped to this number of columns and without blank lines,
-        and its prompt in a last line.
+        """Return the model's last continuation, wrapped to `columns` columns and without blank
+        lines, followed by a line with its prompt.
 
         Args:
-            columns: number of columns of the terminal.
-            rows: largest number of lines; None for no limit.
+            columns: width of the terminal.
+            rows: maximum number of lines; None for no limit.
         """
         width = columns - 1
         if not self._sample or width < 1:
             return []
-        # A model at the start of its training writes many blank lines.
+        # At the start of training, a model generates many blank lines.
         lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
         wrapped = [line[i : i + width] for line in lines for i in range(0, len(line), width)]
-        # The continuation follows the end of the prompt, so a long prompt is cut at its beginning.
+        # The continuation follows the end of the prompt, so a long prompt is cut at the front.
         long = len(self._prompt) - width
         prompt = f"…{self._prompt[long + 1 :]}" if long > 0 else self._prompt
         return [*wrapped[: None if rows is None else max(rows - 1, 1)], prompt][:rows]
 
 
 def _bar(left: str, share: float, right: str, columns: int) -> str:
-    """A line with a progress bar in its middle; without the bar if there is no room for it."""
+    """Return a line with a progress bar in the middle, or without the bar if there is no room for
+    it.
+    """
     text = f"{left}  {share:4.0%}  "
     room = columns - 1 - len(text) - len(right) - 2
     if room < 5:
@@ -364,7 +374,7 @@ def _bar(left: str, share: float, right: str, columns: int) -> str:
 
 
 def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
-    """Lines of the first parts, as many parts as this number of rows has room for."""
+    """Return lines with as many of the first `parts` as fit into `rows` rows."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) < columns:
@@ -377,7 +387,7 @@ def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
 
 
 def _clock(seconds: float) -> str:
-    """75 -> '1:15', 3700 -> '1:01:40'."""
+    """Format seconds as a clock time: 75 -> '1:15', 3700 -> '1:01:40'."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -390,8 +400,9 @@ def _loss(record: Mapping[str, Any]) -> str:
 
 
 def _rates(record: Mapping[str, Any]) -> str:
-    """Tokens and sequences a second, and the tokens with a loss a second if they are clearly fewer,
-    as in conversations. The metrics of an older release lack some of these."""
+    """Return the tokens and sequences per second, and the tokens with a loss per second if they are
+    clearly fewer, as in conversations. Metrics of older releases lack some of these.
+    """
     tokens = record["tokens_per_second"]
     learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
     text = f"{tokens:,.0f} tokens/s"
@@ -400,15 +411,16 @@ def _rates(record: Mapping[str, Any]) -> str:
     return text if samples is None else f"{text}  {rounded(samples)} samples/s"
 
 
-#: Seconds to the first line of a log, and between two lines afterwards.
+#: Seconds until the first line of a log, and between the following lines.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
 #: Frames per second of the live view.
 _FRAMES_PER_SECOND = 2.0
 
 
 class View:
-    """A place that shows the progress of a run: a terminal, notebook or log. This one shows
-    nothing."""
+    """Output that shows the progress of a run: a terminal, notebook or log. This base class shows
+    nothing.
+    """
 
     def open(self) -> None:
         """Start drawing."""
@@ -428,7 +440,7 @@ class View:
 
 
 class _LogView(View):
-    """Writes messages, and a line of the run's figures each minute and after the last step."""
+    """Writes messages, and a line with the run's figures every minute and after the last step."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + _SECONDS_TO_FIRST_LINE
@@ -444,8 +456,9 @@ class _LogView(View):
 
 
 class _TerminalView(View):
-    """Draws the progress in the last row of a terminal, or with the loss curve and the last sample
-    text in its last rows, in a thread of rich."""
+    """Draws the progress with a rich thread, in the last row of a terminal, or with the loss curve
+    and the last sample text in its last rows.
+    """
 
     def __init__(self, progress: RunProgress, target: Console, *, is_large: bool) -> None:
         def line() -> Text:
@@ -455,7 +468,8 @@ class _TerminalView(View):
             get_renderable=(lambda: progress) if is_large else line,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
-            # Otherwise rich would print stdout above its rows, also if it is redirected to a file.
+            # Otherwise rich would print stdout above its rows even if stdout is redirected to a
+            # file.
             redirect_stdout=False,
             vertical_overflow="crop",
         )
@@ -471,7 +485,7 @@ class _TerminalView(View):
 
 
 def _view(progress: RunProgress, *, is_large: bool) -> View:
-    """The view for the place where the process runs: notebook, terminal or log."""
+    """Return the view that suits the process's output: notebook, terminal or log."""
     display, target = notebook_display(), console()
     if display is not None:
         return NotebookView(progress, display)
@@ -481,8 +495,9 @@ def _view(progress: RunProgress, *, is_large: bool) -> View:
 
 
 def sample_line(prompt: str, text: str, width: int) -> str:
-    """A sample text and the end of its prompt in one line of at most `width` characters, with each
-    run of white space as one space."""
+    """Return a sample text and the end of its prompt in one line of at most `width` characters,
+    with whitespace collapsed.
+    """
     most = width // 3
     end = " ".join(prompt.split())
     if len(end) > most:
@@ -491,20 +506,21 @@ def sample_line(prompt: str, text: str, width: int) -> str:
 
 
 class TrainingProgress:
-    """Shows a run to the user: steps, loss, speed, memory, remaining time, last sample text. A
-    context manager.
+    """Shows a run to the user: steps, loss, speed, memory, remaining time, last sample text. Use it
+    as a context manager.
 
     Args:
         progress: the figures of the run.
-        shown: False shows nothing at all.
-        is_large: draw the loss curve and the last sample text in a terminal, too, instead of a
-            single line.
+        shown: False to show nothing at all.
+        is_large: True to draw the loss curve and the last sample text in a terminal, too, instead
+            of a single line.
     """
 
     def __init__(self, progress: RunProgress, *, shown: bool, is_large: bool = False) -> None:
         self._progress = progress
         self._view = _view(progress, is_large=is_large) if shown else View()
-        # A notebook and a large view draw the sample text themselves; elsewhere it is a message.
+        # A notebook and a large view draw the sample text themselves; the other views show it as a
+        # message.
         draws = NotebookView if not is_large else (NotebookView, _TerminalView)
         self._shows_samples = shown and not isinstance(self._view, draws)
         self._sampled_step = -1
@@ -516,12 +532,14 @@ class TrainingProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # A terminal that was closed must not end the run with an error.
+        # A closed terminal must not end the run with an error.
         with contextlib.suppress(OSError):
             self._view.close()
 
     def predict_memory(self, predicted_bytes: int | None) -> None:
-        """Show the predicted memory, in bytes, beside the measured memory; None shows none."""
+        """Show the predicted memory, in bytes, next to the measured memory; None shows no
+        prediction.
+        """
         self._progress.predicted_bytes = predicted_bytes
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -530,8 +548,9 @@ class TrainingProgress:
         self._view.step(self._progress)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show the model's continuation `text` of a prompt; as a message, that of the first prompt
-        of a step only."""
+        """Show the model's continuation `text` of a prompt. A view that shows it as a message shows
+        only the first prompt of each step.
+        """
         self._progress.sample(step, prompt, text)
         if self._shows_samples and step != self._sampled_step:
             self._sampled_step, start = step, f"step {step}: "
@@ -545,16 +564,16 @@ class TrainingProgress:
 
 #: Seconds between two updates of the output.
 _SECONDS_BETWEEN_UPDATES = 1.0
-#: Characters of a line; width and height of the loss curve in pixels.
+#: Line width in characters, and width and height of the loss curve in pixels.
 _COLUMNS = 110
 _WIDTH = 640
 _HEIGHT = 150
-#: Most message lines that are shown above the figures.
+#: Maximum number of message lines shown above the figures.
 _MOST_MESSAGES = 40
 
 
 class NotebookView(View):
-    """The progress of a run as one output of a cell, with the messages of the run above it.
+    """Progress of a run as a single output of a notebook cell, with the run's messages above it.
 
     Args:
         progress: the figures of the run.
@@ -572,7 +591,7 @@ class NotebookView(View):
         self._handle = self._display(self._content(), raw=True, display_id=True)
 
     def step(self, progress: RunProgress) -> None:
-        """Show the progress after a step, at most once a second, and after the last step."""
+        """Show the progress after a step: at most once per second, and after the last step."""
         if time.monotonic() >= self._due or progress.is_done:
             self._update()
 
@@ -591,7 +610,9 @@ class NotebookView(View):
             self._handle.update(self._content(), raw=True)
 
     def _content(self) -> dict[str, str]:
-        """The output by MIME type, as text and as HTML: a notebook shows the one that it can."""
+        """Return the output keyed by MIME type, as text and as HTML; the notebook picks the richest
+        type it supports.
+        """
         first, figures, *_ = self._progress.lines(_COLUMNS, 3)
         plain = [*self._messages, first, figures, *self._progress.sample_lines(_COLUMNS)]
         escaped = html.escape("\n".join([*self._messages, first, figures]))
@@ -601,7 +622,7 @@ class NotebookView(View):
 
 
 def _curve(progress: RunProgress) -> str:
-    """The loss curve as an SVG element; "" if it has fewer than two points."""
+    """Return the loss curve as an SVG element, or "" if it has fewer than two points."""
     means = progress.curve.means
     if len(means) < 2:
         return ""
@@ -626,7 +647,7 @@ def _curve(progress: RunProgress) -> str:
 
 
 def show_picture(path: Path) -> None:
-    """Show a picture below the cell; does nothing outside a notebook or if the file is missing."""
+    """Show a picture below the cell. Do nothing outside a notebook or if the file is missing."""
     display = notebook_display()
     if display is not None and path.is_file():
         display(importlib.import_module("IPython.display").Image(filename=str(path)))

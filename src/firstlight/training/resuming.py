@@ -1,4 +1,4 @@
-"""Resuming a run from a checkpoint: settings that must not have changed, and settings that may."""
+"""Resume a run from a checkpoint, checking which settings have changed."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ from firstlight.training.time_budget import length_of
 #: Keys of the `optimizer` section on which the tensors of the optimizer's state depend.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
 
-#: Values of keys that recipes in checkpoints of older versions lack.
+#: Default values for keys that are missing in checkpoints of older versions.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
-#: Entries of the data's identity that must not change -> value of an absent entry.
+#: Entries of the data's identity that must not change, mapped to the value of an absent entry.
 _KEPT_OF_DATA = {
     **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
     "row_alignment": "stream",
 }
 
 
-#: Difference of two learning rates, as a fraction of the higher one, that causes no warning.
+#: Relative difference of two learning rates that causes no warning, as a fraction of the higher
+#: one.
 _SAME_RATE = 0.01
 
 
@@ -57,10 +58,11 @@ def take_up(run: Run, folder: Path) -> None:
 
     Args:
         run: the run.
-        folder: a checkpoint of this run, or of a run from which this run branches off.
+        folder: a checkpoint of this run, or of the run from which this run branches off.
 
     Raises:
-        CheckpointError: data, order of the data or optimizer differ from the checkpoint's.
+        CheckpointError: the data, the order of the data or the optimizer differs from the
+            checkpoint.
     """
     checkpoint = load_checkpoint(folder, verify=False)  # verified by `newest_checkpoint`
     saved, identity = checkpoint.trainer_state, run.data_identity
@@ -76,8 +78,8 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # A micro-batch size that the user has changed is tried, even if the old one was reduced when
-    # memory ran out.
+    # If the user has changed the micro-batch size, it is tried even if the old size was reduced
+    # when memory ran out.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
@@ -91,13 +93,13 @@ def take_up(run: Run, folder: Path) -> None:
     run.tell(
         f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
     )
-    # A warning rather than an error: the checkpoint fits, and the change may be intended.
+    # A warning rather than an error: the checkpoint is compatible, and the change may be intended.
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # A key that an older version did not have yet was not changed.
+        # A key that an older version lacked is not a change.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -116,9 +118,9 @@ def take_up(run: Run, folder: Path) -> None:
 
 
 def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Compare the learning rate of the next step by the checkpoint's schedule with that by the
-    run's schedule. Return text if they differ, for example in a cosine run that is made longer;
-    None if they are equal.
+    """Compare the next step's learning rate under the checkpoint's schedule and under the run's
+    schedule. Return a message if they differ, for example in a cosine run that is extended, or None
+    if they are equal.
 
     Args:
         run: the run, set to the checkpoint.
@@ -135,7 +137,7 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         peak = float(before["optimizer"]["learning_rate"])
         rounded_up = config.warmup_tokens is not None and "decay_tokens" not in before["schedule"]
         if rounded_up:
-            # Earlier versions rounded a warm-up in tokens up to a whole number of steps.
+            # Earlier versions rounded a warm-up given in tokens up to a whole number of steps.
             steps = run.batch.steps_for(Fraction(config.warmup_tokens or 0, seq_len))
             config = config.model_copy(update={"warmup_tokens": None, "warmup_steps": steps})
         if config.max_minutes is not None and length is None:
@@ -149,9 +151,9 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     if abs(now - was) <= _SAME_RATE * max(now, was):
         return None
     keeps = ""
-    # At a minimum of 0, further steps would learn nothing.
+    # With a minimum of 0, further steps would not learn anything.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
-    # A warm-up given as a fraction of the run would follow the new length.
+    # A warm-up given as a fraction of the run would change with the new length.
     falls = falls and config.warmup_ratio is None
     if rounded_up:
         keeps = f" (schedule.warmup_steps {old.warmup_steps} without warmup_tokens keeps it)"
@@ -165,7 +167,7 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     """Initialise a new run from another run's checkpoint, for `schedule.resume`: weights, moments,
-    random states, and step of the schedule. The data begin at their first row.
+    random states and schedule step. The data starts at its first row.
 
     Args:
         run: the new run.
@@ -201,18 +203,18 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
                 f"continues: set that instead of {now}, or leave schedule.resume out"
             )
-        # Restores the full state; the parts that belong only to the other run are dropped below.
+        # Restores the full state; parts that belong only to the other run are dropped below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
-    # max_steps counts from the beginning of the schedule, in the other run.
+    # max_steps counts from the beginning of the schedule, which is in the other run.
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume continues at step {found.step} of {init_from}, but "
             f"schedule.max_steps is {run.max_steps}, counted from that run's beginning: set it "
             "higher"
         )
-    # Without the other run's position in its data, its events and its best loss.
+    # Without the other run's data position, events and best loss.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
@@ -220,8 +222,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe in a checkpoint, with null for `optimizer.embeddings_in_32_bits` of an
-    optimizer that is not 8-bit, for which older versions wrote false."""
+    """Return the recipe in a checkpoint, with `optimizer.embeddings_in_32_bits` set to null unless
+    the optimizer is 8-bit. Older versions wrote false.
+    """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
     if spec is None or "embeddings_in_32_bits" in spec.options:
@@ -241,7 +244,9 @@ def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) ->
 def _changed_optimizer_keys(
     saved: Mapping[str, Any], run: Run, keys: Sequence[str]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Return (key, value in the checkpoint's recipe, value now) of the keys whose values differ."""
+    """Yield (key, value in the checkpoint's recipe, current value) for the keys whose values
+    differ.
+    """
     before, now = _BEFORE_THE_KEY | saved.get("optimizer", {}), run.recipe.optimizer.model_dump()
     return ((key, before[key], now[key]) for key in keys if before.get(key, now[key]) != now[key])
 
@@ -263,19 +268,19 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """Return the checkpoint from which all processes continue: the run's own, or the one to branch
-    off from; None for a new run.
+    """Return the checkpoint from which all processes continue: the run's newest checkpoint, or the
+    checkpoint to branch off from, or None for a new run.
 
     Args:
         engine: the engine of the run.
         run_folder: the run folder.
         resume: True to continue from the run's newest checkpoint.
-        branch_from: checkpoint of another run, used if the run does not have a checkpoint yet.
+        branch_from: checkpoint of another run, used if this run does not have a checkpoint yet.
         tell: called with each message to the user.
 
     Raises:
-        CheckpointError: the run folder has checkpoints, but `resume` is False; a checkpoint belongs
-            to another run or is about to be deleted; or a process does not see it.
+        CheckpointError: the run folder contains checkpoints, but `resume` is False; a checkpoint
+            belongs to another run or is about to be deleted; or a process does not see it.
     """
 
     def find() -> str | None:
@@ -296,10 +301,10 @@ def shared_newest(
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """Return the resolved recipe of the run that is resumed, whose values for "auto" are kept; {}
-    if there is none.
+    """Return the resolved recipe of the run being resumed, whose values for "auto" keys are kept,
+    or {} if there is none.
 
-    A run that was killed before its first checkpoint has left the recipe as a file.
+    A run that was killed before its first checkpoint has left its recipe as a file.
     """
     if newest is not None:
         found: dict[str, Any] = load_trainer_state(newest).get("recipe", {})
@@ -314,15 +319,16 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         now.global_batch_tokens,
         now.ramp_start_tokens,
     )
-    # A different global batch needs a different division into micro-batches.
+    # A different global batch must be split into micro-batches differently.
     return before.model_dump(exclude=None if same else {"batch"})
 
 
 def _newest_checkpoint(
     run_folder: Path, resume: bool, branch_from: Path | None, tell: Callable[[str], None]
 ) -> Path | None:
-    """Return the checkpoint from which the run continues; None to start a new run. See
-    `shared_newest`."""
+    """Return the checkpoint from which the run continues, or None to start a new run. See
+    `shared_newest`.
+    """
     for problem in foreign_checkpoints(run_folder):
         raise CheckpointError(
             f"{problem}: move it out of the folder (--init-from starts a new run from its weights)"
@@ -339,7 +345,7 @@ def _newest_checkpoint(
         if not (folder / MANIFEST_NAME).is_file():
             tell(f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored")
     for problem in problems:
-        # A damaged checkpoint costs the steps since the previous one, but not the run.
+        # A damaged checkpoint costs the steps since the previous checkpoint, but not the run.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from

@@ -1,4 +1,4 @@
-"""A run: its parts, its state, and the metrics of its steps."""
+"""The `Run` class: the parts of a run, its state, and the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ from firstlight.training.trackers import Trackers
 
 @dataclass
 class Run:
-    """One run, set up and checked: the training loop, evaluations and saves work on it.
+    """A run that has been set up and checked; the training loop, evaluations and saves operate on
+    it.
 
     Attributes:
         recipe: the resolved recipe of the run.
@@ -58,32 +59,32 @@ class Run:
         folder: the run folder.
         tokenizer: tokenizer of the data.
         dataset: training split.
-        validation: validation split; None without one.
+        validation: validation split, or None.
         tasks: the tasks of the recipe's `evaluation` section.
-        init_from: model folder, run or hub id that the run started from; None for a new model.
+        init_from: model folder, run or hub id from which the run started; None for a new model.
         base: the frozen base model of a run with `lora`; None for other runs.
         tell: called with each message to the user.
         branch_from: checkpoint of another run that this run continues, with that run's data order
-            and random states, until this run has its own checkpoint.
+            and random states, until this run has written a checkpoint.
         held: the main process's lock on the run folder; None in other processes.
-        advise: function that returns the reason why memory ran out and a remedy, or None; without a
+        advise: function that returns the reason why memory ran out and a remedy, or None. Without a
             forecaster it always returns None.
         state: progress of the run, saved with each checkpoint.
-        saved_step: step of this run's newest checkpoint; -1 if there is none.
+        saved_step: step of this run's newest checkpoint, or -1.
         unsaved: True if the state has changed since the newest checkpoint.
         evaluation: last evaluation of this call.
-        last_record: metrics of the last step of this call.
+        last_record: metrics of this call's last step.
         samples: sample texts of the current step, as lines of samples.jsonl.
-        unreadable: message of the error that stopped the reading of data; None without an error.
-        stopped_by: reason for ending before the last step; None without one.
+        unreadable: message of the error that stopped the reading of data, or None.
+        stopped_by: reason for ending before the last step, or None.
         save_stall_seconds: seconds for which training waited in the last save.
-        times: seconds of the loop's steps, evaluations and saves.
-        budget: the time budget of a run in minutes; None for other runs.
-        generation: content of generation_config.json of the model that the run started from.
+        times: durations of the loop's steps, evaluations and saves.
+        budget: the time budget, or None for runs without one.
+        generation: content of generation_config.json of the model from which the run started.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
         schedule: learning-rate schedule of the whole run.
-        batch: sequences of each optimizer step, all processes together.
+        batch: number of sequences of each optimizer step, summed over all processes.
         data_identity: see `datasets.data_identity`.
     """
 
@@ -144,18 +145,19 @@ class Run:
 
     @property
     def engine(self) -> Engine:
-        """The engine by which the processes share the model."""
+        """The engine that connects the processes."""
         return self.program.engine
 
     @property
     def max_steps(self) -> int:
-        """Number of steps of the whole run; for a run in minutes, a prediction until it is
-        decided."""
+        """Total number of steps of the run; for a run with a time budget, a prediction until it is
+        decided.
+        """
         return self.schedule.max_steps
 
     @property
     def goes_on(self) -> bool:
-        """True if a step or an evaluation is left to be done."""
+        """True if a step or an evaluation remains to be done."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
@@ -176,7 +178,7 @@ class Run:
 
     @property
     def ends_epoch(self) -> bool:
-        """Return True if the last step took the last row of a pass over the training split."""
+        """Return True if the last step used the last row of an epoch of the training split."""
         if self.state.step == 0:
             return False
         rows, seen = self.dataset.num_rows(self.seq_len), self.state.rows_seen
@@ -184,7 +186,7 @@ class Run:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of a forward pass: the recipe's number, or fewer if memory has run out."""
+        """Sequences per forward pass: the recipe's number, or fewer if memory has run out."""
         return self.state.micro_batch_rows or self.recipe.batch.rows
 
     @property
@@ -194,15 +196,15 @@ class Run:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the model's parameters, and of the optimizer's state in a resumed run."""
+        """Bytes of the model's parameters and, in a resumed run, of the optimizer's state."""
         # A new run has no optimizer state before its first update.
         state = self.program.optimizer.state_shards() if self.saved_step >= 0 else {}
         return sum(t.nbytes for t in (*self.program.model.parameters(), *state.values()))
 
     @property
     def logged_step(self) -> int:
-        """Last step whose lines belong in the logs; -1 if none do."""
-        # Without a checkpoint of this run, existing lines are those of an earlier attempt.
+        """Last step whose lines belong in the logs, or -1."""
+        # If this run has no checkpoint, existing lines belong to an earlier attempt.
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     def take_up(self, checkpoint: Checkpoint) -> None:
@@ -212,12 +214,13 @@ class Run:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
-        # Restored, so that a resumed run judges spikes by the same steps as an uninterrupted one.
+        # Restored, so that a resumed run detects spikes from the same steps as an uninterrupted
+        # one.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
     def require_folder(self) -> None:
-        """Raise an error if the run folder no longer belongs to this run; called before writes.
+        """Raise an error if the run folder no longer belongs to this run; call this before writing.
 
         Raises:
             CheckpointError: the folder was moved, removed or taken over by another run.
@@ -226,29 +229,31 @@ class Run:
             self.held.require()
 
     def take_length(self) -> None:
-        """Set the schedule to the length in `budget`, and write that length to the disk. A
-        collective operation."""
+        """Set the schedule to the length in `budget`, and write that length to disk. This is a
+        collective operation.
+        """
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
 
     def write_budget(self) -> None:
-        """Write the length of a run in minutes and its used time to the disk. Does nothing for
-        other runs."""
+        """Write the length of a run with a time budget and its used time to disk. Do nothing for
+        other runs.
+        """
         if self.budget is not None:
             self.require_folder()
             self.budget.write(self.folder)
 
     def predict_length(self, tokens_per_second: float | None) -> None:
-        """Predict the number of steps of a new run in minutes. Does nothing for other runs.
+        """Predict the number of steps of a new run with a time budget. Do nothing for other runs.
 
         Args:
-            tokens_per_second: predicted speed of all processes together; None keeps the rough
+            tokens_per_second: predicted total speed of all processes; None keeps the rough
                 prediction.
         """
         budget = self.budget
         if budget is None or not budget.is_new:
             return
-        # All processes take the main process's speed: with different lengths, some would end while
+        # All processes use the main process's speed. With different lengths, some would end while
         # others wait for them.
         rate = on_main(self.engine, lambda: tokens_per_second)
         if rate is not None:
@@ -257,11 +262,10 @@ class Run:
             self.take_length()
 
     def decide_length(self) -> None:
-        """Decide the number of steps of a run in minutes before its next step, or correct it, if
-        that is due.
+        """Decide the number of steps of a run with a time budget before its next step, or correct
+        it, if either is due.
 
-        All processes take the main process's number, which is on the disk before any of them
-        continues.
+        All processes use the main process's number, which is on disk before any of them continues.
 
         Raises:
             StorageError: the decision can't be written.
@@ -284,20 +288,20 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
-        words = f" of {before:,}, to end in time"
+        words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
         elif steps > before:
-            words = f" of {before:,}, to use the time"
+            words = f" instead of {before:,}, to use the time"
         self.bar.message(f"step {step}: the run will have {steps:,} steps{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Return the evaluations and saves of the run, each with the time of its last occurrence,
-        or with a guess before the first.
+        """Return the evaluations and saves of the run, each with the duration of its last
+        occurrence, or with a guess if there was none.
 
         Args:
-            sequence_seconds: seconds per sequence in a step, from which the first evaluation's time
-                is guessed.
+            sequence_seconds: seconds per sequence in a step, from which the duration of the first
+                evaluation is guessed.
         """
         evaluation, checkpoint = self.recipe.evaluation, self.recipe.checkpoint
         found = self.times.seconds
@@ -315,23 +319,23 @@ class Run:
         writing = self.checkpoint_bytes / WRITTEN_PER_SECOND
         if "file" in found:
             writing = found["file"] * self.checkpoint_bytes / PROBE_BYTES
-        # A thread writes checkpoints while training continues; the run waits only for the last one.
+        # A thread writes checkpoints while training continues; the run waits only for the last
+        # checkpoint.
         save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
         if "save" in found:
             save, last_save = found["save"], found["save"] + self.times.write_seconds
         elif not save:
             last_save = writing
-        # With the best checkpoint kept, an evaluation may be followed by a save.
+        # If the best checkpoint is kept, an evaluation may be followed by a save.
         keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
-        # The last evaluation and save are timed separately, since the run has to end in time: no
+        # The last evaluation and save are timed separately, because the run must end in time: no
         # save of the best checkpoint follows this evaluation, and the run waits for this save.
         periodic = [
             Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
             Periodic(checkpoint.every_steps, save, last_save),
         ]
         if checkpoint.average_last:
-            # After the last save, the checkpoints are read, and their average is evaluated and
-            # saved.
+            # After the last save, checkpoints are read, and their average is evaluated and saved.
             average = found.get("evaluation", guess) + checkpoint.average_last * writing
             periodic.append(Periodic(0, 0.0, average))
         if evaluation.samples_at == "epoch":
@@ -350,7 +354,7 @@ class Run:
 
     @property
     def _evaluated_sequences(self) -> int:
-        """Return the number of sequences of an evaluation."""
+        """Return the number of sequences in an evaluation."""
         config, train_rows = self.recipe.evaluation, self.dataset.num_rows(self.seq_len)
         held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
         return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
@@ -358,16 +362,17 @@ class Run:
     # A step: its batches are read and used, and its metrics are written
 
     def read_batches(self) -> list[Batch]:
-        """Read the micro-batches of the next step; none if a step awaits its evaluation.
+        """Read the micro-batches of the next step, or none if a step awaits its evaluation.
 
-        An error is not raised but kept as `unreadable`, so that the processes of a run can end
+        An error is not raised but stored in `unreadable`, so that the processes of a run can end
         together.
         """
         if self.state.pending is not None:
             return []
         self._step_began = time.perf_counter()
         batches = []
-        # Read all at once, so that no micro-batch of a step is used if another one can't be read.
+        # All batches are read first, so that no micro-batch of a step is used if another one can't
+        # be read.
         try:
             count = self.micro_batches_of(self.state.step)
             batches = [self.loader.next_batch() for _ in range(count)]
@@ -377,13 +382,16 @@ class Run:
         return batches
 
     def micro_batches_of(self, step: int) -> int:
-        """Return the number of this process's batches from the loader for a step (0 is the
-        first)."""
+        """Return the number of batches that this process takes from the loader for a step (0 is the
+        first).
+        """
         return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
 
     def await_first_evaluation(self) -> None:
         """Make the loop evaluate a new run's model before its first step, as step 0, if the recipe
-        asks for it, even if the run has no steps: a baseline for later losses."""
+        asks for it. The loss is a baseline for later losses; it is computed even if the run has no
+        steps.
+        """
         config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
         evaluates = config.on_start and config.every_steps > 0
         has_losses = self.validation is not None or config.train_rows > 0
@@ -391,9 +399,10 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Increase the step counter by one, and let the optimizer clip unless the step is in a
-        warm-up without clipping; return the step's learning rate as a fraction of the peak."""
-        # The first step is step 0 of the schedule, and step 1 of the metrics.
+        """Increment the step counter, and enable gradient clipping unless the step is in a warm-up
+        without clipping. Return the step's learning rate as a fraction of the peak.
+        """
+        # The first step is step 0 of the schedule but step 1 of the metrics.
         lr_scale = self.schedule.lr_scale(self.state.step)
         config, optimizer = self.recipe.optimizer, self.program.optimizer
         is_warm = self.state.step >= self.schedule.warmup_steps or not config.clip_after_warmup
@@ -404,7 +413,7 @@ class Run:
         return lr_scale
 
     def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the batches on the device, divided into micro-batches of the current size."""
+        """Yield the batches on the device, split into micro-batches of the current size."""
         parts = (part for batch in batches for part in batch.split(self.micro_batch_size))
         return (part.to(self.program.hardware.device) for part in parts)
 
@@ -423,13 +432,14 @@ class Run:
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
-        # Updated only at the end of a step, so that an interrupted step reads its rows again.
+        # Updated only at the end of a step, so that the rows of an interrupted step are read again.
         state.rows_seen = self.loader.state_dict()["rows_seen"]
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))
-        # None replaces infinity and NaN, which JSON lacks and a skipped step may have.
+        # None replaces infinity and NaN, which JSON does not support and which a skipped step may
+        # have.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        # The wait for a save is in the metrics of the step after it.
+        # The wait for a save appears in the metrics of the following step.
         self.save_stall_seconds, self.unsaved = 0.0, True
         self.guard.require_fit()
 
@@ -439,12 +449,12 @@ class Run:
         state = self.state
         hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
-        # All tokens of the sequences, as MFU counts them, including those without a loss.
+        # Counts all tokens of the sequences, as MFU does, including those without a loss.
         tokens_per_second = sequences * self.seq_len / seconds
-        # Sum over all devices, including those that share sequences (tensor parallelism, stages).
+        # Sum over all devices, including devices that share sequences (tensor parallelism, stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
-        # Without the routers' loss, so that train/loss can be compared with val/loss. A z-loss is
+        # Without the routers' loss, so that train/loss is comparable with val/loss. A z-loss is
         # included.
         auxiliary = (
             router.get("moe/router_loss", 0.0) * program.model.config.router_loss_coefficient
@@ -495,6 +505,6 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # Kept in the state, and so in checkpoints, from which resuming restores the file.
+        # Kept in the state and therefore in checkpoints, from which resuming restores the file.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

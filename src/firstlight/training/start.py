@@ -1,7 +1,7 @@
-"""The start of a run: checks of recipe, data, model and disk; building or loading the parts of the
-run; its folder, the prediction of its memory and length, and the record of the start.
+"""Set up a run: check the recipe, data, model and disk; build or load the parts of the run; prepare
+its folder; predict its memory and length; and record the start.
 
-Invalid runs are rejected here, before they take time or write a file.
+Invalid runs are rejected here, before they take any time or write any file.
 """
 
 from __future__ import annotations
@@ -101,19 +101,18 @@ def set_up(
     shown: bool,
     is_announced: bool = False,
 ) -> Iterator[Run]:
-    """Context in which the run folder is locked; yields the run of a recipe, ready for its next
-    step.
+    """Lock the run folder and yield the run of a recipe, ready for its next step.
 
     Args:
         recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
-        engine: the engine by which the processes of the run share the model.
+        engine: the engine that connects the processes of the run.
         shown: show messages to the user, from the main process.
-        is_announced: the data were described to the user before.
+        is_announced: True if the data has already been described to the user.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError, StorageError: recipe, data, model,
-            checkpoint or disk do not fit the run; nothing has been written.
+        ConfigError, DataError, ModelError, CheckpointError, StorageError: the recipe, data, model,
+            checkpoint or disk is unsuitable for the run; nothing has been written.
     """
     if new_rows != "mean" and not new_rows.startswith("copy:"):
         raise ConfigError(
@@ -124,11 +123,11 @@ def set_up(
         raise ConfigError("--new-rows needs --init-from with the model to start from")
     if branch_from is not None and init_from is not None:
         raise ConfigError("branch_from and init_from both set the weights: remove init_from")
-    # YAML does not expand ~: without this, ~/runs would be in a folder named ~.
+    # YAML does not expand ~: without this, ~/runs would be created in a folder named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     tell = say if shown and engine.is_main else lambda _: None
-    # Lock the folder before looking for a checkpoint: two processes that resume at the same time
-    # would otherwise both continue from it.
+    # Lock the folder before looking for a checkpoint. Otherwise two processes that resume at the
+    # same time would both continue from the same checkpoint.
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell=tell)
@@ -166,11 +165,11 @@ def _assembled(
     tell: Callable[[str], None],
     is_announced: bool,
 ) -> Run:
-    """Assemble the run in `folder`, resumed from its newest checkpoint if there is one.
+    """Assemble the run in `folder`, resuming from its newest checkpoint if there is one.
 
     Args:
-        newest: checkpoint that the run is resumed from or branches off; None for a new run.
-        earlier: the resolved recipe of a resumed run; {} for a new run.
+        newest: checkpoint from which the run is resumed or branches off; None for a new run.
+        earlier: the resolved recipe of a resumed run; an empty mapping for a new run.
         tell: called with each message to the user.
         is_announced: do not describe the data.
     """
@@ -222,13 +221,13 @@ def _assembled(
         if widths is not None:
             tell(f"note: {widths}")
     program = TrainingProgram(resolved, model, hardware, engine)
-    # From here on, random numbers are for dropout, which has to differ between ranks.
+    # From here on, random numbers are used for dropout, which must differ between ranks.
     torch.manual_seed(resolved.run.seed + engine.rank)
     origin = None if init_from is None else str(init_from)
     if origin is not None and not is_hub_id(origin):
-        # In another current folder, a relative path could be mistaken for a hub id.
+        # If the working directory changes, a relative path could be mistaken for a hub id.
         origin = os.path.abspath(Path(origin).expanduser())
-    # An earlier attempt that left no checkpoint has also used time of the budget.
+    # An earlier attempt that left no checkpoint has also used up part of the time budget.
     resumed = newest is not None or bool(earlier)
     rows = dataset.num_rows(resolved.data.seq_len)
     budget = budget_of(resolved, program, folder, newest, rows_per_epoch=rows, resumed=resumed)
@@ -261,15 +260,16 @@ def _assembled(
 def _open_data(
     recipe: Recipe, start: str | Path | None, engine: Engine, tell: Callable[[str], None]
 ) -> tuple[Corpus, Corpus | None, Tokenizer]:
-    """Open the data: (training split, validation split or None, their tokenizer).
+    """Open the data. Return (training split, validation split or None, their tokenizer).
 
     Args:
-        start: the model or checkpoint that the run starts from; None for a new model.
+        start: the model or checkpoint from which the run starts; None for a new model.
 
     Raises:
-        DataError: see `open_splits`; or the tokenizer is not the one that made the shards.
+        DataError: see `open_splits`; also raised if the tokenizer is not the one that made the
+            shards.
     """
-    # One process of each machine verifies the data, for all processes there.
+    # One process per machine verifies the data for all processes on that machine.
     verify = recipe.data.verify and engine.world.local_rank == 0
     dataset, validation = open_splits(
         recipe.data.model_copy(update={"verify": verify}),
@@ -278,7 +278,7 @@ def _open_data(
         progress=tell is say,
     )
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
-    # Shards hold token ids, which would mean other text with another tokenizer.
+    # Shards hold token ids, which another tokenizer would decode to different text.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
         dataset.vocab_size,
@@ -291,7 +291,7 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
-    # Python's and numpy's generators too, from which `on_step` may draw.
+    # Also seed the generators of Python and numpy, from which `on_step` may draw.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -300,8 +300,9 @@ def _seed(recipe: Recipe) -> None:
 def _resolved(
     recipe: Recipe, facts: Facts, engine: Engine, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """Return the recipe with every open key resolved. The main process decides for all, since it
-    may have to measure, and measurements may differ between processes."""
+    """Return the recipe with all open keys resolved. The main process decides for all processes,
+    because it may have to measure, and measurements may differ between processes.
+    """
     if engine.world.size == 1:
         return resolve(recipe, facts, tell)
     values = on_main(engine, lambda: resolve(recipe, facts, tell).model_dump(mode="json"))
@@ -311,19 +312,20 @@ def _resolved(
 def _require_rows(
     recipe: Recipe, model: ModelConfig, splits: Sequence[Corpus], tell: Callable[[str], None]
 ) -> None:
-    """Reject data that do not fill a row, and micro-batches that do not fit into memory; report a
-    description of the splits, of which the training split is the first.
+    """Raise an error if a split does not fill a row or a micro-batch does not fit in memory. Report
+    a description of the splits, the first of which is the training split.
 
     Raises:
-        ConfigError: a micro-batch is larger than the memory of the machine.
-        DataError: a split has too few tokens for a row, or a conversation is too long for a row.
+        ConfigError: a micro-batch needs more memory than the machine has.
+        DataError: a split has fewer tokens than a row, or a conversation is too long for a row.
     """
     seq_len = sequence_length(recipe, model)
     for split in splits:
         if split is splits[0] or split.has_examples:
             split.require_row(seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
-    # Counts only input ids and labels, 8 bytes each: reading a batch that can't fit takes long.
+    # Counts only input ids and labels, 8 bytes each. Checked early, because reading a batch that
+    # can't fit takes long.
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
             f"batch.micro_batch_size {rows} with {seq_len} tokens per sequence does not fit into "
@@ -337,10 +339,11 @@ def _require_rows(
 def _require_fitting_prompts(
     recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer, *, answered: bool
 ) -> None:
-    """Reject sample prompts that are too long, which would end the run at its first evaluation.
+    """Raise an error if a sample prompt is too long; it would otherwise end the run at the first
+    evaluation.
 
     Args:
-        answered: True if the model answers prompts as messages of a conversation.
+        answered: True if the model answers prompts as messages in a conversation.
 
     Raises:
         ConfigError: a prompt is too long for the model's context.
@@ -361,32 +364,32 @@ def _require_fitting_prompts(
 
 
 def _require_disk(run: Run) -> None:
-    """Reject a run whose checkpoints can't be written, or will not fit on the disk.
+    """Raise an error if the run's checkpoints can't be written or will not fit on the disk.
 
     Raises:
         StorageError: the folder of checkpoints is not writable, or the disk has too little free
             space.
     """
-    # The folder itself is checked, since it may be read-only in a writable run folder.
+    # Check the folder itself, because it may be read-only inside a writable run folder.
     if os.path.lexists(run.folder / CHECKPOINTS):
         require_writable(run.folder / CHECKPOINTS)
     every, config = run.recipe.checkpoint.every_steps, run.recipe.checkpoint
-    # A run in minutes may have more steps than predicted: at least one step is left.
+    # A run with a time budget may have more steps than predicted, so assume at least one is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
-    # The trunk's checkpoint is first copied into the run folder.
+    # The trunk's checkpoint is copied into the run folder first.
     saves += run.branch_from is not None
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
         saves += left // (run.recipe.evaluation.every_steps or max(run.max_steps, 1))
-        # The best checkpoints may lie between regular ones. The regular checkpoints to be averaged
-        # are kept in addition.
+        # The best checkpoint may lie between regular ones. The regular checkpoints to be averaged
+        # are kept as well.
         kept += config.average_last
     if config.keep_every:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
-    # A new checkpoint is written before the oldest is deleted.
+    # A new checkpoint is written before the oldest one is deleted.
     needed = one * min(saves, kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
@@ -405,8 +408,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def open_run(run: Run, *, shown: bool) -> Iterator[None]:
-    """Context in which data loader, logs, trackers and progress view of a run are open. Prepares
-    the run folder, from which it deletes temporary files of a killed run.
+    """Open the data loader, logs, trackers and progress view of a run, and close them on exit.
+    Prepare the run folder and delete temporary files left there by a killed run.
 
     Args:
         run: the run.
@@ -426,7 +429,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
             rank=run.engine.rank,
             world_size=run.engine.size,
             workers=data.workers,
-            # At least one step's batches, which are all read at the beginning of the step.
+            # Prefetch at least the batches of one step, which are all read at its beginning.
             prefetch=max(data.prefetch, run.micro_batches_of(run.max_steps)),
             pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
         ) as run.loader,
@@ -438,7 +441,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
 
 
 def _make_progress(run: Run) -> RunProgress:
-    # A run whose length is not decided continues beyond its predicted number of steps.
+    # A run whose length is not yet decided continues beyond its predicted number of steps.
     def steps() -> int:
         return max(run.max_steps, run.state.step + run.schedule.is_open)
 
@@ -453,7 +456,8 @@ def _make_progress(run: Run) -> RunProgress:
 
 def _make_folder_ready(run: Run) -> None:
     """Prepare the run folder: claim it, delete temporary files of a killed run, copy the checkpoint
-    from which the run branches off, and write the recipe and the run's length."""
+    from which the run branches off, and write the recipe and the run's length.
+    """
     run_id = None
     if run.held is not None:
         run.held.require()
@@ -461,20 +465,22 @@ def _make_folder_ready(run: Run) -> None:
             run.tell(warning)
         run.held.claim()
         run_id = run.held.run_id
-    # Temporary files of a killed process: no other process uses them, since this one holds the
+    # Temporary files of a killed process. No other process uses them, because this one holds the
     # lock.
     for folder in (run.folder, run.folder / CHECKPOINTS):
         remove_leftovers(folder)
-    # Copied before the recipe is written: with only the recipe, resuming would start from scratch.
+    # Copied before the recipe is written: if only the recipe existed, resuming would start from
+    # scratch.
     if run.branch_from is not None:
         with reading_checkpoint(run.branch_from):
             copy_checkpoint(run.branch_from, run.folder, run_id)
-    # The resolved recipe is written now, for a run that is killed before its first checkpoint. A
-    # file with the same values is left unchanged, so that its comments are kept.
+    # The resolved recipe is written now in case the run is killed before its first checkpoint. A
+    # file with the same values is left unchanged, to keep its comments.
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
-    # Before the logs drop lines of steps after the checkpoint, whose time counts as used.
+    # Done before the logs drop the lines of steps after the checkpoint, because the time of those
+    # steps counts as used.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:
@@ -506,7 +512,7 @@ def _trackers(run: Run) -> Trackers:
 
 
 def _says(path: Path, recipe: ResolvedRecipe) -> bool:
-    """Return True if a file exists and has the values of a recipe."""
+    """Return True if the file exists and contains the values of the recipe."""
     try:
         return path.is_file() and load_recipe(path).model_dump() == recipe.model_dump()
     except ConfigError:
@@ -520,19 +526,19 @@ def begin_run(
     *,
     is_announced: bool = False,
 ) -> None:
-    """Predict memory, speed and length of a run, and record its start. Does nothing if the run is
+    """Predict the memory, speed and length of a run, and record its start. Do nothing if the run is
     complete.
 
     Args:
         run: the run, inside `open_run`.
-        forecaster: predicts memory and speed; None for no prediction.
-        comparison: comparison that receives the forecast.
-        is_announced: do not show memory, speed and schedule.
+        forecaster: predicts memory and speed; None to skip the prediction.
+        comparison: receives the forecast and compares it with the measurements.
+        is_announced: True to omit the messages about memory, speed and schedule.
     """
     run.await_first_evaluation()
     if not run.goes_on:
         return
-    # Only in the main process, since a prediction takes seconds.
+    # Only in the main process, because a prediction takes seconds.
     if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
@@ -548,8 +554,9 @@ def begin_run(
 
 
 def _expert_code_bytes(recipe: ResolvedRecipe, hardware: Hardware) -> int:
-    """Return the bytes of code that oneDNN compiles on a CPU for the matrix products of experts; 0
-    for other models and precisions."""
+    """Return the size in bytes of the code that oneDNN compiles on a CPU for the experts' matrix
+    products; 0 for other models and precisions.
+    """
     model = recipe.model
     if hardware.device.type != "cpu" or not model.expert_count:
         return 0
@@ -575,8 +582,9 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
 
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
-    """Call the forecaster and return its answer. An error becomes a message and None, because a
-    failed forecast must not end a run."""
+    """Call the forecaster and return its result. If it raises an error, show a message and return
+    None: a failed forecast must not end a run.
+    """
     try:
         return question()
     except Exception as error:  # noqa: BLE001
@@ -586,7 +594,9 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _record_start(run: Run) -> None:
-    """Add a line for this start to starts.jsonl; a run without a checkpoint begins a new file."""
+    """Append a line for this start to starts.jsonl, or begin a new file if the run has no
+    checkpoint.
+    """
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
     if problem is not None:
@@ -626,9 +636,10 @@ def _add_adapters(
     hardware: Hardware,
     tell: Callable[[str], None],
 ) -> None:
-    """Add the adapters of the `lora` section, if there is one, and take the references of
-    preference pairs from the starting model: without new adapters, or with those that are trained
-    further."""
+    """Add the adapters of the `lora` section, if there is one, and set the references of preference
+    pairs. The references come from the starting model: without new adapters, but with adapters that
+    are trained further.
+    """
     if first.adapter:
         attach(model, resolved, hardware, first.adapter)
     give_references(
@@ -647,8 +658,9 @@ def _add_adapters(
 
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
-    """Return the trained parameters and their kinds, by name, in their full shapes. Without LoRA
-    they are on the meta device, since an engine may hold only shards."""
+    """Return the trained parameters and their kinds, keyed by name, in their full shapes. Without
+    LoRA they are on the meta device, because an engine may hold only shards.
+    """
     model: nn.Module = run.program.model
     if run.recipe.lora is None:
         model = meta_model(run.program.model.config)
@@ -656,8 +668,9 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """Yield lines with the length of the run, and with the learning rate and weight decay of each
-    role of parameters."""
+    """Yield lines that describe the length of the run, and the learning rate and weight decay of
+    each parameter role.
+    """
     schedule = run.schedule
     optimizer = run.recipe.optimizer
     batch = run.batch
@@ -683,8 +696,8 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
-    """Return hardware and software versions as JSON values."""
-    # Not platform.platform(), which starts another program.
+    """Return the hardware and software versions as JSON values."""
+    # Not platform.platform(), which starts a subprocess.
     system = os.uname()
     return {
         "device": str(hardware.device),

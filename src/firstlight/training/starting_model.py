@@ -1,7 +1,7 @@
-"""The model at the start of a run: a new one, that of a checkpoint, or that of --init-from.
+"""Provide the model at the start of a run: a new model, a checkpoint's model or the model of
+--init-from.
 
-A run with `lora` trains adapters of a frozen base model. Its checkpoints contain only the name of
-the base model.
+A run with `lora` trains adapters of a frozen base model. Its checkpoints only name the base model.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_the
 def with_positions(
     recipe: Recipe, config: ModelConfig, init_from: str | Path, tell: Callable[[str], None]
 ) -> ModelConfig:
-    """Return the config of the model of --init-from, with the position keys of the recipe's `model`
-    section if that section has no other keys. A section with other keys describes another model,
-    and changes nothing.
+    """Return the config of the --init-from model. The position keys of the recipe's `model` section
+    are applied if that section has no other keys. A section with other keys describes a different
+    model and is ignored.
 
     Args:
         recipe: the recipe.
@@ -80,7 +80,7 @@ def with_positions(
     Raises:
         ConfigError: the model does not support these positions.
     """
-    # model_type is ignored, since a section that does not set it has the default.
+    # model_type is ignored, because a section that does not set it has the default.
     names = set() if recipe.model is None else _written_keys(recipe.model) - {"model_type"}
     changes = {name: getattr(recipe.model, name) for name in sorted(names)}
     is_same = all(getattr(config, name, None) == value for name, value in changes.items())
@@ -106,7 +106,7 @@ def with_positions(
 
 
 def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
-    """Return the keys, as `model.KEY`, that the recipe sets to another value than `config` has."""
+    """Return the keys, as `model.KEY`, whose values in the recipe differ from those in `config`."""
     if recipe.model is None:
         return []
     # Only keys that the recipe sets: a default contradicts nothing.
@@ -120,8 +120,7 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
 
 
 def _written_keys(model: ModelConfig) -> set[str]:
-    """Return the keys that a recipe's `model` section sets, without those that validation
-    derived."""
+    """Return the keys that a recipe's `model` section sets, without those derived by validation."""
     usual = type(model).model_validate({"model_type": model.model_type})
     filled = usual.model_fields_set - {"model_type"}
     return {
@@ -132,7 +131,7 @@ def _written_keys(model: ModelConfig) -> set[str]:
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ, sorted; a missing key counts as None."""
+    """Return the keys whose values differ, sorted. A missing key is treated as None."""
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
@@ -143,7 +142,7 @@ _BASE_KEYS = ("name", "sha256")
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The name and a hash of the model that a run started from.
+    """Name and weight hash of the model from which a run started.
 
     Attributes:
         name: the folder or hub id of the model.
@@ -156,11 +155,11 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class LoraBase(ModelIdentity):
-    """The base model of a run with `lora`.
+    """Base model of a run with `lora`.
 
     Attributes:
-        lora: the `lora` section, if the start gave or completed it: an adapter that is trained
-            further, or new tokens; None if it is the recipe's.
+        lora: the `lora` section if the starting model provided or completed it (an adapter that is
+            trained further, or new tokens); None to use the recipe's section.
     """
 
     lora: dict[str, Any] | None = None
@@ -168,16 +167,17 @@ class LoraBase(ModelIdentity):
 
 @dataclass(frozen=True)
 class FirstModel:
-    """The model at the start of a run.
+    """Model at the start of a run.
 
     Attributes:
-        config: config of the model that is trained.
-        model: the model with the weights of --init-from, or the base of a resumed run with `lora`;
-            None where `new_model` makes it.
-        identity: identity of the model that a new run on pairs started from; else None.
-        base: with `lora`, the base model; else None.
-        adapter: values of the adapter of --init-from that is trained further; {} for new adapters.
-        generation: content of its generation_config.json.
+        config: config of the trained model.
+        model: the model with the weights of --init-from, or the base model of a resumed run with
+            `lora`; None if `new_model` creates it.
+        identity: identity of the model from which a new run on preference pairs started; otherwise
+            None.
+        base: the base model of a run with `lora`; otherwise None.
+        adapter: values of the --init-from adapter that is trained further; empty for new adapters.
+        generation: content of the model's generation_config.json.
     """
 
     config: ModelConfig
@@ -188,7 +188,7 @@ class FirstModel:
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with the `lora` section of `base`, if it has one."""
+        """Return the recipe, with the `lora` section of `base` if `base` has one."""
         if self.base is None or self.base.lora is None:
             return recipe
         return recipe.model_copy(update={"lora": LoraConfig.model_validate(self.base.lora)})
@@ -205,18 +205,20 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> FirstModel:
-    """Return the model at the start of a run, as far as it exists before the recipe is resolved.
+    """Return the model at the start of a run, as far as it can be known before the recipe is
+    resolved.
 
     Args:
         recipe, engine: recipe and engine of the run.
         tokenizer: the tokenizer of the data.
-        newest: the checkpoint that the run is resumed from; None for a new run.
+        newest: the checkpoint from which the run is resumed; None for a new run.
         init_from, new_rows: see `train`.
-        pairs: True if the data are preference pairs.
+        pairs: True if the data consists of preference pairs.
         tell: called with each message to the user.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError: model, tokenizer and recipe do not fit.
+        ConfigError, DataError, ModelError, CheckpointError: the model, tokenizer and recipe do not
+            match.
     """
     if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
         raise ConfigError(
@@ -253,7 +255,7 @@ def first_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )
         identity, base = None, None
-        # Hashed here, so that the files are those that were read.
+        # Hashed here, so that the hash belongs to the files that were read.
         if pairs:
             identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
         if recipe.lora is not None:
@@ -281,30 +283,31 @@ def new_model(recipe: ResolvedRecipe, engine: Engine, *, has_weights: bool) -> M
     Args:
         recipe: recipe of the run.
         engine: engine of the run.
-        has_weights: True if a checkpoint provides the weights, which are then not initialised.
+        has_weights: True if a checkpoint provides the weights, so that they need not be
+            initialised.
     """
     multiple = recipe.efficiency.vocab_multiple
     if has_weights:
         return engine.new_model(recipe.model, multiple)
-    # A generator on the CPU, so that the initial weights are the same on all devices.
+    # Generated on the CPU, so that the initial weights are the same on all devices.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     return engine.new_model(recipe.model, multiple, generator=generator, init=recipe.init)
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
-    """Read the model to start from. All processes read the checkpoint that is the newest for the
-    main process, and fail if it is deleted.
+    """Read the model to start from. All processes read the checkpoint that is newest from the main
+    process's view, and fail if it is deleted.
 
     Args:
         init_from: see `train`.
         engine: the engine of the run.
-        read: function that reads a model folder, see `read_model_folder`.
+        read: function that reads a model folder; see `read_model_folder`.
     """
     if engine.world.size == 1:
         return read_model_folder(init_from, read)
 
     def found() -> str | None:
-        # Only local folders: each machine has a model of the hub in its own cache.
+        # Only for local folders: each machine caches hub models separately.
         is_here = Path(init_from).expanduser().is_dir()
         return str(resolve_model_folder(init_from)) if is_here else None
 
@@ -319,7 +322,7 @@ def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> F
     section, only dropout and quantisation are read from the recipe's.
 
     Raises:
-        CheckpointError: the run had no `lora` section, or its base is missing or has changed.
+        CheckpointError: the run had no `lora` section, or its base model is missing or has changed.
     """
     saved = load_checkpoint(newest).trainer_state.get("lora_base")
     if saved is None:
@@ -362,20 +365,20 @@ def attach(
     values: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Add the adapters of the recipe's `lora` section to the model, and freeze its other weights.
-    Does nothing without that section.
+    Do nothing if there is no such section.
 
-    Frozen matrices are stored in the dtype of the matrix products; with precision bf16_params also
-    the other frozen weights.
+    Frozen matrices are stored in the dtype of the matrix products; with precision bf16_params, so
+    are the other frozen weights.
 
     Args:
         model: the model; changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
-        values: values of the adapters, see `fill_adapter`; {} for new ones.
+        values: values of the adapters, see `fill_adapter`; empty for new adapters.
 
     Raises:
-        ConfigError: a target can't be adapted, or 4 bits don't work on this machine.
-        MissingDependencyError: 4 bits need bitsandbytes.
+        ConfigError: a target can't be adapted, or 4-bit weights don't work on this machine.
+        MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     if recipe.lora is None:
         return
@@ -387,24 +390,24 @@ def attach(
         "fp8": torch.bfloat16,
         "fp16": torch.float16,
     }.get(recipe.efficiency.precision)
-    # A separate generator, so that adapters do not depend on earlier random numbers.
+    # A separate generator, so that the adapters do not depend on earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
     if values:
         fill_adapter(model, values, "the adapter of --init-from")
     if recipe.efficiency.precision == "bf16_params":
-        # Cast here and not in the program: in fp32, embedding and head would take more of the
-        # device's memory while the model is moved than training the 4-bit weights does.
+        # Cast here and not in the program: while the model is moved, an fp32 embedding and head
+        # would take more device memory than training the 4-bit weights needs.
         model.cast(torch.bfloat16, frozen=True)
 
 
 def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelConfig:
-    """Return the config of a new model: the recipe's `model` section with the size of the
-    tokenizer's vocabulary.
+    """Return the config of a new model: the recipe's `model` section with the tokenizer's
+    vocabulary size.
 
     Raises:
-        ConfigError: there is no such section, or the model does not fit into memory.
-        DataError: the section has another vocab_size.
+        ConfigError: the section is missing, or the model does not fit in memory.
+        DataError: the section sets a different vocab_size.
     """
     if recipe.model is None:
         raise ConfigError("the recipe has no model: add a `model:` section, or use --init-from")
@@ -422,24 +425,24 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
 
 
 def _require_memory(config: ModelConfig, share: float) -> None:
-    """Reject a model whose weights do not fit into this machine's memory.
+    """Raise an error if a model's weights do not fit in this machine's memory.
 
     Args:
         config: config of the model.
-        share: fraction of the model that the processes of this machine hold together.
+        share: fraction of the model that this machine's processes hold together.
 
     Raises:
-        ConfigError: the weights are larger than the memory, or than torch can count.
+        ConfigError: the weights are larger than the memory, or than torch can represent.
     """
     # Checked before the model is created: the system may kill a process that allocates too much,
     # without an error message.
     memory = psutil.virtual_memory().total
     try:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
-    # The errors that torch raises for sizes beyond 64 bits.
+    # torch raises these errors for sizes that exceed 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: such sizes are impossible, lower them: {error}") from error
-    # With pipeline stages, the processes of this machine hold only a fraction of the model.
+    # With pipeline stages, this machine's processes hold only a fraction of the model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -452,7 +455,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     """Return the config of a checkpoint's model.
 
     Raises:
-        CheckpointError: the recipe contradicts the config, or the files do not fit together.
+        CheckpointError: the recipe contradicts the config, or the files do not match each other.
     """
     state = load_trainer_state(newest)
     if state.get("lora_base") is not None:
@@ -479,7 +482,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
             f"does not fit {recipe.efficiency.vocab_multiple}: set the key to {multiple} again"
         )
     names = contradictions(recipe, config)
-    # A run that began with --init-from has that model's config, whatever the recipe says.
+    # A run that began with --init-from has that model's config, regardless of the recipe.
     if names and started_from is None:
         raise CheckpointError(
             f"{newest} can't be resumed with another model: {', '.join(names)} changed: set the "
@@ -500,12 +503,12 @@ def _starting_model(
     pairs: bool,
     tell: Callable[[str], None],
 ) -> tuple[LoadedModel, LoraConfig | None]:
-    """The model of --init-from in `folder`, with new rows for the tokens that the data's tokenizer
-    has in addition to the model's; and the run's `lora` section. With `lora`, an adapter in
-    `folder` stays beside its base, and gives the section.
+    """Return the --init-from model in `folder`, with new rows for tokens that only the data's
+    tokenizer has, and the run's `lora` section. With `lora`, an adapter in `folder` is kept
+    separate from its base model and provides the section.
 
     Raises:
-        ConfigError, DataError, ModelError: model, tokenizer and recipe do not fit.
+        ConfigError, DataError, ModelError: the model, tokenizer and recipe do not match.
     """
     multiple = recipe.efficiency.vocab_multiple
     described_by = config_folder(folder)
@@ -542,7 +545,7 @@ def _starting_model(
                 f"adapter {init_from}, whose layers are fixed: merge it with `firstlight convert "
                 f"{init_from} --to hf --out DIR`, and start from DIR"
             )
-        # A tokenizer may have tokens for which its model has no rows.
+        # A tokenizer may have tokens for which its model lacks rows.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
@@ -565,11 +568,12 @@ def _starting_model(
 def _continued(
     lora: LoraConfig, adapter: Adapter, init_from: str | Path, tell: Callable[[str], None]
 ) -> LoraConfig:
-    """The `lora` section with which an adapter is trained further: the adapter's own, with the
-    recipe's dropout and quantisation.
+    """Return the `lora` section for training an adapter further: the adapter's settings, with the
+    recipe's dropout and quantization.
 
     Raises:
-        ConfigError: the adapter does not fit the base model without the tables that it brings.
+        ConfigError: without the embedding tables that it includes, the adapter does not fit the
+            base model.
     """
     if adapter.changes_base:
         raise ConfigError(
@@ -603,10 +607,10 @@ def _token_ids(lora: LoraConfig) -> set[int]:
 
 
 def _copied_token(new_rows: str, tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token in `new_rows`, which is "copy:TOKEN" or "mean"; None for the mean.
+    """Return the id of the token named in `new_rows` ("copy:TOKEN"), or None for "mean".
 
     Raises:
-        ConfigError: there is no such token.
+        ConfigError: the token does not exist.
     """
     if new_rows == "mean":
         return None

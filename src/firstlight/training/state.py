@@ -1,5 +1,6 @@
-"""The state of a run in its checkpoints: saving and restoring it so that a resumed run equals an
-uninterrupted one."""
+"""Save and restore the state of a run in its checkpoints, so that a resumed run equals an
+uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +25,24 @@ from firstlight.parallel.engine import Engine
 from firstlight.training.program import TrainingProgram
 from firstlight.weights.loading import file_name, file_tensors
 
-#: Prefix of the names of generator states among a checkpoint's tensors.
+#: Prefix of the names of random generator states among a checkpoint's tensors.
 RNG_PREFIX = "rng."
 #: Number of 32-bit words in the state of numpy's generator, MT19937.
 _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """Return the states of torch's generators, from which dropout draws: uint8 [n] per device."""
+    """Return the states of torch's random generators, which dropout uses: uint8 [n] per device."""
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
-    # Only if CUDA is in use: reading a state would otherwise create a context of hundreds of MB.
+    # Only if CUDA is in use: reading a state would otherwise create a CUDA context of hundreds of
+    # MB.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"{RNG_PREFIX}cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     return states
 
 
 def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
-    """Restore the states of `torch_random_states`, except those of devices that are not
-    available."""
+    """Restore the states returned by `torch_random_states`, except those of unavailable devices."""
     torch.set_rng_state(states[f"{RNG_PREFIX}cpu"])
     for name, tensor in states.items():
         _, kind, *index = name.split(".")
@@ -54,11 +55,11 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """Return `torch_random_states` of every `engine.rank`. A collective operation.
+    """Return `torch_random_states` of every `engine.rank`. This is a collective operation.
 
-    Names are those of `torch_random_states` for rank 0, and have the rank in them for other ranks.
-    Processes that share the same sequences (tensor parallelism, pipeline stages) have one rank, and
-    the same states.
+    Rank 0 uses the names of `torch_random_states`; other ranks include the rank in the name.
+    Processes that share the same sequences (tensor parallelism, pipeline stages) share one rank and
+    have the same states.
     """
     own = torch_random_states()
     if engine.size == 1:
@@ -75,11 +76,11 @@ def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
 
 def states_to_write(engine: Engine, words: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the states that this process writes into a sharded checkpoint: its part of
-    `states_of_ranks`, and in the main process also the states of Python and numpy.
+    `states_of_ranks` and, in the main process, also the states of Python and numpy.
 
     Args:
         engine: the engine of the run.
-        words: tensors of `python_random_states`.
+        words: tensors returned by `python_random_states`.
     """
     own = torch_random_states()
     if engine.is_main:
@@ -92,8 +93,8 @@ def _rank_name(name: str, rank: int) -> str:
 
 
 def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
-    """Restore the states of torch's generators of this rank. A rank without a saved state, in a run
-    that is resumed with more processes, gets a new seed.
+    """Restore the states of this rank's torch generators. If a run is resumed with more processes,
+    a rank without a saved state gets a new seed.
 
     Args:
         states: the checkpoint's tensors, see `states_of_ranks`.
@@ -108,7 +109,7 @@ def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, s
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith("rank")
     }
     if rank and f"{RNG_PREFIX}cpu" not in own:
-        # The seed depends on the step, so that numbers of earlier steps are not drawn again.
+        # The seed depends on the step, so that the numbers of earlier steps are not drawn again.
         torch.manual_seed(program.recipe.run.seed + rank + (step << 32))
         return
     restore_torch_random_states(own)
@@ -126,7 +127,7 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # otherwise the user has set another one
+    if numpy["bit_generator"] == "MT19937":  # otherwise the user has set a different generator
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {
@@ -138,8 +139,8 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Restore the states of `python_random_states`. A generator without a saved state is left
-    unchanged.
+    """Restore the states returned by `python_random_states`. A generator without a saved state is
+    left unchanged.
 
     Raises:
         ValueError, KeyError, TypeError, OverflowError: the states are damaged.
@@ -153,15 +154,15 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         # Checked here, since Python would raise an error only when a number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        # A state of zeros yields zeros forever. The last entry is a position, not a word.
+        # An all-zero state yields zeros forever. The last entry is a position, not a word.
         if not any(python[:-1]):
             raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # With a state of zeros numpy can loop forever, and with a wrong position it reads beyond
-        # the words.
+        # With an all-zero state numpy can loop forever, and with a wrong position it reads out of
+        # bounds.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
         if type(found["position"]) is not int or not 0 <= found["position"] <= len(keys):
@@ -172,27 +173,27 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
 
 #: Largest count in a valid trainer state: floats represent every integer up to it.
 _MOST_COUNTED = 2**53
-#: Keys of the numbers that every step's metrics have, in all versions.
+#: Numeric keys that every step's metrics have, in all versions.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
 
 
 @dataclass
 class TrainState:
-    """The state of a run between two steps.
+    """State of a run between two steps.
 
     Attributes:
-        step: optimizer steps done.
-        tokens_seen: valid tokens trained on.
-        rows_seen: rows of the data used so far, including those of steps that were rolled back.
-        skipped: True if the last step made no update.
-        skipped_steps: number of steps so far that made no update.
-        micro_batch_rows: micro-batch size after memory has run out, smaller than the recipe's; 0
-            for the recipe's.
+        step: number of completed optimizer steps.
+        tokens_seen: number of valid tokens trained on.
+        rows_seen: number of data rows used so far, including those of rolled-back steps.
+        skipped: True if the last step was skipped.
+        skipped_steps: number of skipped steps so far.
+        micro_batch_rows: reduced micro-batch size after memory ran out, smaller than the recipe's;
+            0 to use the recipe's.
         val_loss: validation loss after this step; None if it was not measured.
         best_val_loss: lowest validation loss after a step so far; None before the first.
         pending: this step's metrics until they are complete and written, for example before an
-            evaluation; None otherwise.
-        events: the lines of events.jsonl in order: divergences, rollbacks, out of memory.
+            evaluation; otherwise None.
+        events: lines of events.jsonl in order: divergences, rollbacks, out-of-memory events.
     """
 
     step: int = 0
@@ -208,14 +209,14 @@ class TrainState:
 
 
 def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
-    """Restore a checkpoint's weights, moments, loss scale and random states; return the progress of
+    """Restore a checkpoint's weights, moments, loss scale and random states. Return the state of
     its run.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the model or optimizer, or lacks a part.
+        CheckpointError: the checkpoint does not match the model or optimizer, or is incomplete.
     """
     state = _saved_state(checkpoint.trainer_state)
-    # If every step so far was skipped, there can be no moments yet.
+    # If every step so far was skipped, no moments exist yet.
     has_moments = state.skipped_steps < state.step
     folder = checkpoint.sharded_folder
     if folder is None:
@@ -247,7 +248,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
         ) from error
-    # The checkpoint of a run in a precision other than fp16 has no loss scale.
+    # Only checkpoints of fp16 runs have a loss scale.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
     return state
@@ -256,11 +257,11 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
 def _restore_tensors(
     checkpoint: Checkpoint, program: TrainingProgram, has_moments: bool
 ) -> dict[str, Tensor]:
-    """Restore weights and moments; return the states of random-number generators by name."""
+    """Restore weights and moments. Return the states of random-number generators, keyed by name."""
     elsewhere = program.engine.absent_parameters(program.model)
     if program.recipe.lora is not None:
         try:
-            # Modules that are trained in full may have master weights.
+            # Modules that are fully trained may have master weights.
             with (
                 program.optimizer.master_weights(changed=True),
                 full_parameters(program.model, changed=True),
@@ -276,14 +277,14 @@ def _restore_tensors(
         for name, tensor in checkpoint.optimizer.items()
         if name not in randoms and name.rpartition(".")[0] not in elsewhere
     }
-    # Without moments in the checkpoint, where none are expected, the optimizer's state stays empty.
+    # If the checkpoint has no moments and none are expected, the optimizer's state stays empty.
     if moments or has_moments:
         program.optimizer.load_state_tensors(moments)
     return randoms
 
 
 def _saved_state(saved: Mapping[str, Any]) -> TrainState:
-    """Return the progress in a checkpoint's trainer state.
+    """Return the run's state, read from a checkpoint's trainer state.
 
     Raises:
         CheckpointError: a key is missing, or a value is impossible.
@@ -329,34 +330,34 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _is_event(line: Any) -> bool:
-    """Return True if a value is a line of events.jsonl, with the keys that its readers need."""
+    """Return True if a value is a line of events.jsonl, with the keys that readers need."""
     is_named = isinstance(line, dict) and isinstance(line.get("event"), str)
     return is_named and type(line.get("step")) is int
 
 
 def _is_record(pending: Any, step: int) -> bool:
-    """Return True if a value is the metrics of `step`, with the keys that their readers need."""
+    """Return True if a value contains the metrics of `step`, with the keys that readers need."""
     return (
         isinstance(pending, dict)
         and pending.get("step") == step
         and all(type(value) in (int, float, bool, type(None)) for value in pending.values())
         # Formatting an int beyond the largest float would raise an error.
         and all(abs(value or 0) <= sys.float_info.max for value in pending.values())
-        # Step 0, the evaluation before the first step, has no metrics of a step.
+        # Step 0, the evaluation before the first step, has no step metrics.
         and (step == 0 or all(type(pending.get(key)) in (int, float) for key in _RECORDED))
         and (step == 0 or "train/loss" in pending)
     )
 
 
 def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None:
-    """Set the weights of a program's model, and the master weights, to those of a checkpoint.
+    """Set the weights and master weights of a program's model to those of a checkpoint.
 
     Args:
         program: the program.
-        weights: full tensors by the names in a model file.
+        weights: full tensors, keyed by their names in a model file.
 
     Raises:
-        CheckpointError: the weights don't fit the model.
+        CheckpointError: the weights don't match the model.
     """
     elsewhere = program.engine.absent_parameters(program.model)
     with (

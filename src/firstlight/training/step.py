@@ -1,4 +1,4 @@
-"""One optimizer step, for any loss function, optimizer and division into micro-batches."""
+"""One optimizer step, for any loss function, optimizer and number of micro-batches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from firstlight.training.guard import DivergedError, LossScaler
 
 
 class MicroBatchTooLargeError(MemoryError):
-    """Memory ran out before the update: parameters and moments are unchanged, gradients are
-    freed."""
+    """Raised when memory runs out before the update. Parameters and moments are unchanged, and
+    gradients are freed.
+    """
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,13 @@ class StepResult:
     """Measurements of one step.
 
     Attributes:
-        loss: mean loss over the step's valid tokens (cross-entropy in nats) or pairs, before the
-            update; with experts, plus their load-balancing loss times its coefficient.
+        loss: mean loss before the update, over the step's valid tokens (cross-entropy in nats) or
+            preference pairs. For models with experts, it includes the load-balancing loss times its
+            coefficient.
         grad_norm: L2 norm of the gradient before clipping.
-        tokens: number of valid tokens, all processes together.
-        skipped: True if the step was rejected, or scaled gradients overflowed, so that parameters
-            and moments are unchanged.
+        tokens: number of valid tokens in all processes.
+        skipped: True if the step was rejected or scaled gradients overflowed; parameters and
+            moments are then unchanged.
     """
 
     loss: float
@@ -54,26 +56,28 @@ def train_step(
     """Run forward and backward passes over the micro-batches of one global batch, clip the
     gradients, and update the parameters.
 
-    The loss is the sum over the global batch divided by its valid tokens, or pairs, so that any
-    division into micro-batches and over processes gives the gradient of one large batch.
+    The summed loss of the global batch is divided by its number of valid tokens or pairs. The
+    gradient is therefore the same for any number of micro-batches and processes.
 
     Args:
         loss_sum: loss function of a batch, summed over its valid tokens or pairs.
         optimizer: the optimizer.
         batches: this process's micro-batches, each `[micro_batch, seq_len]`, on the device.
-        scaler: the loss scale of fp16; None leaves the loss unchanged.
-        accepts: called with loss and gradient norm before the update, which is skipped if it
-            returns False. Not called for a step that the scaler skips.
-        engine: the engine of several processes, which all get the same result; None for one.
-        skips_only_infinite: True if `accepts` returns True for every finite step: a GPU then makes
-            the update while the host waits for loss and gradient norm, and `accepts` is called
-            afterwards.
+        scaler: the fp16 loss scaler, or None to leave the loss unscaled.
+        accepts: called with the loss and gradient norm before the update; the update is skipped if
+            it returns False. Not called for a step that the scaler skips.
+        engine: the engine that connects several processes, all of which get the same result; None
+            for a single process.
+        skips_only_infinite: True if `accepts` returns True for every finite step. A GPU then
+            applies the update while the host waits for the loss and gradient norm, and `accepts` is
+            called afterwards.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
             skip the step. Parameters are unchanged, except by updates in the backward pass.
-        MicroBatchTooLargeError: memory ran out in a pass; the step can be repeated with smaller
-            micro-batches. If the backward pass updates parameters, the original error is raised.
+        MicroBatchTooLargeError: memory ran out in a forward or backward pass; the step can be
+            repeated with smaller micro-batches. If the backward pass updates parameters, the
+            original error is raised instead.
         TrainingError: the global batch has no labels, or memory ran out while other processes wait.
     """
     batches, engine = list(batches), engine or one_process()
@@ -86,16 +90,16 @@ def train_step(
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:
-        # A pipeline orders the passes of its stages itself.
+        # A pipeline schedules the passes of its stages itself.
         total = engine.run_schedule(loss_sum, batches, terms / scale)
         for number, batch in enumerate(batches if total is None else [], start=1):
-            # Gradients are reduced over processes in the last backward pass only.
+            # Gradients are reduced across processes only in the last backward pass.
             with engine.backward_pass(last=number == len(batches)):
                 loss = loss_sum(*batch.inputs)  # forward
                 scaled = loss * engine.loss_factor / (terms / scale)
                 engine.backward(scaled)
             optimizer.accumulate()
-            # Cloned, since CUDA graphs write the next loss into the same memory.
+            # Cloned, because CUDA graphs write the next loss to the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
             del loss, scaled  # frees the graph before the next pass or the update
         assert total is not None
@@ -117,7 +121,8 @@ def train_step(
             mean, length = float(loss), float(norm)
         result = StepResult(mean, length, tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
-    # Outside the handler, where the error's traceback keeps the tensors of the passes in memory.
+    # Outside the except block, because the error's traceback keeps the tensors of the passes in
+    # memory.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 
@@ -138,7 +143,7 @@ def _update(
     """
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
-    # An overflow of scaled gradients is caused by the scale, so the guard does not count it.
+    # An overflow of scaled gradients is caused by the loss scale, so the guard ignores it.
     if scaler is not None and not finite:
         accepted = False
     else:

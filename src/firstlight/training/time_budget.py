@@ -1,9 +1,9 @@
-"""Runs whose length is given in minutes: the number of steps follows from the times of steps,
+"""Runs with a time budget in minutes: the number of steps is derived from the duration of steps,
 evaluations and saves.
 
-It is predicted at the start, decided when the learning rate begins to depend on it, and corrected
-if the speed changes afterwards. A decision is written to the disk before a learning rate depends on
-it, so that a resumed run has the same number of steps.
+The number of steps is predicted at the start, decided when the learning rate begins to depend on
+it, and corrected if the speed changes afterwards. A decision is written to disk before a learning
+rate depends on it, so that a resumed run has the same number of steps.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop's time other than steps: the first generated text of a process, two
-#: texts of `PROBE_TOKENS` tokens after it, a file of `PROBE_BYTES`, sample texts, evaluations of
-#: the loss, scores of tasks, saves.
+#: Parts of the training loop other than steps that take time: the first generated text of a
+#: process, two more texts of `PROBE_TOKENS` tokens, a file of `PROBE_BYTES`, sample texts, loss
+#: evaluations, task evaluations, saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
 
-#: Guesses for times that have not been measured yet: seconds of a sequence in an evaluation as a
-#: fraction of those in a step, and bytes of a checkpoint that are written and verified per second.
+#: Guesses for quantities that have not been measured yet: duration of a sequence in an evaluation
+#: as a fraction of its duration in a step, and bytes of a checkpoint written and verified per
+#: second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
-#: Tokens of the two texts that predict the time of the sample texts before the first of them. Two,
-#: because a text takes longer than its tokens: the weights are copied for it.
+#: Lengths in tokens of the two texts from which the duration of the first sample texts is
+#: predicted. Two lengths are needed because each text has a fixed cost: the weights are copied for
+#: it.
 PROBE_TOKENS = (1, 9)
 
-#: Size in bytes of the file that predicts the time of a checkpoint before the first one.
+#: Size in bytes of the file from which the duration of the first checkpoint is predicted.
 PROBE_BYTES = 1 << 26
 
 
@@ -62,13 +64,13 @@ def sampled_token_seconds(token_seconds: float) -> float:
     """Guess the seconds per generated token; generating a token reads all weights.
 
     Args:
-        token_seconds: seconds of a token in a step of training.
+        token_seconds: seconds per token in a training step.
     """
     return max(0.005, 10 * token_seconds)
 
 
 #: Number of first steps of a process, which are slower because they allocate memory and compile.
-#: The steps after them are the settled steps.
+#: Later steps are called settled steps.
 _SLOW_STEPS = 2
 
 #: Number of settled steps whose times are remembered.
@@ -76,20 +78,20 @@ _MOST_STEPS = 10_000
 
 
 class LoopTimes:
-    """Times of the training loop in this process: of its steps and of its other parts.
+    """Durations in this process of the training loop's steps and of its other parts.
 
     Args:
         clock: monotonic clock in seconds.
 
     Attributes:
-        steps: (sequences, seconds) of the last settled steps, including waits for data and logs.
+        steps: (sequences, seconds) of the latest settled steps, including waits for data and logs.
         slow_steps: (sequences, seconds) of the first steps, including waits for data and logs.
         settled_steps: number of all settled steps.
-        settled_seconds: seconds of all settled steps.
+        settled_seconds: total seconds of all settled steps.
         seconds: seconds of the last occurrence of each part; parts that have not occurred are
             absent.
         write_seconds: seconds that a thread took to write the last checkpoint; 0 if training waits
-            for the writing.
+            for the write.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -110,18 +112,19 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds by which the first steps exceed the same number of settled steps, of which there
-        must be at least one. In a compiled run, this is the time of compiling."""
+        """Seconds by which the first steps exceed the same number of settled steps; at least one
+        settled step is required. In a compiled run, this is the compile time.
+        """
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
         return sum(max(seconds - each * sequences, 0.0) for sequences, seconds in self.slow_steps)
 
     def begin_step(self) -> None:
-        """End the previous step, if there was one, and begin the next one."""
+        """End the previous step, if any, and begin the next one."""
         now = self._clock()
         if self._begun is None:
             self._begun = now
         if self._sequences:
-            # Measured from one beginning to the next, which includes waits for data and logs, but
+            # Measured from one beginning to the next. This includes waits for data and logs, but
             # not the other parts, which are timed separately.
             seconds = now - self._step_began - self._apart
             # The first steps compile, allocate memory and read files that are not cached yet.
@@ -136,63 +139,64 @@ class LoopTimes:
         self._sequences = 0
 
     def count(self, sequences: int) -> None:
-        """Set the number of sequences of the current step, so that the step counts."""
+        """Set the number of sequences of the current step, which makes the step count."""
         self._sequences = sequences
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Context for work that is not part of a step and is measured separately."""
+        """Time work that is not part of a step and is measured separately."""
         began = self._clock()
         try:
             yield
         finally:  # an evaluation may end in a rollback, after which the run continues
             taken = self._clock() - began
             self._apart += taken
-        # Not reached by work that was interrupted, whose time does not predict the next one's.
+        # Not reached by interrupted work, whose duration does not predict the next one.
         self.seconds[name] = taken
 
 
-#: Maximum seconds in a line of a log, about a thousand years: a larger number is damaged.
+#: Maximum seconds in a line of a log, about a thousand years; a larger number indicates damage.
 _MOST_SECONDS = 3e10
 
-#: Number of settled steps, and of their seconds, that a decision needs; in short runs, a fraction
-#: of the run's seconds instead.
+#: Minimum number of settled steps, and of their total seconds, before a decision; in short runs, a
+#: fraction of the run's duration instead.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: Fraction of the remaining time that fewer settled steps must have taken to be enough, for runs of
-#: a few slow steps.
+#: Fraction of the remaining time after which fewer settled steps are enough, for runs with a few
+#: slow steps.
 _ENOUGH_SHARE = 0.2
 
-#: Fraction of the upper limit of a run's steps (`max_steps`, `epochs`) after which its length may
-#: be decided although the steps were too fast for the numbers above. Such a run ends at its limit
-#: of steps, long before its minutes are over.
+#: Fraction of the run's step limit (`max_steps`, `epochs`) after which its length may be decided
+#: even if the steps were too fast to reach the minimum numbers above. Such a run ends at its step
+#: limit, long before its time is up.
 _QUICK_SHARE = 0.2
 
-#: Number of times in a run at which the number of steps is predicted, to see if it has to be
+#: Number of times per run at which the number of steps is predicted, to see whether it must be
 #: decided.
 _CHECKS = 500
 
 #: Fraction of the remaining steps after which a decided number of steps is checked again, and
-#: fraction of the run's time by which it may miss its end without a correction. In a simulation,
-#: machines that became three times as slow or as fast during the decay missed the end by 2 %; with
-#: half of the steps, by 20 %; and with an eighth, the number was corrected up to twice as often.
+#: fraction of the run's time by which the run may miss its end without a correction. In a
+#: simulation, machines that became three times slower or faster during the decay missed the end by
+#: 2 %. Checking after half of the steps instead, they missed it by 20 %; after an eighth, the
+#: number was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
-#: Maximum steps of a run without an upper limit.
+#: Maximum number of steps of a run without a step limit.
 _LONGEST = 2**40
 
 
 @dataclass(frozen=True)
 class Periodic:
-    """Work that a run repeats: evaluations or saves.
+    """Work that a run repeats, such as evaluations or saves.
 
     Attributes:
-        every_steps: number of steps from one occurrence to the next; 0 for one at the end only.
-        seconds: seconds of each occurrence before the end of the run.
-        last_seconds: seconds of the occurrence after the last step.
+        every_steps: number of steps between occurrences; 0 if it occurs only at the end.
+        seconds: duration of each occurrence before the end of the run, in seconds.
+        last_seconds: duration of the occurrence after the last step, in seconds.
     """
 
     every_steps: int
@@ -200,8 +204,9 @@ class Periodic:
     last_seconds: float
 
     def total(self, step: int, steps: int) -> float:
-        """Return the seconds of all occurrences between and after the `steps` steps that follow
-        `step`."""
+        """Return the total seconds of all occurrences during and after the `steps` steps that
+        follow `step`.
+        """
         between = 0
         if self.every_steps:
             between = (step + steps - 1) // self.every_steps - step // self.every_steps
@@ -215,12 +220,12 @@ def steps_in_time(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> int:
-    """Return the largest number of steps that fit into a time, including evaluations and saves
-    between them and after them; at least 1.
+    """Return the largest number of steps, at least 1, that fit into a given time, including
+    evaluations and saves between and after them.
 
     Args:
-        seconds: the available time.
-        step: number of steps done before.
+        seconds: available time in seconds.
+        step: number of steps completed before.
         sequence_seconds: seconds per sequence in a step.
         batch: sequences of each step.
         periodic: evaluations and saves.
@@ -229,7 +234,7 @@ def steps_in_time(
     def needed(steps: int) -> float:
         return seconds_of_steps(steps, step, sequence_seconds, batch, periodic=periodic)
 
-    # The time grows with the number of steps, so bisection finds the largest number that fits.
+    # The time increases with the number of steps, so bisection finds the largest number that fits.
     return max(bisect_right(range(1, _LONGEST), seconds, key=needed), 1)
 
 
@@ -241,7 +246,8 @@ def seconds_of_steps(
     periodic: Sequence[Periodic],
 ) -> float:
     """Return the seconds of the `steps` steps that follow `step`, including evaluations and saves
-    between them and after them. For the other arguments see `steps_in_time`."""
+    between and after them. For the other arguments see `steps_in_time`.
+    """
     training = sequence_seconds * (batch.before(step + steps) - batch.before(step))
     return training + sum(one.total(step, steps) for one in periodic)
 
@@ -249,16 +255,16 @@ def seconds_of_steps(
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
     """Return the mean seconds per sequence in a step, over the last steps.
 
-    The mean covers half of the time that is to be predicted, and at most half of the time so far.
-    It therefore soon follows a machine that has become slower, and excludes the start of a run,
+    The mean covers half of the time to be predicted, but at most half of the time so far. It
+    therefore adapts quickly to a machine that has become slower, and excludes the start of a run,
     when processors are still cool and fast.
 
-    A step that took more than twice the median counts as twice the median, since a machine that
-    stalled once is not expected to do so again.
+    A step longer than twice the median is counted as twice the median, because a machine that
+    stalled once is not expected to stall again.
 
     Args:
         steps: (sequences, seconds) of each step, at least one.
-        ahead: seconds of the steps to be predicted.
+        ahead: duration of the steps to be predicted, in seconds.
     """
     recent: list[tuple[int, float]] = []
     back, most_back = 0.0, min(ahead, sum(seconds for _, seconds in steps)) / 2
@@ -273,19 +279,19 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
 
 
 class TimeBudget:
-    """The time of a run in minutes, the time used so far, and the number of steps that fit.
+    """Time budget of a run, the time used so far, and the number of steps that fit.
 
     Args:
         config: the recipe's `schedule` section.
         length: the number of steps, predicted or decided.
-        seconds_used: seconds of the training loop in earlier processes of the run.
-        times: the times of this process.
-        most_steps: upper limit of the run's steps, regardless of the time; None for no limit.
+        seconds_used: seconds that the training loop took in earlier processes of the run.
+        times: durations in this process.
+        most_steps: step limit of the run, regardless of the time; None for no limit.
         is_new: True if `length` is a first, rough prediction.
 
     Attributes:
-        seconds: the time of the run in seconds.
-        most_steps: upper limit of the run's steps; None for no limit.
+        seconds: the time budget in seconds.
+        most_steps: step limit of the run; None for no limit.
     """
 
     def __init__(
@@ -306,22 +312,25 @@ class TimeBudget:
         self.times = times
         self._used_before = seconds_used
         self._next_prediction = 0.0
-        #: Step at which a number of steps that this process has decided is checked again.
+        #: Step at which a number of steps decided by this process is checked again.
         self._next_check_step: int | None = None
 
     @property
     def seconds_used(self) -> float:
-        """Seconds of the training loop so far, in this process and in the earlier processes of a
-        resumed run."""
+        """Seconds spent in the training loop so far, in this process and in earlier processes of a
+        resumed run.
+        """
         return self._used_before + self.times.elapsed
 
     def add_used(self, seconds: float) -> None:
-        """Count seconds before the first step of this process as used. A number of steps that an
-        earlier process has decided is kept, so that the run ends as if it had not been stopped."""
+        """Count time before the first step of this process as used. A number of steps decided by an
+        earlier process is kept, so that the run ends as if it had not been stopped.
+        """
         self._used_before += seconds
 
     def write(self, run_folder: Path) -> None:
-        """Write length and used seconds into the run folder, where resuming reads them.
+        """Write the length and the used seconds into the run folder, from which resuming reads
+        them.
 
         Raises:
             StorageError: the file can't be written.
@@ -330,7 +339,7 @@ class TimeBudget:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The length as JSON values."""
+        """Length of the run as JSON values."""
         length = self.length
         record: dict[str, Any] = {
             "max_minutes": self._config.max_minutes,
@@ -345,11 +354,12 @@ class TimeBudget:
         return record
 
     def take(self, max_steps: int, step: int) -> None:
-        """Set the number of steps of the run, when it is decided and each time it is checked again.
+        """Set the number of steps of the run, both when it is decided and each time it is checked
+        again.
 
         Args:
             max_steps: number of steps of the run, changed or not.
-            step: number of steps done.
+            step: number of steps completed.
         """
         now = self.length
         if not isinstance(now, DecidedLength):
@@ -361,10 +371,10 @@ class TimeBudget:
         self._next_check_step = step + math.ceil(_CHECK_SHARE * left) if left > 1 else None
 
     def is_due(self, step: int) -> bool:
-        """Return True if the number of steps may have to be decided or corrected now; the same in
-        all processes of a run.
+        """Return True if the number of steps may have to be decided or corrected now. The result is
+        the same in all processes of a run.
 
-        A number that an earlier process of a resumed run has decided is not corrected.
+        A number decided by an earlier process of a resumed run is not corrected.
         """
         return not isinstance(self.length, DecidedLength) or step == self._next_check_step
 
@@ -375,18 +385,18 @@ class TimeBudget:
         batch: BatchSchedule,
         periodic: Callable[[float], Sequence[Periodic]],
     ) -> int | None:
-        """Return the number of steps of the run, if it has to be decided now; None if it can be
+        """Return the number of steps of the run if it must be decided now, or None if it can be
         decided later.
 
         Args:
-            step: number of steps done.
+            step: number of steps completed.
             warmup_steps: steps over which the learning rate rises.
             batch: sequences of each step.
             periodic: function that maps seconds per sequence to the run's evaluations and saves.
         """
         used, most = self.seconds_used, self.most_steps
         left = self.seconds - used
-        # True if the upper limit of steps requires the decision now, whatever time is left.
+        # True if the step limit requires the decision now, regardless of the time left.
         ends = most is not None and (
             step >= _QUICK_SHARE * most
             and self._config.decides_length(step, warmup_steps, most - step)
@@ -394,7 +404,7 @@ class TimeBudget:
         is_early = used < self._next_prediction or not self._is_settled(left)
         if left > 0 and is_early and not ends:
             return None
-        # Not predicted in each step, since a prediction goes through all remembered steps.
+        # Not predicted in each step, because a prediction iterates over all remembered steps.
         self._next_prediction = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
         most_left = _LONGEST if most is None else max(most - step, 0)
@@ -409,9 +419,9 @@ class TimeBudget:
     def corrected_steps(
         self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
     ) -> int:
-        """Return the number of steps of the run after a part of its decided steps: a new number if
-        the run would miss the end of its time by more than 2 %, because the machine has become
-        slower or faster.
+        """Return the number of steps of the run, checked again after a part of its decided steps.
+        The number changes if the run would miss the end of its time by more than 2 % because the
+        machine has become slower or faster.
 
         At least half of the remaining steps are kept, so that the learning rate does not drop
         abruptly. For the arguments see `decided_steps`.
@@ -429,7 +439,7 @@ class TimeBudget:
         return corrected if self.most_steps is None else min(corrected, self.most_steps)
 
     def _is_settled(self, left: float) -> bool:
-        """Return True if enough steps were measured to predict the time of others.
+        """Return True if enough steps were measured to predict the duration of further steps.
 
         Args:
             left: seconds that the run has left.
@@ -443,29 +453,33 @@ class TimeBudget:
 def predicted_steps(
     max_minutes: float, tokens_per_second: float, batch: BatchSchedule, seq_len: int
 ) -> int:
-    """Return the number of steps of a run in minutes at a predicted speed, without time for
-    evaluations and saves."""
+    """Return the number of steps of a run with a time budget at a predicted speed, ignoring
+    evaluations and saves.
+    """
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
-    # With one second per sequence, the number of sequences is the time.
+    # At one second per sequence, the number of sequences equals the time.
     return steps_in_time(sequences, 0, 1.0, batch, periodic=none)
 
 
 def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the length that a run has recorded and the seconds that it has used, as JSON values.
+    """Return the recorded length of a run and its used seconds, as JSON values.
 
     Args:
-        run_folder: the run folder; its file is preferred, because it is newer than any checkpoint.
-        saved: the trainer state of the checkpoint that the run is resumed from; {} without one.
+        run_folder: the run folder. Its file takes precedence because it is newer than any
+            checkpoint.
+        saved: the trainer state of the checkpoint from which the run is resumed; empty without a
+            checkpoint.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     record = read_length(run_folder) or dict(saved.get("length") or {})
     used = [float(record.pop("seconds_used", 0.0))]
-    # A run that began with its length in steps has no elapsed_seconds: use the sum of its steps.
+    # A run that began with a length in steps did not record elapsed_seconds: use the sum of its
+    # steps.
     steps_took = 0.0
-    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # reported when the logs are opened
+    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # errors are reported when opening logs
     for line in lines:
         steps_took += _seconds(line.get("seconds"))
         used.append(_seconds(line.get("elapsed_seconds")))
@@ -473,14 +487,14 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
 
 
 def _seconds(value: object) -> float:
-    """Return the seconds from a line of a log; 0 for a damaged value."""
+    """Return the seconds in a line of a log, or 0 if the value is damaged."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return float(value) if 0 < value <= _MOST_SECONDS else 0.0
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:
-    """Return the number of steps in a record of `TimeBudget.record`.
+    """Return the number of steps recorded in a `TimeBudget.record`.
 
     Raises:
         CheckpointError: the record lacks a key.
@@ -507,15 +521,15 @@ def budget_of(
     *,
     resumed: bool,
 ) -> TimeBudget | None:
-    """Return the time budget of a run in minutes, with its recorded number of steps if it is
-    resumed; None for other runs.
+    """Return the time budget of a run, with its recorded number of steps if it is resumed, or None
+    for runs without a time budget.
 
     Args:
         recipe: recipe of the run.
         program: program of the run.
         folder: the run folder.
-        newest: checkpoint that the run is resumed from or branches off; None without one.
-        rows_per_epoch: rows of the training split.
+        newest: checkpoint from which the run is resumed or branches off; None without a checkpoint.
+        rows_per_epoch: number of rows in the training split.
         resumed: False for a new run, whose record in the folder is ignored.
 
     Raises:
@@ -532,10 +546,10 @@ def budget_of(
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
-        # A recorded number of steps is valid only for the same minutes and the same upper limit.
+        # A recorded number of steps is valid only for the same minutes and the same step limit.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # A new run; or a resumed run with other minutes, whose used seconds are kept.
+        # A new run, or a resumed run with a different time budget, whose used seconds are kept.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}

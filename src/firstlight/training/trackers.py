@@ -1,9 +1,9 @@
-"""The trackers of a run. Each has a thread that follows the run's logs and passes new steps to the
-client of the tracker's library: TensorBoard, Weights & Biases, MLflow or trackio.
+"""Trackers of a run. Each tracker has a thread that follows the run's logs and passes new steps to
+the client of the tracker's library: TensorBoard, Weights & Biases, MLflow or trackio.
 
 The logs are the queue between the training loop and the trackers: the loop never waits for a
-tracker, and a slow tracker loses no step. A tracker that fails is reported once and dropped. Data
-leave the machine only if environment variables of the library ask for it.
+tracker, and a slow tracker does not lose steps. A tracker that fails is reported once and dropped.
+Data leaves the machine only if the library's environment variables ask for it.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from firstlight.recipe.load import yaml_text
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import LineFollower, StepFollower
 
-#: Project name (in MLflow, experiment) of runs if no environment variable sets another.
+#: Project name (in MLflow, experiment) of runs, unless an environment variable sets another.
 PROJECT = "firstlight"
 
-#: A step's metrics and the sample texts written after it.
+#: Metrics of a step, and the sample texts generated after it.
 Step = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
 
 
 class Tracker(Protocol):
-    """A tracker of runs. Each method may raise any error of the tracker's library.
+    """Interface of a tracker. Each method may raise any error of the tracker's library.
 
     Attributes:
-        is_mirror: True if the tracker mirrors the run's logs: it is opened again at each start of
-            the run and after each rollback to an earlier step, and receives all steps of the logs
+        is_mirror: True if the tracker mirrors the run's logs: it is reopened at each start of the
+            run and after each rollback to an earlier step, and then receives all steps in the logs
             again. False if it receives each step once.
     """
 
     is_mirror: bool
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        """Begin a run, or resume one.
+        """Begin or resume a run.
 
         Args:
-            run_id: the tracker's id of the run that is resumed; None for a new run.
+            run_id: the tracker's id of the run to resume; None for a new run.
             folder: the run folder.
             config: the resolved recipe.
 
         Returns:
-            The tracker's id of the run, by which it can be resumed.
+            The tracker's id of the run, with which it can be resumed.
         """
 
     def write(self, steps: Sequence[Step]) -> None:
@@ -69,8 +69,8 @@ class Tracker(Protocol):
         """End the run.
 
         Args:
-            files: files of the reports, to store with the run.
-            checkpoint: folder of the checkpoint to store with the run; None for none.
+            files: files of the reports to store with the run.
+            checkpoint: folder of the checkpoint to store with the run, or None.
             failed: True if the run ended with an error.
         """
 
@@ -85,14 +85,16 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
-    """Return a sample's prompt and continuation, with lone surrogates, which a log may have,
-    replaced."""
+    """Return a sample's prompt and continuation, with lone surrogates, which a log may contain,
+    replaced.
+    """
     return f"{sample.get('prompt', '')}{sample.get('text', '')}".encode(errors="replace").decode()
 
 
 def fenced(text: str) -> str:
-    """Return text as a Markdown code block whose fence is longer than any run of backticks in
-    it."""
+    """Return text as a Markdown code block whose fence is longer than any run of backticks in the
+    text.
+    """
     fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
     return f"{fence}\n{text}\n{fence}"
 
@@ -102,11 +104,11 @@ TENSORBOARD_NAME = "tensorboard"
 
 
 class TensorboardTracker:
-    """The event file of TensorBoard in the folder `tensorboard/` of the run folder.
+    """TensorBoard event file in the folder `tensorboard/` of the run folder.
 
-    Scalars are fp32; the sample texts of a step have the names `samples/0`, `samples/1` and so on.
-    The wall time of an event is the start of the run plus the training time up to the event,
-    without pauses before a run was resumed.
+    Scalars are fp32. The sample texts of a step are named `samples/0`, `samples/1` and so on. The
+    wall time of an event is the start of the run plus the training time up to the event, without
+    pauses before the run was resumed.
     """
 
     is_mirror = True
@@ -123,8 +125,8 @@ class TensorboardTracker:
         place.mkdir(exist_ok=True)
         earlier = sorted(place.glob("events.out.tfevents.[0-9]*.[0-9]*.firstlight"))
         for path in earlier:
-            # Emptied, not deleted: at the end of a file, an open TensorBoard continues with the
-            # next file, but not if the file has been deleted.
+            # Emptied rather than deleted: at the end of a file, an open TensorBoard continues with
+            # the next file, but not if the file has been deleted.
             if path.is_file() and not path.is_symlink():
                 os.truncate(path, 0)
         began, number = str(int(time.time())), 0
@@ -171,7 +173,7 @@ class TensorboardTracker:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Context that sets environment variables for a library, and restores them afterwards."""
+    """Set environment variables for a library, and restore them on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -185,16 +187,17 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class WandbTracker:
-    """A run of Weights & Biases, in the folder `wandb/` of the run folder (or of WANDB_DIR).
+    """Weights & Biases run in the folder `wandb/` of the run folder (or of WANDB_DIR).
 
-    The run is offline and can be uploaded by `wandb sync`, unless WANDB_MODE sets another mode.
+    The run is offline and can be uploaded with `wandb sync`, unless WANDB_MODE sets another mode.
     """
 
     is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        # Not settings of a run: without them wandb prints messages of artifacts and sends errors.
+        # Not settings of a run: without these variables, wandb prints messages about artifacts and
+        # sends error reports.
         variables = {"WANDB_SILENT": os.environ.get("WANDB_SILENT", "true")}
         if mode != "online":
             variables["WANDB_ERROR_REPORTING"] = "false"
@@ -238,8 +241,8 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-#: Characters that MLflow does not allow in names of metrics; its limits on metrics and parameters
-#: per call, and on the characters of a parameter's value.
+#: Characters that MLflow does not allow in metric names; its limits on metrics and parameters per
+#: call, and on the length of a parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
 _MLFLOW_METRICS = 1000
 _MLFLOW_PARAMETERS = 100
@@ -247,13 +250,14 @@ _MLFLOW_LENGTH = 6000
 
 
 class MlflowTracker:
-    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names, by default the file mlflow.db
-    in the current folder."""
+    """MLflow run in the store given by MLFLOW_TRACKING_URI, by default the file mlflow.db in the
+    current folder.
+    """
 
     is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        # If there is a folder mlruns/ of an earlier version, MLflow selects that file store, and
+        # If a folder mlruns/ of an earlier version exists, MLflow selects that file store, but
         # rejects it without MLFLOW_ALLOW_FILE_STORE. It reads both variables when it is imported
         # and creates its store.
         names = "MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"
@@ -302,7 +306,7 @@ class MlflowTracker:
 
 
 def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (`section.key`, value as text) of each key of a recipe."""
+    """Yield (`section.key`, value as text) for each key of a recipe."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{key}.")
@@ -311,8 +315,9 @@ def _leaves(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 class TrackioTracker:
-    """A run of trackio, in its local store (TRACKIO_DIR, by default in Hugging Face's cache), or on
-    the server that TRACKIO_SPACE_ID or TRACKIO_SERVER_URL names."""
+    """trackio run in trackio's local store (TRACKIO_DIR, by default in Hugging Face's cache), or on
+    the server given by TRACKIO_SPACE_ID or TRACKIO_SERVER_URL.
+    """
 
     is_mirror = False
 
@@ -320,7 +325,7 @@ class TrackioTracker:
         import trackio
 
         is_remote = any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
-        # trackio identifies runs by name, and run folders of the same name may exist elsewhere.
+        # trackio identifies runs by name, and other run folders may have the same name.
         self._name = run_id or f"{folder.name}-{secrets.token_hex(3)}"
         with contextlib.nullcontext() if is_remote else _hub_offline():
             self._run = trackio.init(
@@ -353,8 +358,9 @@ class TrackioTracker:
 
 @contextlib.contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Context without requests to the Hugging Face hub, from which trackio would request the user's
-    name."""
+    """Prevent requests to the Hugging Face hub, from which trackio would request the user's
+    name.
+    """
     from huggingface_hub import constants
 
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
@@ -364,7 +370,7 @@ def _hub_offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-#: Tracker classes by their names in `run.trackers`.
+#: Tracker classes, keyed by their names in `run.trackers`.
 LIBRARIES: dict[str, type[Tracker]] = {
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
@@ -375,9 +381,9 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 TRACKERS_NAME = "trackers"
 
-#: Seconds that a tracker may take after a run's end, without and with a checkpoint to store.
+#: Seconds that a tracker may take after the end of a run, without and with a checkpoint to store.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
-#: Seconds of waiting for a tracker before a message reports it.
+#: Seconds of waiting for a tracker before a message is shown.
 _SECONDS_UNSAID = 3.0
 #: Seconds between two readings of the run's logs.
 _SECONDS_BETWEEN = 1.0
@@ -386,13 +392,13 @@ _STEPS_AT_ONCE = 50
 #: Maximum number of characters of an error in a message.
 _MAX_ERROR = 500
 
-#: Names of the trackers that were still running when their run ended. Exit hooks and threads of
-#: their libraries may hang too, so the command line ends this process without waiting for them.
+#: Names of trackers that were still running when their run ended. Exit hooks and threads of their
+#: libraries may hang, too, so the command line ends this process without waiting for them.
 GIVEN_UP: set[str] = set()
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Require that the packages of all trackers in `run.trackers` are installed.
+    """Raise an error unless the packages of all trackers in `run.trackers` are installed.
 
     Raises:
         MissingDependencyError: a tracker's package is not installed.
@@ -404,7 +410,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def destination(name: str, folder: Path) -> str:
-    """Describe where a tracker writes, and how to view it, as text for messages."""
+    """Describe where a tracker writes and how to view the result, as text for messages."""
     env = os.environ.get
     if name == "tensorboard":
         return f"{folder / 'tensorboard'} (tensorboard --logdir {folder})"
@@ -424,12 +430,12 @@ def destination(name: str, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class TrackerProgress:
-    """A tracker's progress through a run.
+    """Progress of a tracker through a run.
 
     Attributes:
-        run_id: the tracker's id of the run; None before the run is opened.
-        begun: last step that was about to be written to the tracker; -1 if there is none.
-        done: last step that was written to the tracker; -1 if there is none.
+        run_id: the tracker's id of the run, or None before the run is opened.
+        begun: last step that was about to be written to the tracker, or -1.
+        done: last step that was written to the tracker, or -1.
     """
 
     run_id: str | None = None
@@ -438,8 +444,9 @@ class TrackerProgress:
 
 
 def read_progress(path: Path) -> TrackerProgress:
-    """Read the progress from a tracker's state file, which has an object with fields of
-    `TrackerProgress` on each line."""
+    """Read the progress from a tracker's state file. Each of its lines is an object with fields of
+    `TrackerProgress`.
+    """
     follower, found = LineFollower(path), TrackerProgress()
     for line in follower.new()[0]:
         found = dataclasses.replace(found, **{k: v for k, v in line.items() if k in _KEYS})
@@ -451,8 +458,8 @@ _KEYS = {one.name for one in dataclasses.fields(TrackerProgress)}
 
 
 class _TrackerThread(threading.Thread):
-    """Follows the logs of a run for one tracker. A daemon, so that Python does not wait for this
-    thread if the tracker hangs; for exit hooks and threads of its library, see `GIVEN_UP`.
+    """Follows the logs of a run for one tracker. It is a daemon thread, so that Python does not
+    wait for it if the tracker hangs; for exit hooks and threads of the library, see `GIVEN_UP`.
 
     Args:
         name: name of the tracker, as in `run.trackers`.
@@ -473,7 +480,7 @@ class _TrackerThread(threading.Thread):
         self._is_new = is_new
 
     def run(self) -> None:
-        """Pass the run's steps on until `run_is_over`; set `error` if the tracker fails."""
+        """Pass the run's steps on until `run_is_over` is set; set `error` if the tracker fails."""
         try:
             self._follow(LIBRARIES[self.name]())
         except BaseException as error:  # noqa: BLE001 -- a tracker must not end the run
@@ -502,7 +509,7 @@ class _TrackerThread(threading.Thread):
                 for part in _parts(steps, begun):
                     begun = part[-1][0]["step"]
                     # Recorded before the steps are written: if this process is killed in between,
-                    # these steps are missing in the tracker, but none is in it twice.
+                    # the tracker lacks these steps, but does not contain any step twice.
                     _note(state, begun=begun)
                     tracker.write(part)
                     _note(state, done=begun)
@@ -516,8 +523,9 @@ def _note(state: FileIO, **values: object) -> None:
 
 def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
     """Yield the steps after `begun` in lists of at most 50, without steps that do not increase. A
-    resumed run repeats the steps after its checkpoint: they are skipped, so that no step is in a
-    tracker twice."""
+    resumed run repeats the steps after its checkpoint; they are skipped, so that no step is in a
+    tracker twice.
+    """
     rising: list[Step] = []
     for step in steps:
         if step[0]["step"] > begun:
@@ -529,7 +537,9 @@ def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
 
 class _OwnStdout:
     """sys.stdout for the thread that creates this object. Other threads, in which the trackers'
-    libraries print messages, write to stderr, so that these do not mix with results on stdout."""
+    libraries print messages, write to stderr instead, so that their messages do not mix with
+    results on stdout.
+    """
 
     def __init__(self) -> None:
         self._stdout, self._owner = sys.stdout, threading.current_thread()
@@ -540,15 +550,15 @@ class _OwnStdout:
 
 
 class Trackers:
-    """The trackers of a run. A context manager that, on exit, waits until each tracker has all
+    """Trackers of a run. As a context manager, it waits on exit until each tracker has received all
     steps, or gives up on it after a time limit.
 
     Args:
         names: names of the trackers, as in `run.trackers`; empty except in the main process.
-        folder: the run folder, with its logs.
+        folder: the run folder, which contains the logs.
         config: the resolved recipe.
         tell: called with each message to the user.
-        is_new: True to begin new runs in the trackers, for a run that starts with its first step.
+        is_new: True to begin new runs in the trackers, for a run that starts at its first step.
         with_checkpoint: True to store the run's last checkpoint in the trackers.
     """
 
@@ -583,7 +593,8 @@ class Trackers:
     ) -> None:
         for thread in self._threads:
             thread.has_failed_run = error is not None
-            # Set for all before waiting for the first, so that they finish at the same time.
+            # Set for all trackers before waiting for the first, so that they finish at the same
+            # time.
             thread.run_is_over.set()
         with self._redirected:
             try:
@@ -605,7 +616,7 @@ class Trackers:
                 self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
     def _wait(self) -> None:
-        """Wait for the trackers to end, and give up on those that take too long."""
+        """Wait for the trackers to end, and give up on trackers that take too long."""
         with_checkpoint = any(thread.checkpoint is not None for thread in self._threads)
         limit = _SECONDS_WITH_CHECKPOINT if with_checkpoint else _SECONDS
         began = time.monotonic()
@@ -621,14 +632,15 @@ class Trackers:
         self.check()
 
     def _running_at(self, end: float) -> list[_TrackerThread]:
-        """Return the trackers that are still running at a time; return earlier if there are
-        none."""
+        """Return the trackers that are still running at a given time. Return earlier if there are
+        none.
+        """
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
         return [thread for thread in self._threads if thread.is_alive()]
 
 
 def _has(thread: _TrackerThread) -> str:
-    """Describe the steps that a tracker has, as text for messages."""
+    """Describe which steps a tracker has received, as text for messages."""
     done = read_progress(thread.state).done
     return f"it has {'no step' if done < 0 else f'the steps to {done:,}'}; --resume adds the others"

@@ -1,4 +1,4 @@
-"""Evaluations during a run: the loss on held-out data, sample texts, and scores in tasks."""
+"""Evaluations during a run: loss on held-out data, sample texts, and task scores."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from firstlight.training.time_budget import PROBE_BYTES, PROBE_TOKENS
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
-    """Run the evaluations that are due after this step: losses, sample texts, scores in tasks.
-    Before the first step only losses are evaluated, unless the run has no steps. In a run with a
-    time budget, the first evaluation of a process is preceded by a generated text of two tokens,
-    and by a second short text if no sample texts follow. These texts are not kept.
+    """Run the evaluations that are due after this step: losses, sample texts, task scores. Before
+    the first step only losses are evaluated, unless the run has no steps. In a run with a time
+    budget, the first evaluation of a process first generates a text of two tokens, and a second
+    short text if no sample texts follow. These texts are discarded.
 
     Args:
         run: the run. Metrics are added to `state.pending`, texts to `samples`.
@@ -65,8 +65,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and run.budget is not None
         and prompts
     ):
-        # The first text of a process includes the time of first allocations and imports, which the
-        # times used to decide the number of steps must not contain.
+        # A process's first text includes the time of first allocations and imports. The times used
+        # to decide the number of steps must exclude it.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
         if not samples_due:
@@ -105,7 +105,7 @@ def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> st
         DivergedError: the model's output is not finite.
     """
     program = run.program
-    # The same seed in all evaluations, so that texts differ only because of the model's weights.
+    # All evaluations use the same seed, so that texts differ only because of the model's weights.
     sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
     loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
     try:
@@ -147,18 +147,18 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
 def _take_validation(
     run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
 ) -> dict[str, float]:
-    """Set an evaluation as the run's last one, show it, and return its metrics.
+    """Set an evaluation as the run's latest one, show it, and return its metrics.
 
     Args:
         run: the run.
         found: evaluation of the validation split.
-        by_corpus: evaluation of each corpus of a mix by its name; {} without a mix.
+        by_corpus: evaluation of each corpus in a mix, keyed by name; empty without a mix.
     """
     state = run.state
     preferred = run.program.preference_metrics("val")
     rows, best = f"({found.rows:,} of {found.total_rows:,} rows)", state.best_val_loss
     run.evaluation, state.val_loss = found, found.loss
-    if state.step:  # the best checkpoint is one that was trained
+    if state.step:  # the untrained model can't be the best checkpoint
         state.best_val_loss = found.loss if best is None else min(best, found.loss)
     if best is not None and found.loss > best:
         rows = f"{rows}, lowest so far {best:.4f}"
@@ -184,10 +184,10 @@ def _take_validation(
 
 
 def _score(run: Run, check: Callable[[], None]) -> None:
-    """Score the model in the tasks of the recipe's `evaluation` section."""
+    """Score the model on the tasks of the recipe's `evaluation` section."""
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
-    # More than in training: texts of tasks are short, and nothing is stored for a backward pass.
+    # More than in training, because task texts are short and nothing is stored for a backward pass.
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
@@ -201,7 +201,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """Return the step's metrics, to which evaluations add theirs."""
+    """Return the step's metrics, to which the evaluations add theirs."""
     assert run.state.pending is not None
     return run.state.pending
 
@@ -215,22 +215,24 @@ def evaluate_dataset(
     key: str,
     max_rows: int,
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """Evaluate a run's model on a split of one corpus or of a mix: on all rows, or on a part that
-    is the same each time.
+    """Evaluate a run's model on a split of one corpus or of a mix, either on all rows or on a part
+    that is the same each time.
 
-    For a mix, `max_rows` is for each corpus, and the loss is the weighted mean of the corpora's
-    losses: see `mixed_evaluation`.
+    For a mix, `max_rows` applies to each corpus, and the loss is the weighted mean of the corpora's
+    losses; see `mixed_evaluation`.
 
     Args:
         program: the run's program, with its model in evaluation mode.
         dataset: the split.
-        seq_len: tokens of a row.
+        seq_len: number of tokens per row.
         check: called after each batch; may raise an error.
         key: name of the loss in the metrics, for an error message.
-        max_rows: maximum number of rows to evaluate, spread evenly over the split; 0 for all rows.
+        max_rows: maximum number of rows to evaluate, spread evenly over the split; 0 means all
+            rows.
 
     Returns:
-        (evaluation of the split, evaluation of each corpus of a mix by its name; {} without a mix).
+        (evaluation of the split, evaluation of each corpus in a mix, keyed by name; {} without a
+            mix).
 
     Raises:
         DivergedError: a loss is not finite.
@@ -246,7 +248,8 @@ def evaluate_dataset(
             device=program.hardware.device,
             document_masking=masking,
             rows=evaluation_rows(part.dataset.num_rows(seq_len), max_rows),
-            # Called between batches, so that a stop does not wait for the end of a long evaluation.
+            # Called between batches, so that a stop does not have to wait for the end of a long
+            # evaluation.
             on_rows=lambda *_: check(),
             rank=program.engine.rank,
             processes=program.engine.size,
@@ -267,11 +270,11 @@ def evaluate_dataset(
 def mixed_evaluation(
     parts: Sequence[int], found: Sequence[Evaluation], bits_a_nat: Sequence[float]
 ) -> Evaluation:
-    """Combine the evaluations of the corpora of a mix.
+    """Combine the evaluations of the corpora in a mix.
 
     The loss is the mean of the corpora's losses weighted by `parts`, regardless of the sizes of
     their splits: the expected loss of a token drawn from the mix, as in training. Bits per byte are
-    this loss divided by the mean bytes of text of such a token.
+    this loss divided by the mean number of text bytes of such a token.
 
     Args:
         parts: weight of each corpus.
@@ -281,7 +284,7 @@ def mixed_evaluation(
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
     # The mean bytes per token of the mix, times ln 2 for a loss in nats. The corpora's bits per
-    # byte can't be averaged with the weights, which count tokens and not bytes.
+    # byte can't be averaged with the weights, because the weights count tokens rather than bytes.
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,
@@ -302,7 +305,7 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
     Args:
         recipe: the recipe.
-        model: the model, into whose context the tasks have to fit; its weights are not used.
+        model: the model whose context the tasks must fit; its weights are not used.
         tokenizer: tokenizer of the data.
 
     Raises:
@@ -319,9 +322,10 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
 @contextlib.contextmanager
 def _any_attention(program: TrainingProgram) -> Iterator[None]:
-    """Context in which attention supports texts of any length, for which cuDNN would make plans
+    """Make attention support texts of any length, for which cuDNN would create plans
     (`varying_lengths`), and the masks of texts that continue a cached context, which the flash and
-    cudnn backends do not support."""
+    cudnn backends do not support.
+    """
     backend = program.recipe.efficiency.attention
     if backend not in ("flash", "cudnn"):
         yield

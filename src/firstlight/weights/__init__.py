@@ -1,1 +1,1 @@
-"""Reading and writing the weights of Hugging Face model folders without a second copy in memory."""
+"""Read and write the weights of Hugging Face model folders without a second copy in memory."""

@@ -1,4 +1,4 @@
-"""Downloads of models from the Hugging Face hub. No other module downloads models."""
+"""Download models from the Hugging Face hub. No other module downloads models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from firstlight.errors import (
     first_line,
 )
 
-#: Patterns of the files to download. Pickled weights and code, which could be executed, are
-#: excluded.
+#: Patterns of files to download. Pickled weights and code, which could be executed, are excluded.
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
 #: Patterns of pickled weights, which are downloaded only to convert a model without safetensors.
@@ -28,13 +27,12 @@ _PICKLED = ["pytorch_model*.bin"]
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Common names of local folders for runs and models, which are not interpreted as owners on the
-#: hub.
+#: Common names of local folders for runs and models, which are not interpreted as hub owners.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )
 
-#: Error numbers which mean that a download could not be written to disk.
+#: Error numbers that indicate that a download could not be written to disk.
 _DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -46,8 +44,9 @@ _DISK_ERRORS = (
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True for a GGUF file, judging by its name or, since Ollama's files have no suffix, its
-    first bytes."""
+    """Return True for a GGUF file, recognised by its name or, because Ollama's files have no
+    suffix, by its first bytes.
+    """
     if not path.is_file() or path.suffix.lower() == ".gguf":
         return path.is_file()
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -58,12 +57,12 @@ def is_gguf(path: Path) -> bool:
 def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
-    """Return the folder of a local model, a GGUF file's model (see `gguf_folder`) or a hub model,
-    which is downloaded if necessary.
+    """Return the folder of a local model, of a GGUF file's model (see `gguf_folder`) or of a hub
+    model, which is downloaded if necessary.
 
     A hub id is OWNER/NAME (`openai-community/gpt2`), or OWNER/NAME@REVISION for a branch, tag or
-    commit other than the newest of `main`. The revision begins at the first "@", which no
-    repository name contains; it may itself contain "@" and "/" (`OWNER/NAME@refs/pr/1`).
+    commit other than the newest commit of `main`. The revision follows the first "@", which
+    repository names can't contain; it may itself contain "@" and "/" (`OWNER/NAME@refs/pr/1`).
 
     huggingface_hub downloads with its cache (`HF_HOME`), its token (`HF_TOKEN` or `hf auth login`)
     and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
@@ -71,10 +70,11 @@ def find_model_folder(
 
     Args:
         name: a folder, a GGUF file or a hub id.
-        pickled: True downloads `pytorch_model*.bin` if the model has no safetensors.
-        weights: False downloads only config.json, the tokenizer and other small files.
+        pickled: True to download `pytorch_model*.bin` if the model has no safetensors.
+        weights: False to download only config.json, the tokenizer and other small files.
         typed: True if the user typed the name. It is then not looked up on the hub if it looks like
-            a mistyped path (see `_is_mistyped_path`), unless it has a revision (`OWNER/NAME@main`).
+            a mistyped path (see `_is_mistyped_path`), unless it includes a revision
+            (`OWNER/NAME@main`).
 
     Raises:
         ModelError: `name` is not a folder and can't be downloaded.
@@ -84,7 +84,7 @@ def find_model_folder(
     if path.is_dir():
         return path
     if is_gguf(path):
-        # Imported here because it imports torch, which is not needed for other names.
+        # Imported here, because it imports torch, which is not needed for other names.
         from firstlight.weights.gguf.reader import gguf_folder
 
         return gguf_folder(path)
@@ -123,8 +123,9 @@ def find_model_folder(
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True if `name`, with or without @REVISION, refers to a model on the hub and not to a
-    local path."""
+    """Return True if `name`, with or without @REVISION, refers to a hub model rather than a local
+    path.
+    """
     repository, at, _ = name.partition("@")
     path = Path(repository)
     if _HUB_ID.fullmatch(repository) is None or path.exists():
@@ -158,7 +159,7 @@ def _is_mistyped_path(path: Path, hint: str) -> bool:
 
 
 def _failure(error: Exception, text: str) -> FirstlightError:
-    """Return an error with the reason why the hub id `text` could not be downloaded."""
+    """Return an error that explains why the hub id `text` could not be downloaded."""
     from huggingface_hub import constants
 
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -172,8 +173,7 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """Return one line with the reason why the download of the hub id `text` failed, and a
-    remedy."""
+    """Return one line that explains why the download of the hub id `text` failed, with a remedy."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

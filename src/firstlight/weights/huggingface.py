@@ -28,8 +28,8 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-#: Number of layers, and of experts in all layers, that are allowed regardless of the files'
-#: contents, since a model of that size is built quickly on the meta device.
+#: Number of layers, and total number of experts, that are always allowed, because a model of that
+#: size is built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
 #: Minimum number of tensors per layer and per expert.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
@@ -38,18 +38,18 @@ _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 def unloaded_model(
     config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
 ) -> Model:
-    """Build the model of a config on the meta device. Its size is first checked against the number
-    of tensors in the files, since a damaged config.json can contain any number.
+    """Build the model of a config on the meta device. First check its size against the number of
+    tensors in the files, because a damaged config.json can contain any number.
 
     Args:
-        config: the config of the folder's config.json.
+        config: config from the folder's config.json.
         folder: the model folder.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        tensors: number of tensors in the folder's files, with each expert of a stack counted; None
+        tensors: number of tensors in the folder's files, counting each expert of a stack; None
             counts them.
 
     Raises:
-        ModelError: the files have too few tensors for the config's layers or experts, or are
+        ModelError: the files contain too few tensors for the config's layers or experts, or are
             damaged.
     """
     count = count_tensors(stored_tensors(folder)) if tensors is None else tensors
@@ -84,7 +84,7 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if a folder has a file with a standard tokenizer name."""
+    """Return True if a folder contains a file with a standard tokenizer name."""
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     return any((folder / name).is_file() for name in names)
 
@@ -103,10 +103,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def require_not_trainer(folder: Path) -> None:
-    """Refuse a folder without config.json that was written by transformers' Trainer.
+    """Raise an error for a folder without config.json that was written by transformers' Trainer.
 
     Raises:
-        ModelError: the folder is of this kind; the message names the model in it.
+        ModelError: this is such a folder; the message names the model in it.
     """
     numbers = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir())
     if steps := [int(found[1]) for found in numbers if found]:
@@ -130,7 +130,7 @@ _UNDO = {
 
 
 def _require_plain(content: Mapping[str, Any], where: str) -> None:
-    """Refuse the config.json of quantised weights, except MXFP4, which is supported."""
+    """Raise an error for the config.json of quantised weights, except MXFP4, which is supported."""
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
     program = values.get("quant_method") or (
@@ -154,8 +154,8 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
     """Parse a config.json object as a model config.
 
     Args:
-        content: the object.
-        where: name of the object in messages.
+        content: content of config.json.
+        where: name of the config in messages.
 
     Raises:
         ModelError: the config is damaged, or its family or quantisation is not supported.
@@ -181,8 +181,10 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end a text: from generation_config.json, or else from config.json, or
-    else from the tokenizer. Empty if none of them has any."""
+    """Return the ids that end a text: from generation_config.json or, if it does not specify any,
+    from config.json, or else from the tokenizer. Return an empty tuple if none of them specifies
+    any.
+    """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         if ends := end_ids(_read_optional(folder / name)):
             return ends
@@ -204,8 +206,7 @@ def end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def read_generation(folders: Iterable[Path]) -> dict[str, Any]:
-    """Return the content of generation_config.json in the first folder that has one, or {} if there
-    is none.
+    """Return the content of generation_config.json from the first folder that contains one, or {}.
 
     Raises:
         ModelError: the file is damaged.
@@ -219,9 +220,9 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a generation_config.json that replace defaults of `SamplingConfig`.
+    """Return the settings in a generation_config.json that replace defaults of `SamplingConfig`.
 
-    As in transformers, a model that samples has temperature 1 unless the file specifies another,
+    As in transformers, a model that samples uses temperature 1 unless the file specifies another,
     and a model with `do_sample` false always chooses the most likely token.
     """
     found = {"temperature": 1.0} if generation.get("do_sample") is True else {}
@@ -238,7 +239,8 @@ def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
 def model_files(
     config: ModelConfig, tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return the text of each file in a Hugging Face model folder except the weights, by name.
+    """Return the text of each file in a Hugging Face model folder except the weights, keyed by
+    name.
 
     Args:
         config: config of the model.
@@ -258,12 +260,12 @@ def model_files(
 def generation_config(
     tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the `generation_config.json` of a model with this tokenizer, as an object. Ids that
-    end a turn of the tokenizer's chat template also end a generation.
+    """Return the content of `generation_config.json` for a model with this tokenizer. Ids that end
+    a turn in the tokenizer's chat template also end a generation.
 
     Args:
         tokenizer: tokenizer of the model.
-        generation: the file of the model that it was derived from, whose settings and end tokens
+        generation: the file of the model from which it was derived, whose settings and end tokens
             are kept.
     """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -277,12 +279,13 @@ def generation_config(
 
 
 def training_notes(folder: Path) -> list[str]:
-    """Return notes for the user on training settings in a model folder's config.json that
-    firstlight does not apply, such as dropout."""
+    """Return notes for the user about training settings in a model folder's config.json that
+    firstlight ignores, such as dropout.
+    """
     path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
-    # Of the keys below, GPT-2 applies resid_pdrop and embd_pdrop.
+    # Of the keys below, GPT-2 uses resid_pdrop and embd_pdrop.
     applied = {} if family is None else family.config.model_fields
     names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
@@ -293,8 +296,8 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user on differences between how transformers and firstlight read a model
-    folder.
+    """Return notes for the user about differences between how transformers and firstlight read a
+    model folder.
 
     Args:
         config: the folder's config.json.

@@ -1,6 +1,6 @@
-"""Loading and saving a model's weights in safetensors files without a second copy in memory.
+"""Load and save a model's weights in safetensors files without a second copy in memory.
 
-A model on the meta device gets its weights in one of these modes:
+Weights are loaded into a model on the meta device in one of these modes:
 
     sequential  memory for the model is allocated once, and each tensor is read from its file
                 directly into its parameter, on any device and in any dtype
@@ -9,9 +9,10 @@ A model on the meta device gets its weights in one of these modes:
     straight    all tensors are read, then copied into the model, as most programs do: this takes
                 twice the memory, and is only a baseline for benchmarks
 
-The default, `auto`, is mmap if all parameters can be mapped, so that a model on the CPU is ready
-immediately. Otherwise it is sequential: for other devices, other dtypes, stacked experts, experts
-in MXFP4 and padded vocabularies. Training overwrites all weights, and therefore loads sequentially.
+The default, `auto`, selects mmap if all parameters can be mapped, so that a model on the CPU is
+ready immediately. Otherwise it selects sequential: for other devices, other dtypes, stacked
+experts, experts in MXFP4 and padded vocabularies. Training overwrites all weights and therefore
+loads them sequentially.
 
 `file_tensors` maps names in the file to parameters of the model, both for loading and for saving.
 """
@@ -42,7 +43,7 @@ from firstlight.weights.stored import (
 
 LoadingMode = Literal["auto", "sequential", "mmap", "straight"]
 
-#: Suffixes of buffer names in old checkpoints; these buffers are computed, not learned.
+#: Suffixes of buffer names in old checkpoints. These buffers are computed, not learned.
 COMPUTED_BUFFERS = (
     ".attn.bias",
     ".attn.masked_bias",
@@ -54,7 +55,7 @@ COMPUTED_BUFFERS = (
 
 
 class _Described(Protocol):
-    """Properties of a tensor that is not yet read; see `StoredTensor`."""
+    """Properties of a tensor that has not been read yet; see `StoredTensor`."""
 
     @property
     def kind(self) -> str: ...
@@ -74,13 +75,14 @@ _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Return True if files with tensors of these names keep all experts of a layer in one tensor,
-    as the model does. transformers 5 writes such files with `save_original_format=False`."""
+    """Return True if files with tensors of these names store all experts of a layer in one tensor,
+    as the model does. transformers 5 writes such files with `save_original_format=False`.
+    """
     return any(name.endswith(_STACKED) for name in names)
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Return the number of tensors in a model's files, with each expert of a stack counted."""
+    """Return the number of tensors in a model's files, counting each expert of a stack."""
     # Empty tensors are ignored, because their header can claim any number of experts.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
@@ -90,15 +92,15 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 
 
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a model's file by their names in the file, as views of the model's
-    parameters.
+    """Return the tensors of a model's file, keyed by their names in the file, as views of the
+    model's parameters.
 
     A tied head and the padding rows of the vocabulary are omitted.
 
     Args:
         model: the model.
-        stacked: True keeps all experts of a layer in one tensor [E, ...]; False returns a view of
-            each expert's matrices under its name in the family's files.
+        stacked: True to keep all experts of a layer in one tensor [E, ...]; False to return a view
+            of each expert's matrices under its name in the family's files.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}
@@ -114,7 +116,8 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down)
     replaced by views of each expert's matrices, under their names in the family's files. Shape
-    letters are as in `models/moe.py`."""
+    letters are as in `models/moe.py`.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if config.family.experts is not None and ".mlp." in name:
@@ -163,12 +166,12 @@ def load_weights(
     Args:
         model: the model, whose parameters are allocated on `device`.
         folder: a folder with one safetensors file, or several with an index.
-        device: the parameters' device.
-        dtype: the parameters' dtype; None is the dtype of the embedding in the file.
-        mode: the loading mode; see the docstring of this module.
+        device: device for the parameters.
+        dtype: dtype for the parameters; None uses the dtype of the embedding in the file.
+        mode: loading mode; see the docstring of this module.
 
     Returns:
-        The files that remain memory-mapped as parameters; () if all weights were copied.
+        The files that remain memory-mapped as parameters, or () if all weights were copied.
 
     Raises:
         ModelError: a file is missing or damaged; a tensor is missing, unexpected, not floating
@@ -185,8 +188,8 @@ def load_weights(
 
 
 def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
-    """Return the tensors of a model folder by the names of `file_tensors`, with stacked experts if
-    the files store them stacked.
+    """Return the tensors of a model folder, keyed by the names of `file_tensors`. Stacked experts
+    stay stacked if the files store them stacked.
 
     Args:
         model: the model of that folder's config, on any device.
@@ -204,7 +207,7 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """Return the same as `fitting_tensors`, from all tensors in the folder's files by name
+    """Like `fitting_tensors`, but given all tensors in the folder's files, keyed by name
     (`stored`).
 
     Raises:
@@ -254,11 +257,11 @@ def first_names(names: Sequence[str]) -> str:
 def require_tensors(
     where: str, expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse tensors that are missing, unexpected or have the wrong shape.
+    """Raise an error for tensors that are missing, unexpected or have the wrong shape.
 
     Args:
         where: name of the model or file, for the message.
-        expected, given: shapes by tensor name.
+        expected, given: shapes, keyed by tensor name.
 
     Raises:
         ModelError: a tensor is missing, unexpected or has the wrong shape; the message names up to
@@ -298,7 +301,7 @@ def _load_sequentially(
 
 
 def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
-    """Return the (name, buffer) pairs of a model's buffers that its files contain."""
+    """Return the (name, buffer) pairs of those buffers of a model that its files contain."""
     saved = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
@@ -372,8 +375,8 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
     Args:
         model: the model, modified in place.
-        tensors: tensors by the names of `file_tensors`.
-        dtype: the parameters' dtype.
+        tensors: tensors, keyed by the names of `file_tensors`.
+        dtype: dtype for the parameters.
     """
     model.to(dtype)
     allocate(model, torch.device("cpu"))
@@ -382,7 +385,7 @@ def fill(model: Model, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 
 
 def weights_to_save(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of a model's `model.safetensors`, contiguous and on the CPU."""
+    """Return the tensors for a model's `model.safetensors`, contiguous and on the CPU."""
     return {
         name: tensor.detach().cpu().contiguous() for name, tensor in file_tensors(model).items()
     }
@@ -390,12 +393,12 @@ def weights_to_save(model: Model) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def nonfinite_tensor(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinity, or None if there is none."""
+    """Return the name of the first tensor that contains NaN or infinity, or None."""
     return next((name for name, tensor in tensors if not is_finite(tensor)), None)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if all numbers of a tensor of any shape are finite."""
+    """Return True if all elements of a tensor of any shape are finite."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     if tensor.itemsize == 1:  # torch does not support aminmax for fp8.
@@ -405,8 +408,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the tensors from `fitting_tensors`, with only one in memory at
-    a time."""
+    """Yield the names and values of the tensors from `fitting_tensors`, holding only one in memory
+    at a time.
+    """
     for name, tensor in stored.items():
         yield name, tensor.read()
 
@@ -427,14 +431,14 @@ def grow_vocabulary(
     `tokens_now`.
 
     A new token's rows are the mean of the old tokens' rows (Hewitt 2021: the new token is then
-    about as likely as the average token and takes little probability from the others), or a copy of
+    about as likely as the average token and takes little probability from the others) or a copy of
     one old token's rows. The old rows do not change, and neither do their logits, except for
     rounding in a matrix product of a different size (none at most sizes, up to 2e-8 observed). A
     tied head stays tied.
 
     Args:
         model: the model, modified in place including its `config`. If it already has rows beyond
-            `tokens_before`, as in padded vocabularies, those of new tokens are overwritten.
+            `tokens_before`, as in padded vocabularies, the rows of new tokens are overwritten.
         tokens_before: number of token ids in the old tokenizer.
         tokens_now: number of token ids in the new tokenizer.
         copied_from: id of the old token whose rows are copied; None uses the mean.
@@ -461,10 +465,10 @@ def grow_vocabulary(
 
 @torch.no_grad()
 def cut_vocabulary(model: Model, tokens: int, *, vocab_multiple: int = 1) -> None:
-    """Drop the rows of the tokens from `tokens` on from the embedding and the head, in place.
+    """Drop the rows of all token ids from `tokens` on from the embedding and the head, in place.
 
     Args:
-        model: changed in place, its `config` as well.
+        model: the model, modified in place including its `config`.
         tokens: number of tokens to keep.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
     """

@@ -1,5 +1,6 @@
-"""Safetensors files: reading headers, reading tensors directly into parameters, and writing.
-Experts stored in MXFP4 are read as bf16."""
+"""Safetensors files: read headers, read tensors directly into parameters, and write files. Experts
+stored in MXFP4 are read as bf16.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ INDEX_NAME = "model.safetensors.index.json"
 PICKLED_NAME = "pytorch_model.bin"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 
-#: Number formats of unquantised weights, by their safetensors names.
+#: Number formats of unquantised weights, keyed by safetensors name.
 FLOAT_FORMATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,7 +63,7 @@ class FileState:
     """Identity and state of a file at one moment.
 
     Attributes:
-        path: the file's path.
+        path: path of the file.
         identity: (device, inode). A different file that is renamed to the path has a different
             identity.
         state: (size in bytes, time of the last change in nanoseconds).
@@ -79,7 +80,7 @@ class FileState:
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
     def require_unchanged(self) -> None:
-        """Refuse a mapped file that another program has modified.
+        """Raise an error if another program has modified a mapped file.
 
         Raises:
             ModelError: the file was overwritten or truncated in place.
@@ -101,8 +102,8 @@ class StoredTensor:
 
     Attributes:
         file: state of the file when its header was read.
-        name: the tensor's name in the file.
-        kind: number format by its safetensors name (F32, BF16).
+        name: name of the tensor in the file.
+        kind: safetensors name of the number format (F32, BF16).
         shape: sizes of the tensor.
         offset: position of the tensor's first byte in the file.
     """
@@ -115,12 +116,12 @@ class StoredTensor:
 
     @property
     def path(self) -> Path:
-        """The file's path."""
+        """Path of the file."""
         return self.file.path
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of `kind`: one of `FLOAT_FORMATS`, or uint8."""
+        """Dtype of `kind`: one of `FLOAT_FORMATS`, or uint8."""
         return torch.uint8 if self.kind == "U8" else FLOAT_FORMATS[self.kind]
 
     def read_into(self, target: Tensor) -> None:
@@ -139,7 +140,7 @@ class StoredTensor:
         start = 0
         for part in self._parts(_CHUNK_BYTES if flat.device.type == "cpu" else _GPU_CHUNK_BYTES):
             place = flat[start : start + len(part)]
-            # Dtype conversion takes place on the target's device, which is faster on a GPU.
+            # The dtype is converted on the target's device, which is faster on a GPU.
             place.copy_(part if part.dtype == place.dtype else part.to(flat.device))
             start += len(part)
 
@@ -154,8 +155,9 @@ class StoredTensor:
         return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """Return True if a tensor of the same shape and any dtype has equal values; NaN equals
-        NaN."""
+        """Return True if a tensor of the same shape and any dtype has equal values. NaN equals
+        NaN.
+        """
         # Use chunks with the same number of elements, even if the dtypes differ.
         count = _CHUNK_BYTES // 8
         pairs = zip(
@@ -170,15 +172,16 @@ class StoredTensor:
 
     @classmethod
     def mean(cls, tensors: Sequence[StoredTensor]) -> Tensor:
-        """Return the mean of tensors of one shape, fp32 on the CPU. The sum is computed in fp64.
+        """Return the mean of tensors of the same shape, fp32 on the CPU. The sum is computed in
+        fp64.
 
         Raises:
             ModelError: a file can't be read, is shorter than its header specifies, or was replaced.
         """
         result = torch.empty(tensors[0].shape, dtype=torch.float32, device="cpu")
         flat, start = result.view(-1), 0
-        # Use chunks with the same number of elements, small enough that those of all tensors fit in
-        # the cache.
+        # Use chunks with the same number of elements, small enough that the chunks of all tensors
+        # fit in the cache.
         count = _CHUNK_BYTES // 32
         for parts in zip(*(one._parts(count * one.dtype.itemsize) for one in tensors), strict=True):
             total = parts[0].double()
@@ -206,7 +209,8 @@ class StoredTensor:
 
     def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
         """Yield the values in order, in 1-D chunks of up to `chunk_bytes`. All chunks share one
-        buffer."""
+        buffer.
+        """
         count = torch.Size(self.shape).numel()
         size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
         buffer = torch.empty(size, dtype=self.dtype, device="cpu")
@@ -229,12 +233,12 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a model folder by name, from `model.safetensors` or from all files in
-    its index.
+    """Return all tensors of a model folder, keyed by name, from `model.safetensors` or from all
+    files in its index.
 
     Raises:
-        ModelError: the folder has no weights, a file is missing or damaged, or the index does not
-            match the files; the message names the file.
+        ModelError: the folder contains no weights, a file is missing or damaged, or the index does
+            not match the files; the message names the file.
     """
     if (folder / WEIGHTS_NAME).is_file():
         return read_header(folder / WEIGHTS_NAME)
@@ -246,12 +250,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def indexed_tensors(
     folder: Path, index_name: str, read: Callable[[Path], Mapping[str, _AnyTensor]]
 ) -> dict[str, _AnyTensor]:
-    """Return the tensors of all files in an index by name.
+    """Return the tensors of all files in an index, keyed by name.
 
     Args:
-        folder: the folder of the index and the files.
+        folder: folder of the index and its files.
         index_name: file name of the index.
-        read: function that reads the tensors of a file by name.
+        read: function that returns the tensors of a file, keyed by name.
 
     Raises:
         ModelError: a file is missing or damaged, or the index does not match the files.
@@ -273,7 +277,7 @@ def indexed_tensors(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name, from its header alone.
+    """Return the tensors of a safetensors file, keyed by name, from its header alone.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -323,15 +327,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def has_pickled_weights(folder: Path) -> bool:
-    """Return True if a model folder has pickled weights but no safetensors."""
+    """Return True if a model folder contains pickled weights but no safetensors."""
     return any(
         (folder / name).is_file() for name in (PICKLED_NAME, PICKLED_INDEX_NAME)
     ) and not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def _repository_of(folder: Path) -> str | None:
-    """Return OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache; None for
-    any other folder."""
+    """Return OWNER/NAME of the hub model in a snapshot folder of huggingface_hub's cache, or None
+    for any other folder.
+    """
     found = re.fullmatch(r"models--(.+?)--(.+)", folder.parent.parent.name)
     return f"{found[1]}/{found[2]}" if found and folder.parent.name == "snapshots" else None
 
@@ -356,7 +361,7 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def _read_index(folder: Path, index_name: str) -> dict[str, str]:
-    """Read an index; return the file name of each tensor.
+    """Read an index. Return the file name for each tensor.
 
     Raises:
         ModelError: the index is damaged, or names a file outside its folder.
@@ -374,7 +379,7 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Memory-map tensors; return them by the names in `stored`. The files must not change while the
+    """Memory-map tensors. Return them keyed as in `stored`. The files must not change while the
     tensors are in use.
 
     Raises:
@@ -393,11 +398,10 @@ def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file atomically; an existing file is kept until the new one is complete.
+    """Write a safetensors file atomically. An existing file is kept until the new one is complete.
 
     Raises:
-        StorageError: the file system refuses a write, or safetensors does not support a tensor's
-            dtype.
+        StorageError: the file can't be written, or safetensors does not support a tensor's dtype.
     """
     with replacing(path) as file:
         write_tensors(file, tensors, {"format": "pt"})
@@ -406,11 +410,11 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def save_weights(
     tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write the weights of a model folder, as one file or, if the tensors have more than
+    """Write the weights of a model folder: as one file or, if the tensors take more than
     `max_shard_bytes` in total, as several files with an index.
 
     Raises:
-        StorageError: the file system refuses a write.
+        StorageError: a file can't be written.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -439,22 +443,22 @@ def save_weights(
 
 #: Name suffixes of a stack's packed numbers and of their scales.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-#: Size of a block in bytes: 32 numbers of 4 bits.
+#: Size of a block in bytes: 32 numbers of 4 bits each.
 _BLOCK_BYTES = 16
 
-#: The non-negative E2M1 numbers in the order of their codes 0 to 7; bit 3 of a code is the sign.
+#: The non-negative E2M1 numbers, in order of their codes 0 to 7. Bit 3 of a code is the sign.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A stack of matrices that a file stores in MXFP4, with the methods of `StoredTensor`.
+    """A stack of matrices stored in MXFP4, with the methods of `StoredTensor`.
 
-    MXFP4 consists of 4-bit numbers (E2M1); 32 of them share an 8-bit scale (E8M0). Source: Open
-    Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
+    MXFP4 consists of 4-bit numbers (E2M1), of which each 32 share an 8-bit scale (E8M0). Source:
+    Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
 
-    gpt-oss' files store a stack of the experts' matrices, `NAME`, [E, in, out] in the model, as two
-    uint8 tensors:
+    The files of gpt-oss store a stack of the experts' matrices, `NAME`, [E, in, out] in the model,
+    as two uint8 tensors:
 
         NAME_blocks   [E, out, in / 32, 16]: two numbers per byte, the first in the low four bits
         NAME_scales   [E, out, in / 32]: exponents of the scales, plus 127
@@ -471,22 +475,24 @@ class PackedTensor:
 
     @property
     def kind(self) -> str:
-        """Number format after unpacking, by its safetensors name."""
+        """Safetensors name of the number format after unpacking."""
         return "BF16"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype after unpacking."""
+        """Dtype after unpacking."""
         return torch.bfloat16
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the model, [E, in, out]."""
+        """Shape in the model, [E, in, out]."""
         experts, rows, blocks, count = self.blocks.shape
         return experts, blocks * 2 * count, rows
 
     def has_values_of(self, other: object) -> bool:
-        """Return False. `require_fit` compares only head and embedding, which are never packed."""
+        """Return False. `require_fit` compares only the head and the embedding, which are never
+        packed.
+        """
         return False
 
     def read_into(self, target: Tensor) -> None:
@@ -516,7 +522,7 @@ AnyStored = StoredTensor | PackedTensor
 
 
 def _matrix_of(stored: StoredTensor, expert: int) -> Tensor:
-    """Read the bytes of one expert in a stack [E, ...]; returns uint8 [...]."""
+    """Read the bytes of one expert in a stack [E, ...]. Return uint8 [...]."""
     shape = stored.shape[1:]
     place = stored.offset + expert * math.prod(shape)
     return dataclasses.replace(stored, shape=shape, offset=place).read()
@@ -532,7 +538,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     values = torch.cat((values, -values))
     every = torch.arange(256)
-    # In this table, both bf16 values of a byte form one int32, so a single lookup gives both.
+    # In this table, both bf16 values of a byte form one int32, so a single lookup yields both.
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
@@ -542,7 +548,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
-    """Return the tensors of a folder, with each pair `NAME_blocks`, `NAME_scales` as one
+    """Return the tensors of a folder, combining each pair `NAME_blocks`, `NAME_scales` into one
     `PackedTensor` NAME.
 
     Raises:
@@ -569,7 +575,7 @@ def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
 
 
 def open_tensors(stored: Mapping[str, AnyStored]) -> dict[str, Tensor]:
-    """Open tensors; return them by the names in `stored`. They are memory-mapped, except packed
+    """Open tensors. Return them keyed as in `stored`. They are memory-mapped, except packed
     tensors, which are unpacked into memory.
 
     Raises:

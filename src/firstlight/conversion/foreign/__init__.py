@@ -1,1 +1,1 @@
-"""Checkpoints of other programs: one module per program, and shared code."""
+"""Read checkpoints of other programs: one module per program, plus shared code."""

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 
-#: Modules of Hugging Face's GPT-2 -> (shape of the weight, shape of the bias or "" if there is
-#: none).
+#: (shape of the weight, shape of the bias or "") for each module of Hugging Face's GPT-2.
 GPT2_MODULES = {
     "transformer.wte": ("V C", ""),
     "transformer.wpe": ("P C", ""),
@@ -33,7 +32,7 @@ GPT2_MODULES = {
     "transformer.ln_f": ("C", "C"),
     "lm_head": ("V C", ""),
 }
-#: Modules of Hugging Face's Llama -> shape of the weight.
+#: Shape of the weight for each module of Hugging Face's Llama.
 LLAMA_MODULES = {
     "model.embed_tokens": "V C",
     "model.layers.{}.input_layernorm": "C",
@@ -55,7 +54,7 @@ GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{module}.weight": shape for module, shape in LLAMA_MODULES.items()}
-#: Family -> letter -> (Hugging Face tensor, dimension) that determines the size of the letter.
+#: (Hugging Face tensor, dimension) that determines the size of each letter, for each family.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),
@@ -81,18 +80,17 @@ TRANSPOSED = frozenset(
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the tensors in one program's model.
+    """Names and shapes of the tensors in a program's model.
 
     Attributes:
         program: name of the program.
         kind: Hugging Face family whose tensor names are used: "gpt2", "nanochat" or "llama" (also
             for Mistral, Qwen2 and Qwen3, whose names are Llama's).
-        mark: tensor name suffix by which the layout is recognised.
-        names: the program's tensors from which each Hugging Face tensor is built; several are
-            stacked along the outputs.
+        mark: tensor name suffix that identifies the layout.
+        names: the program's tensors from which each Hugging Face tensor is built; if there are
+            several, they are stacked along the outputs.
         shapes: shapes of the Hugging Face tensors, in letters.
-        optional: biases, by Hugging Face name, that may be missing in a file; either all or none
-            are missing.
+        optional: Hugging Face names of biases that a file may lack; either all or none are missing.
         rotates_pairs: True if rotary positions rotate pairs (2i, 2i + 1) of a head's rows; False
             for Hugging Face's pairs (i, i + D/2).
         is_transposed: True if the weights in `TRANSPOSED` are [out, in], unlike Hugging Face's.
@@ -138,13 +136,13 @@ def llama_layout(
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a model, as determined from its tensors.
+    """Shape of a model, determined from its tensors.
 
     Attributes:
-        sizes: sizes by shape letter.
+        sizes: dimension sizes, keyed by shape letter.
         layers: number of layers.
-        tied: True if head and embedding are equal.
-        qkv_bias: True if a GPT's queries, keys and values have biases.
+        tied: True if the output head equals the embedding.
+        qkv_bias: True if a GPT model's query, key and value projections have biases.
     """
 
     sizes: Mapping[str, int]
@@ -158,17 +156,17 @@ class Settings:
     """Settings of another program's model.
 
     Attributes:
-        found: settings from the files or fixed in the program's code, by keys of a Hugging Face
+        found: settings from the files or fixed in the program's code, keyed as in a Hugging Face
             config.json.
-        assumed: default values in the program's code, by the same keys. The caller may override
-            them.
-        notes: a sentence for the user about an assumed setting, by its key.
-        choices: the values that the program's code supports, by the key of the setting.
-        model_args: settings by the program's own names. Those of a GPT are checked against its
+        assumed: default values in the program's code, keyed in the same way. The caller may
+            override them.
+        notes: for each key, a sentence to the user about its assumed setting.
+        choices: for each key, the values that the program's code supports.
+        model_args: settings under the program's own names. For a GPT, they are checked against the
             tensors.
-        where: origin of `model_args`, for messages.
-        sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save;
-            None if there is none.
+        where: source of `model_args`, for messages.
+        sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save, or
+            None.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -186,9 +184,9 @@ class Opened:
 
     Attributes:
         layout: names and shapes of the program's tensors.
-        weights: tensors by the program's names. A tied head is included under both names.
+        weights: tensors, keyed by the program's names. A tied head is included under both names.
         settings: settings from the files, and those fixed or assumed by the program's code.
-        left_out: keys of the file's optimizer states, which are not converted.
+        left_out: keys of the optimizer states in the file, which are not converted.
     """
 
     layout: Layout
@@ -204,28 +202,31 @@ def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tie(weights: dict[str, Any]) -> None:
-    """Use the embedding as the head if there is no head (Meta's and torchtune's names)."""
+    """Use the embedding as the head if there is none (with the names of Meta and torchtune)."""
     if "tok_embeddings.weight" in weights:
         weights.setdefault("output.weight", weights["tok_embeddings.weight"])
 
 
 def optimizer_states(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a checkpoint's optimizer states. A bare state_dict has none, since its
-    values are tensors."""
+    """Return the keys of a checkpoint's optimizer states. A bare state_dict does not contain any,
+    because its values are tensors.
+    """
     return [
         key for key, value in content.items() if "optim" in str(key) and isinstance(value, Mapping)
     ]
 
 
 def is_number(value: Any) -> bool:
-    """Return True for integers, floats and, as in Python, booleans, which are the values of some
-    keys."""
+    """Return True for integers, floats and, as in Python, booleans, because some keys have boolean
+    values.
+    """
     return isinstance(value, (int, float))
 
 
 def require_range(path: Path, values: Mapping[Any, Any]) -> None:
-    """Refuse NaN, infinity and numbers of 2^63 or more. They are never valid settings, and very
-    large integers can't be converted to floats or printed."""
+    """Reject NaN, infinity and numbers of 2^63 or more. They are never valid settings, and very
+    large integers can't be converted to floats or printed.
+    """
     for key, value in values.items():
         if isinstance(key, str) and is_number(value) and not abs(value) < 2**63:
             raise ModelError(f"{path}: {key} is not finite or is 2^63 or more: copy the file again")

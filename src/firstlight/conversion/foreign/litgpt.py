@@ -31,8 +31,8 @@ CONFIG = "model_config.yaml"
 #: Maximum size of model_config.yaml in bytes.
 _MAX_CONFIG_BYTES = 1_000_000
 
-#: Modules of Hugging Face's Llama -> those of litgpt. Its single matrix for queries, keys and
-#: values is split into [q], [k] and [v] when a file is opened.
+#: Modules of litgpt for each module of Hugging Face's Llama. litgpt's fused matrix for queries,
+#: keys and values is split into [q], [k] and [v] when a file is opened.
 _MODULES = {
     "model.embed_tokens": "transformer.wte",
     "model.layers.{}.input_layernorm": "transformer.h.{}.norm_1",
@@ -47,8 +47,8 @@ _MODULES = {
     "model.norm": "transformer.ln_f",
     "lm_head": "lm_head",
 }
-#: Additional tensors of litgpt's Qwen2 (biases of queries, keys and values) and Qwen3 (norms of
-#: queries and keys).
+#: Additional tensors of Qwen2 (biases of queries, keys and values) and Qwen3 (norms of queries and
+#: keys) in litgpt.
 _BIASES = {
     f"model.layers.{{}}.self_attn.{x}_proj.bias": (f"transformer.h.{{}}.attn.qkv[{x}].bias",)
     for x in "qkv"
@@ -57,8 +57,8 @@ _NORMS = {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": (f"transformer.h.{{}}.attn.norm_{x}.weight",)
     for x in "qk"
 }
-#: Keys of litgpt's model_config.yaml whose value is fixed here -> (litgpt's default, used if the
-#: file lacks the key; the values that are accepted).
+#: Keys of litgpt's model_config.yaml for which only certain values are supported: (litgpt's
+#: default, used if the file lacks the key; the accepted values).
 _FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "norm_class_name": ("LayerNorm", ("RMSNorm",)),
     "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),
@@ -147,7 +147,7 @@ def _layout(*, qkv_bias: bool, qk_norm: bool) -> Layout:
 
 
 def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
-    """Return the settings of a Llama-like model of litgpt, from model_config.yaml.
+    """Return the settings of a Llama-like model of litgpt, read from model_config.yaml.
 
     Returns:
         The settings, and the number of rows for queries, keys and values in litgpt's fused matrix.

@@ -26,7 +26,8 @@ from firstlight.errors import ModelError
 #: Biases that the GPT lacks by default (`qkv_bias`).
 QKV_BIAS = frozenset({"transformer.h.{}.attn.c_attn.bias"})
 
-#: Modules of Hugging Face's GPT-2 -> those of `GPTModel`; several are stacked along the outputs.
+#: Modules of `GPTModel` for each module of Hugging Face's GPT-2; if there are several, they are
+#: stacked along the outputs.
 _GPT = {
     "transformer.wte": ("tok_emb",),
     "transformer.wpe": ("pos_emb",),
@@ -53,7 +54,9 @@ _GPT_FAST = _GPT | {
 def _gpt_layout(
     mark: str, modules: Mapping[str, tuple[str, ...]], norm: Mapping[str, str]
 ) -> Layout:
-    """Return the layout of a GPT; `norm` has the names of a norm's tensors "weight" and "bias"."""
+    """Return the layout of a GPT. `norm` contains the names of a norm's tensors "weight" and
+    "bias".
+    """
     names = {}
     for module, (_, bias) in GPT2_MODULES.items():
         for kind in ("weight", "bias") if bias else ("weight",):
@@ -64,8 +67,8 @@ def _gpt_layout(
 
 GPT_FAST = _gpt_layout(".att.qkv.weight", _GPT_FAST, {"weight": "weight", "bias": "bias"})
 GPT = _gpt_layout(".ff.layers.0.weight", _GPT, {"weight": "scale", "bias": "shift"})
-#: `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. Their rotary pairs are Hugging Face's
-#: (i, i + D/2).
+#: `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. Their rotary pairs are (i, i + D/2), as in
+#: Hugging Face.
 LLAMA = llama_layout(
     "LLMs-from-scratch",
     ".ff.fc1.weight",
@@ -89,7 +92,7 @@ LLAMA = llama_layout(
 def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
     """Open a GPT; `layout` is `GPT` or `GPT_FAST`.
 
-    The activation may be ReLU, with which readers of the book replace its GELU.
+    The activation may be ReLU, which some readers of the book use instead of GELU.
     """
     settings = Settings(
         found={"layer_norm_epsilon": 1e-5},
@@ -100,7 +103,8 @@ def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
 
 
 def open_llama(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """Open a Llama. Older files contain rotary tables, which reveal the heads and the context.
+    """Open a Llama. Older files contain rotary tables, which reveal the number of heads and the
+    context length.
 
     Raises:
         ModelError: the tables have an impossible shape.

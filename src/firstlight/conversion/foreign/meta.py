@@ -46,13 +46,13 @@ LAYOUT = llama_layout(
     },
     rotates_pairs=True,
 )
-#: Module name -> dimension along which the files shard its matrix (tensor parallelism).
+#: Dimension along which the files shard each module's matrix (tensor parallelism).
 _CUT = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
     **dict.fromkeys(("wo", "w2"), 1),
 }
 #: Known keys of params.json: settings of the model, and keys that have no effect on it or whose
-#: effect is visible in the tensors' shapes.
+#: effect is visible in the shapes of the tensors.
 _KEYS = {
     "dim",
     "n_layers",
@@ -77,7 +77,7 @@ _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return Meta's `consolidated.*.pth` files in a folder, in the order of their numbers."""
+    """Return Meta's `consolidated.*.pth` files in a folder, sorted by number."""
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
@@ -98,7 +98,9 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Join the shards in the files to full tensors; those of a single file are unchanged."""
+    """Join the shards in the files to full tensors. Tensors from a single file are returned
+    unchanged.
+    """
     if len(shards) == 1:
         return dict(shards[0])
     first = shards[0]
@@ -115,7 +117,7 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
         module = name.split(".")[-2] if "." in name else name
         cut = _CUT.get(module)
         if module == "tok_embeddings" and tensor.dim() == 2:
-            # Llama 1 and 2 shard the embedding's width, Llama 3 its vocabulary.
+            # Llama 1 and 2 shard the embedding along its width, Llama 3 along its vocabulary.
             cut = 0 if tensor.shape[1] == width else 1
         parts = [shard[name] for shard in shards]
         if cut is None:
@@ -134,17 +136,18 @@ def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> di
 def _settings(path: Path, params: Any) -> Settings:
     """Return the settings of Meta's Llama, from params.json.
 
-    The file does not contain the context length, which is fixed in Meta's code for each model. It
-    is inferred from the other settings to match Hugging Face's config.json of the same model.
+    The file does not contain the context length, which Meta's code fixes for each model. It is
+    inferred from the other settings so that it matches Hugging Face's config.json of the same
+    model.
 
     Raises:
-        ModelError: a setting is missing or invalid, or belongs to another architecture.
+        ModelError: a setting is missing or invalid, or belongs to a different architecture.
     """
     if not isinstance(params, Mapping) or not {"dim", "n_layers", "n_heads"} <= params.keys():
         raise ModelError(
             f"{path} lacks dim, n_layers or n_heads: it does not belong to Meta's Llama"
         )
-    # An unknown key that is disabled does not change the model.
+    # An unknown key that is disabled does not affect the model.
     unknown = [k for k, v in params.items() if k not in _KEYS and v not in (None, False)]
     if unknown:
         raise ModelError(f"{path} has {unknown[0]}: this kind of model is not supported")
@@ -178,7 +181,7 @@ def _settings(path: Path, params: Any) -> Settings:
         f"The context is assumed to be {context:,}, as in Meta's models with such settings (set "
         "max_position_embeddings in --config if that is wrong)."
     )
-    # Llama 1 and 2 have -1, which means the tokenizer's size.
+    # Llama 1 and 2 store -1, which means the size of the tokenizer.
     vocabulary = params.get("vocab_size", -1)
     return Settings(
         found={

@@ -1,16 +1,16 @@
 """Checkpoints of other programs: nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's
 Llama, litgpt, torchtune.
 
-The tensors are converted to Hugging Face's names and layout. Settings that are missing in the files
-are specified by the caller, or assumed to have the program's defaults, with a note. Each program
-has a separate module with its names, files and settings.
+The tensors are converted to Hugging Face's names and layout. Settings that the files lack are
+specified by the caller or assumed to have the program's defaults, with a note. Each program has a
+separate module with its names, files and settings.
 
 Names and shapes of tensors do not fully determine a model: a GPT of LLMs-from-scratch with sliding
 windows (`ch04/06_swa`) has the same tensors as a GPT without them.
 
 The config.json of a model combines settings from its file, from the caller and from the program's
 defaults. The caller can't contradict the file. A setting that is in neither gets the program's
-default, with a note; if there is no default, the model is refused with a message that asks for the
+default, with a note; if there is no default, the model is rejected with a message that asks for the
 setting.
 """
 
@@ -56,8 +56,8 @@ from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-#: Layouts of single files, tried in this order. The book's `GPTModelFast` also has the mark of its
-#: `GPTModel` and therefore comes first.
+#: Layouts of single files, tried in this order. `GPTModelFast` of LLMs-from-scratch also has the
+#: mark of `GPTModel` and therefore comes first.
 LAYOUTS = (
     nanogpt.LAYOUT,
     llms_from_scratch.GPT_FAST,
@@ -73,11 +73,11 @@ class ForeignModel:
     """A model of another program, converted to Hugging Face's names and config.
 
     Attributes:
-        config: a config.json object for a GPT-2, nanochat or Llama-like model.
-        tensors: tensors by their names in model.safetensors, without a tied head. Tensors that need
-            no rearranging are memory-mapped and change if the file changes.
+        config: config.json object of a GPT-2, nanochat or Llama-like model.
+        tensors: tensors, keyed by their names in model.safetensors, without a tied head. Tensors
+            that need no rearranging are memory-mapped and change if the file changes.
         program: name of the program.
-        notes: settings that were assumed, one sentence each.
+        notes: settings that were assumed, one sentence per setting.
     """
 
     config: dict[str, Any]
@@ -92,13 +92,13 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
     Args:
         path: a file of nanoGPT, LLMs-from-scratch or torchtune; or the folder or weights file of
             OpenAI's GPT-2, Meta's Llama, litgpt or nanochat.
-        config: settings that are missing in the file, as keys of a Hugging Face config.json. A GPT
-            of LLMs-from-scratch needs `n_head` unless its heads have size 64. Llamas of
+        config: settings that the file lacks, as keys of a Hugging Face config.json. A GPT of
+            LLMs-from-scratch needs `n_head` unless its head dimension is 64. Llamas of
             LLMs-from-scratch and torchtune need `num_attention_heads`, `max_position_embeddings`
             and `rope_parameters`.
 
     Raises:
-        InputError: a file of settings can't be read.
+        InputError: a settings file can't be read.
         ModelError: the file can't be read, contains objects other than weights, or belongs to an
             unknown program; a tensor is missing, unknown, not floating point or has the wrong
             shape; or `config` lacks a required key or contradicts the file.
@@ -139,10 +139,10 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """Return the folder of another program's model that consists of several files.
+    """Return the folder of another program's model that consists of several files, or None.
 
     Args:
-        path: the folder, or for litgpt, Meta and OpenAI its weights file.
+        path: the folder or, for litgpt, Meta and OpenAI, its weights file.
 
     Returns:
         The folder; None for any other file and for folders of Hugging Face or unknown programs.
@@ -153,7 +153,7 @@ def foreign_folder(path: Path) -> Path | None:
     if not is_meant or not folder.is_dir():
         return None
     if path.is_dir() and any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
-        # A litgpt folder can also contain the Hugging Face model that it was made from.
+        # A litgpt folder can also contain the Hugging Face model from which it was created.
         return None
     if (folder / litgpt.FILE).is_file() and (folder / litgpt.CONFIG).is_file():
         return folder
@@ -170,7 +170,7 @@ def _open(path: Path) -> Opened:
     """Open another program's model.
 
     Raises:
-        InputError: a file of settings can't be read.
+        InputError: a settings file can't be read.
         ModelError: a file can't be read, contains objects other than weights, or belongs to an
             unknown program.
     """
@@ -238,7 +238,8 @@ def _config(
 
 def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
     """Reorder the rows of the query and key projections, in place: from rotary pairs (2i, 2i + 1)
-    of a head to Hugging Face's pairs (i, i + D/2)."""
+    of a head to Hugging Face's pairs (i, i + D/2).
+    """
     for name, tensor in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             pairs = tensor.reshape(-1, head_dim // 2, 2, tensor.shape[1])
@@ -251,8 +252,8 @@ def _sources(
     """Return the number of layers, and the names of the program's tensors from which each Hugging
     Face tensor is built.
 
-    If the file has none of nanoGPT's optional biases, they have no source tensors: () means zeros.
-    LLMs-from-scratch's optional biases for queries, keys and values are omitted instead.
+    If the file lacks nanoGPT's optional biases, they have no source tensors: () means zeros. The
+    optional biases of LLMs-from-scratch for queries, keys and values are omitted instead.
     """
     # Layers are counted by the numbers in their tensors' names ("h0/" in OpenAI's names).
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
@@ -276,8 +277,9 @@ def _sources(
 
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
-    """Refuse weights that are not plain floating point, such as quantised weights, which need their
-    scales, and tensors whose storage is smaller than their shape requires (see `is_whole`)."""
+    """Reject weights that are not plain floating point, such as quantised weights, which need their
+    scales, and tensors whose storage is smaller than their shape requires (see `is_whole`).
+    """
     others = [
         f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'no tensor'}"
         for name, value in weights.items()
@@ -301,13 +303,14 @@ def _sizes(path: Path, weights: Mapping[str, Tensor], layout: Layout) -> dict[st
 
 
 def _shape_of(spec: str, sizes: Mapping[str, int]) -> list[int]:
-    """Return the shape that `spec` describes: "C 3C" is [64, 192] if the size of C is 64."""
+    """Return the shape described by `spec`: "C 3C" is [64, 192] if the size of C is 64."""
     return [int(part[:-1] or 1) * sizes[part[-1]] for part in spec.split()]
 
 
 def _template(name: str) -> str:
-    """Return a tensor's name in the tables: `transformer.h.3.ln_1.weight` becomes
-    `transformer.h.{}.ln_1.weight`."""
+    """Return a tensor's name as used in the tables: `transformer.h.3.ln_1.weight` becomes
+    `transformer.h.{}.ln_1.weight`.
+    """
     return re.sub(r"\.\d+\.", ".{}.", name)
 
 
@@ -319,7 +322,7 @@ def _check_shapes(
     *,
     sizes: Mapping[str, int],
 ) -> None:
-    """Refuse tensors whose shapes do not match the layout."""
+    """Raise an error for tensors whose shapes do not match the layout."""
     wrong = []
     for name, parts in sources.items():
         shape = _shape_of(layout.shapes[_template(name)], sizes)
@@ -334,7 +337,7 @@ def _check_shapes(
 
 
 def _refuse(path: Path, problem: str, names: list[str]) -> None:
-    """Raise a ModelError about the tensors in `names`, unless there are none."""
+    """Raise a ModelError about the tensors in `names`, if there are any."""
     if names:
         raise ModelError(f"{path} {problem}: {first_names(names)}")
 
@@ -347,8 +350,9 @@ def _convert(
     *,
     tied: bool,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors by Hugging Face name, and the names of the modules whose missing biases
-    were replaced by zeros."""
+    """Return the tensors, keyed by Hugging Face name, and the names of the modules whose missing
+    biases were replaced by zeros.
+    """
     tensors, filled = {}, []
     for name, parts in sources.items():
         template = _template(name)
@@ -368,7 +372,7 @@ def _convert(
 
 # The config.json
 
-#: Keys of a GPT-2's config.json, by their common names or GPT-2's own names.
+#: Keys of a GPT-2 config.json, for both the common names and GPT-2's own names.
 _GPT2_KEYS = {
     *GPT2Config.hf_names,
     *GPT2Config.hf_names.values(),
@@ -386,7 +390,7 @@ _LLAMA_KEYS = {
     "attention_dropout",
     "pretraining_tp",
 }
-#: Keys of any config.json that do not describe the architecture.
+#: Keys of a config.json that do not describe the architecture.
 _OTHER_KEYS = {
     "model_type",
     "architectures",
@@ -400,7 +404,7 @@ _OTHER_KEYS = {
     "_name_or_path",
 }
 #: Always written, because Hugging Face's config classes would otherwise assume the special tokens
-#: of their original models. The ids of a tokenizer, if there is one, replace these values.
+#: of their original models. If there is a tokenizer, its ids replace these values.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -415,7 +419,8 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
     known = _OTHER_KEYS | (_GPT2_KEYS if is_gpt2 else _LLAMA_KEYS)
     given = {}
     for name, value in config.items():
-        # The original GPT-2 config.json has a dozen settings of an old classification head.
+        # OpenAI's original GPT-2 config.json contains a dozen settings of an old classification
+        # head.
         if name not in known and not name.startswith("summary_"):
             raise ModelError(
                 f"{path} is a {model_type} model, whose config.json has no key "
@@ -429,7 +434,7 @@ def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict
 def _merged(
     path: Path, assumed: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> dict[str, Any]:
-    """Merge all three configs; later arguments take precedence.
+    """Merge the three configs; later arguments take precedence.
 
     Args:
         path: the file, for messages.
@@ -460,13 +465,13 @@ def gpt2_config(
     given: dict[str, Any],
     settings: Settings,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json of a GPT-2, and notes on the settings that were assumed.
+    """Return the config.json of a GPT-2, and notes about the settings that were assumed.
 
     Args:
         path: the file, for messages.
         shape: shape of the model, from its tensors.
         given: the caller's settings.
-        settings: settings in the program's files.
+        settings: settings from the program's files.
 
     Raises:
         ModelError: two of `shape`, `given` and `settings` contradict each other, or the number of
@@ -521,8 +526,9 @@ def gpt2_config(
 
 
 def _guess_heads(path: Path, width: int) -> int:
-    """Return the number of heads, assuming that their size is 64 as in all of OpenAI's GPT-2
-    models."""
+    """Return the number of heads, assuming a head dimension of 64, as in all of OpenAI's GPT-2
+    models.
+    """
     if width % 64:
         raise ModelError(
             f"{path} does not specify the number of heads, and its width {width} is not a multiple "
@@ -532,7 +538,7 @@ def _guess_heads(path: Path, width: int) -> int:
 
 
 def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
-    """Refuse a number of heads that does not divide the width of all queries."""
+    """Raise an error if the number of heads does not divide the total width of the queries."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or width % heads:
         raise ModelError(f"{path}: {key} is {heads!r}, but must be a divisor of the width {width}")
 
@@ -540,15 +546,15 @@ def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
 def llama_config(
     path: Path, shape: Shape, given: dict[str, Any], settings: Settings, program: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.json of a Llama-like or nanochat model, and notes on the settings that were
-    assumed.
+    """Return the config.json of a Llama-like or nanochat model, and notes about the settings that
+    were assumed.
 
     Args:
         path, shape, given, settings: see `gpt2_config`.
         program: name of the program.
 
     Raises:
-        ModelError: heads, context or rotary base are unknown, or contradict the file.
+        ModelError: the heads, context length or rotary base are unknown, or contradict the file.
     """
     sizes = shape.sizes
     told = {
@@ -600,7 +606,9 @@ def llama_config(
 
 
 def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a config without heads, context or rotary base, which have no safe default."""
+    """Raise an error for a config without heads, context length or rotary base, which have no safe
+    default.
+    """
     missing = [k for k in ("num_attention_heads", "max_position_embeddings") if k not in config]
     rope = config.get("rope_parameters")
     if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
@@ -614,7 +622,7 @@ def _check_llama_is_complete(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
-    """Check the config's rotary frequencies against a table of sines in the file.
+    """Check the rotary frequencies of the config against a table of sines in the file.
 
     Args:
         path: the file, for messages.

@@ -19,7 +19,7 @@ from firstlight.conversion.pickled import is_whole
 from firstlight.errors import ModelError
 from firstlight.files.atomic import read_json
 
-#: Modules of Hugging Face's nanochat -> (shape of the weight, nanochat's module).
+#: (shape of the weight, nanochat's module) for each module of Hugging Face's nanochat.
 _MODULES = {
     "model.embed_tokens": ("V C", "transformer.wte"),
     "model.layers.{}.self_attn.q_proj": ("Q C", "transformer.h.{}.attn.c_q"),
@@ -37,7 +37,7 @@ LAYOUT = Layout(
     names={f"{ours}.weight": (f"{theirs}.weight",) for ours, (_, theirs) in _MODULES.items()},
     shapes={f"{ours}.weight": shape for ours, (shape, _) in _MODULES.items()},
 )
-#: nanochat's keys for a model's shape -> Hugging Face's keys.
+#: Hugging Face's key for each of nanochat's keys that describe the shape of a model.
 _KEYS = {
     "vocab_size": "vocab_size",
     "n_embd": "hidden_size",
@@ -47,7 +47,7 @@ _KEYS = {
     "sequence_len": "max_position_embeddings",
 }
 _FILE = re.compile(r"model_(\d+)\.pt")
-#: nanochat pads the rows of embedding and head to a multiple of this.
+#: nanochat pads the rows of the embedding and head to a multiple of this.
 _ROWS = 64
 #: Maximum number of names in a message.
 _SHOWN = 12
@@ -89,8 +89,8 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
 
 
 def _settings(path: Path, meta: Any) -> Settings:
-    """Return the settings of a nanochat model: its shape from meta_STEP.json, and the rest as fixed
-    in nanochat's code.
+    """Return a nanochat model's settings: the shape from meta_STEP.json and the values that
+    nanochat hard-codes.
 
     Raises:
         ModelError: a setting is missing or not a positive integer.
@@ -119,8 +119,9 @@ def _settings(path: Path, meta: Any) -> Settings:
 
 
 def _require_first_form(path: Path, weights: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse later nanochat models; the message names the tensors and settings that the original
-    model lacks."""
+    """Reject newer nanochat models. The message names the tensors and settings that the original
+    model lacks.
+    """
     known = {name.replace("{}", "*") for names in LAYOUT.names.values() for name in names}
     found = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in weights)
     more = [name for name in found if name not in known]

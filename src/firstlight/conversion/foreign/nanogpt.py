@@ -1,4 +1,4 @@
-"""nanoGPT's GPT (karpathy/nanoGPT `model.py`): a file `ckpt.pt`."""
+"""GPT models of nanoGPT (karpathy/nanoGPT `model.py`): a file `ckpt.pt`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firstlight.conversion.foreign.layout import (
     without_buffers,
 )
 
-#: The names are those of Hugging Face; biases are optional.
+#: The names are the same as in Hugging Face; biases are optional.
 LAYOUT = Layout(
     program="nanoGPT",
     kind="gpt2",
@@ -31,7 +31,7 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
     """Open the model in a checkpoint.
 
     Args:
-        content: the file's content, with `model_args` unless it is a bare state_dict.
+        content: content of the file, with `model_args` unless it is a bare state_dict.
         weights: the state_dict.
     """
     args = content.get("model_args")
@@ -49,7 +49,7 @@ def open_weights(content: Mapping[str, Any], weights: Mapping[str, Any]) -> Open
 
 
 def shape_notes(shape: Shape) -> list[str]:
-    """Return notes on a padded vocabulary and an untied head."""
+    """Return notes about a padded vocabulary and an untied head."""
     notes = []
     if shape.sizes["V"] == _PADDED_VOCABULARY:
         notes.append(

@@ -40,17 +40,20 @@ from firstlight.weights.loading import first_names
 
 CONFIG = "hparams.json"
 
-#: Maximum size of an index in bytes; each tensor takes less than 100.
+#: Maximum size of an index in bytes; each tensor takes less than 100 bytes.
 _MAX_INDEX_BYTES = 16_000_000
 _MAX_DIMENSIONS = 16
 #: Maximum number of tensors in an index, and of bytes in a name. A name is stored without the
-#: prefix that it shares with the previous name, so a small index could expand to any size.
+#: prefix that it shares with the previous name, so a small index could otherwise expand to any
+#: size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
-#: Bytes of the footer at the end of a table: two block handles, padded to 40, and the magic number.
+#: Size in bytes of the footer at the end of a table: two block handles, padded to 40, and the magic
+#: number.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
-#: Bytes of the trailer after a block: 1 for its compression, 4 for its masked checksum.
+#: Size in bytes of the trailer after a block: 1 for the compression type, 4 for the masked
+#: checksum.
 _TRAILER = 5
 
 #: TensorFlow's ids of floating-point dtypes (`core/framework/types.proto`).
@@ -65,9 +68,10 @@ _LANES = 4096
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """Return OpenAI's tensor names by Hugging Face's names: g (gain) and b of norms, w and b of
+    """Return OpenAI's tensor names, keyed by Hugging Face name: g (gain) and b of norms, w and b of
     linear layers, and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is
-    `model/h{}/ln_1`."""
+    `model/h{}/ln_1`.
+    """
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():
         theirs = module.replace("h.{}", "h{}").replace(".", "/").replace("transformer", "model")
@@ -117,12 +121,12 @@ def open_folder(folder: Path) -> Opened:
 
 
 def bundles_in(folder: Path) -> list[Path]:
-    """Return the indices of the TensorFlow checkpoints in a folder."""
+    """Return the index files of the TensorFlow checkpoints in a folder."""
     return sorted(folder.glob("*.ckpt*.index"))
 
 
 def _settings(path: Path, hparams: Any) -> Settings:
-    """Return the settings of OpenAI's GPT-2, from hparams.json.
+    """Return the settings of OpenAI's GPT-2, read from hparams.json.
 
     Raises:
         ModelError: hparams.json lacks the number of heads.
@@ -136,13 +140,14 @@ def _settings(path: Path, hparams: Any) -> Settings:
 
 
 class _BundleError(Exception):
-    """A damaged or unsupported file; the message continues a sentence that begins with the file's
-    name."""
+    """Raised for a damaged or unsupported file. The message continues a sentence that begins with
+    the file's name.
+    """
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor's entry in the index; `offset` and `size` are in bytes of the data file."""
+    """Entry of a tensor in the index; `offset` and `size` are in bytes of the data file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -152,15 +157,15 @@ class _Entry:
 
 
 def read_bundle(prefix: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a TensorFlow checkpoint; return them by name.
+    """Memory-map the tensors of a TensorFlow checkpoint. Return them keyed by name.
 
     Args:
         prefix: path of the checkpoint without `.index`.
 
     Raises:
         InputError: the index is missing or too large.
-        ModelError: the data file is missing, a file is damaged, or the checkpoint has a format that
-            TensorFlow does not write for variables saved by one process.
+        ModelError: the data file is missing, a file is damaged, or TensorFlow would not write this
+            format for variables saved by a single process.
     """
     index = prefix.with_name(prefix.name + ".index")
     data = prefix.with_name(prefix.name + ".data-00000-of-00001")
@@ -200,7 +205,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
 
 
 def _entries(table: bytes) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors' names and entries in an index."""
+    """Yield the name and entry of each tensor in an index."""
     if len(table) < _FOOTER or not table.endswith(_MAGIC):
         raise _BundleError("does not end like an index")
     _, position = _handle(table, len(table) - _FOOTER)
@@ -273,7 +278,8 @@ def _dimensions(name: str, shape: bytes) -> Iterator[int]:
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield the keys and values of a block. A key is stored without the prefix that it shares with
-    the previous key."""
+    the previous key.
+    """
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
         raise _BundleError("has a block beyond its end")
@@ -310,7 +316,9 @@ def _handle(content: bytes, position: int) -> tuple[tuple[int, int], int]:
 
 
 def _varint(content: bytes, position: int) -> tuple[int, int]:
-    """Return a varint (an integer in base 128, lowest digit first), and the position after it."""
+    """Return a varint (an integer in base 128, least significant digit first), and the position
+    after it.
+    """
     value = 0
     for shift in range(0, 70, 7):
         if position >= len(content):
@@ -325,7 +333,8 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the numbers and contents of a protocol buffer's fields. Contents are bytes for wire
-    type 2 and integers otherwise."""
+    type 2, otherwise integers.
+    """
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -345,13 +354,14 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _masked(checksum: int) -> int:
-    """Return a checksum in the form stored by LevelDB ("masked"), which allows checksums of data
-    that itself contains checksums."""
+    """Return a checksum in the form stored by LevelDB ("masked"), which is safe for data that
+    itself contains checksums.
+    """
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """Return CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
+    """Return the CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
 
     The checksum is linear over GF(2). The bytes are treated as rows of `_LANES` words. Each row is
     advanced past the rows that follow it, and all rows are xored: the resulting row has the same
@@ -372,7 +382,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
         for row in rows:
             lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
-            # Copied, since offsets in the data file need not be multiples of 4.
+            # Copied, because offsets in the data file need not be multiples of 4.
             lanes ^= np.frombuffer(row.tobytes(), "<u4")
         body, state = lanes.astype("<u4").view(np.uint8), 0
     table = _byte_table()
@@ -383,8 +393,9 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """Return the CRC table, which contains the change of the checksum for each of the 256 values of
-    a byte."""
+    """Return the CRC table, which contains the change of the checksum for each of the 256 byte
+    values.
+    """
     table = list(range(256))
     for _ in range(8):
         table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]

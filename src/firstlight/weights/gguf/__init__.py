@@ -1,1 +1,1 @@
-"""GGUF files, the format of llama.cpp: reading and writing models and their tokenizers."""
+"""GGUF files, the format of llama.cpp: read and write models and their tokenizers."""

@@ -1,5 +1,5 @@
-"""Metadata of a GGUF file: conversion of a model's shape and settings from and to config.json,
-and checks that refuse models which llama.cpp does not compute (`supported_model`).
+"""Metadata of a GGUF file: convert a model's shape and settings from and to config.json, and reject
+models that llama.cpp would compute differently (`supported_model`).
 
 `add_model` writes the entries and `config_of` reads them. The tokenizer's entries are written by
 `writer`.
@@ -32,7 +32,7 @@ from firstlight.weights.huggingface import config_from_hf, sampling_settings
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-#: Keys of config.json without a GGUF key; their values are kept in the entry `KEPT`.
+#: Keys of config.json for which GGUF has no key; their values are stored in the entry `KEPT`.
 KEPT_KEYS = (
     "model_type",
     "activation_function",
@@ -50,7 +50,8 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
-#: GGUF keys for sizes that all families have, without the architecture prefix -> firstlight's keys.
+#: firstlight's key for each GGUF key (without the architecture prefix) of a size that all families
+#: have.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -59,15 +60,15 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 
-#: GGUF tensor with Llama 3's frequency divisors.
+#: GGUF tensor that contains Llama 3's frequency divisors.
 ROPE_FACTORS = "rope_freqs.weight"
-#: GGUF tensors with LongRoPE's frequency divisors.
+#: GGUF tensors that contain LongRoPE's frequency divisors.
 ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
-#: GGUF entry specific to firstlight: a JSON object with settings that have no GGUF key.
+#: GGUF entry specific to firstlight: a JSON object with settings for which GGUF has no key.
 KEPT = "firstlight.config"
 
-#: Sampling settings of generation_config.json -> GGUF's keys.
+#: GGUF key for each sampling setting of generation_config.json.
 _SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
@@ -78,23 +79,23 @@ _SAMPLING = {
 #: GGUF keys for tokens that end a generation: the tokenizer's end-of-text token and two others.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
-#: Shapes of the tensors in a file by name, outermost dimension first.
+#: Shapes of the tensors in a file, keyed by name, outermost dimension first.
 Shapes = Mapping[str, tuple[int, ...]]
 
-#: Minimum number of tensors in a layer of any family.
+#: Minimum number of tensors per layer in any family.
 _LAYER_TENSORS = 5
 
 #: Value of expert_gating_func for sigmoid scores (llama.cpp's `llama_expert_gating_func_type`).
 _SIGMOID = 2
 
-#: Rotary settings that all published Llama 3.1, 3.2 and 3.3 models have.
+#: Rotary settings shared by all published Llama 3.1, 3.2 and 3.3 models.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 
-#: model_type of Hugging Face's config.json -> general.architecture
+#: general.architecture for each model_type of Hugging Face's config.json.
 ARCHITECTURES = {
     name: family.spec.gguf.architecture
     for name, family in FAMILIES.items()
@@ -110,8 +111,8 @@ def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None
 
     Args:
         writer: the writer of the GGUF file.
-        config: Hugging Face's config.json as an object.
-        model: its model, from `supported_model`.
+        config: content of Hugging Face's config.json.
+        model: the corresponding model config, from `supported_model`.
     """
     family = model.family
     writer.add_type("model")
@@ -165,7 +166,8 @@ def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Build generation_config.json from a file's metadata: sampling settings and the tokens that
-    end a text."""
+    end a text.
+    """
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
         value = metadata.get(key)
@@ -182,7 +184,9 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:
     """Return (heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches
-    one head: the KV latent and the key's rotated part as the key, the KV latent as the value."""
+    a single head: the key consists of the KV latent and the key's rotated part, and the value is
+    the KV latent.
+    """
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
         return 1, rank + model.rotary_dim, rank
@@ -190,8 +194,9 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
-    """Add the entries for the rescaling of rotary positions. Return the settings as an entry for
-    firstlight.config if GGUF's entries can't represent all of them."""
+    """Add the entries for the rescaling of rotary positions. If GGUF's entries can't represent all
+    settings, return the settings as an entry for firstlight.config.
+    """
     import gguf
 
     scaling = model.rope_scaling
@@ -220,9 +225,9 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 def _yarn_factors(model: Any) -> tuple[float, float]:
     """Return YaRN's parameters for llama.cpp: (attn_factor, m).
 
-    attn_factor is the factor for cos and sin. If m is 0, llama.cpp multiplies it by YaRN's default
-    magnitude. m is a factor for DeepSeek's attention scores: llama.cpp multiplies the scores by the
-    square of attn_factor and the square of 1 + 0.1 m ln(factor).
+    attn_factor is the factor for cos and sin. If m is 0, llama.cpp multiplies attn_factor by YaRN's
+    default magnitude. m is a factor for DeepSeek's attention scores: llama.cpp multiplies the
+    scores by the square of attn_factor and the square of 1 + 0.1 m ln(factor).
     """
     rope = model.rope_scaling
     wanted, own = rope_magnitude(rope, model.max_position_embeddings), yarn_magnitude(rope.factor)
@@ -234,8 +239,9 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], by GGUF name.
-    Empty for kinds other than "llama3" and "longrope"."""
+    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], keyed by GGUF
+    name. Empty for kinds other than "llama3" and "longrope".
+    """
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
         return {
@@ -248,7 +254,7 @@ def rope_factors(model: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
-    """Return the divisors of the frequencies in llama.cpp, fp32 [rotary_dim / 2].
+    """Return llama.cpp's divisors of the frequencies, fp32 [rotary_dim / 2].
 
     Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
     """
@@ -261,7 +267,9 @@ def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor
 
 
 def _add_latent(writer: GGUFWriter, model: Any) -> None:
-    """Add the entries for latent attention's heads and for the routing of tokens to experts."""
+    """Add the entries for the heads of latent attention and for the routing of tokens to
+    experts.
+    """
     from gguf import ExpertGatingFuncType
 
     writer.add_key_length_mla(model.head_dim)
@@ -273,7 +281,7 @@ def _add_latent(writer: GGUFWriter, model: Any) -> None:
 
 
 def _add_windows(writer: GGUFWriter, model: Any) -> None:
-    """Add the entries for the sliding window and for the rotary base of layers that have it."""
+    """Add the entries for the sliding window and for the rotary base of layers that use it."""
     window, spec = model.sliding_window, model.family.gguf
     if window is None and spec.needs_window:
         # llama.cpp requires a window for this family, so use one that covers the full context.
@@ -292,22 +300,25 @@ class _Values:
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return an integer. Any other value, such as a list with one integer per layer, raises a
-        ModelError."""
+        """Return an integer. Raise a ModelError for any other value, such as a list with one
+        integer per layer.
+        """
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not an integer")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a finite float, rounded to the decimal precision of fp32, its format in GGUF."""
+        """Return a finite float, rounded to the decimal precision of fp32, which is GGUF's format
+        for floats.
+        """
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
             raise ModelError(f"{self.architecture}.{key} is {value!r}, not a number")
         return float(str(np.float32(value)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the unchecked value."""
+        """Return the value without checking it."""
         return self._metadata.get(f"{self.architecture}.{key}", default)
 
 
@@ -317,12 +328,12 @@ def config_of(
     """Build Hugging Face's config.json for a GGUF file.
 
     Args:
-        metadata: the file's entries.
-        stored: shapes of the file's tensors, without those in `factors`.
-        factors: the file's tensors with divisors of the rotary frequencies, by name.
+        metadata: entries of the file.
+        stored: shapes of the file's tensors, except those in `factors`.
+        factors: the file's tensors with divisors of the rotary frequencies, keyed by name.
 
     Raises:
-        ModelError: the file is damaged, or its model's family or settings are not supported.
+        ModelError: the file is damaged, or the model's family or settings are not supported.
     """
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES.values():
@@ -360,7 +371,9 @@ def config_of(
 
 
 def _kept(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Return the JSON object in firstlight.config; empty for files of other programs."""
+    """Return the JSON object stored in firstlight.config, or {} if firstlight did not write the
+    file.
+    """
     try:
         kept = json.loads(metadata.get(KEPT, "{}"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -387,8 +400,9 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """Return the config of a family with rotary positions, under firstlight's keys, without the
-    rotary settings."""
+    """Return the config of a family with rotary positions, with firstlight's keys, without the
+    rotary settings.
+    """
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     head_dim = values.whole("attention.key_length", hidden // max(heads, 1))
@@ -400,7 +414,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
     is_whole = rotary_dim == head_dim or "partial_rotary_factor" in family.own_keys
     value_dim = values.whole("attention.value_length", head_dim)
     if is_latent:
-        # llama.cpp's key length is that of the KV latent plus the rotated part; Hugging Face's
+        # llama.cpp's key length includes both the KV latent and the rotated part; Hugging Face's
         # head_dim is only the rotated part.
         head_dim = rotary_dim
     elif value_dim != head_dim or not is_whole:
@@ -417,7 +431,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # None is also written, since Mistral's default is a window.
+        # None is written as well, because Mistral's default is a window.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -445,8 +459,9 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
 
 
 def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
-    """Return the config entries of DeepSeek's latent attention and of its routing of tokens to
-    experts."""
+    """Return the config entries for DeepSeek's latent attention and for its routing of tokens to
+    experts.
+    """
     return {
         "qk_nope_head_dim": values.whole("attention.key_length_mla") - rotary_dim,
         "qk_rope_head_dim": rotary_dim,
@@ -457,7 +472,7 @@ def _latent_config(values: _Values, rotary_dim: int) -> dict[str, Any]:
 
 
 def _linear_config(values: _Values) -> dict[str, Any]:
-    """Return the config entries of Qwen3-Next's linear attention."""
+    """Return the config entries for Qwen3-Next's linear attention."""
     layers, kinds = values.whole("block_count"), values.get("attention.recurrent_layers")
     if not isinstance(kinds, list):
         period = max(values.whole("full_attention_interval", 4), 1)
@@ -474,8 +489,9 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config entries of families whose layers differ from Llama's, or from each
-    other."""
+    """Return the config entries for families whose layers differ from Llama's or from each
+    other.
+    """
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
         wide = config["num_hidden_layers"] == family.gguf.wide_scale_layers
@@ -505,7 +521,8 @@ def _families_of(architecture: str) -> list[str]:
 def _family_of(values: _Values, experts: int, window: int) -> str:
     """Return the `model_type` of the architecture's first family that supports the file's gating
     function, number of experts and window (0 means none). If none supports the experts and window,
-    return the first with the gating function."""
+    return the first family with the gating function.
+    """
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
     named = [n for n, form in forms.items() if form.layer != "latent" or form.gating == gating]
@@ -521,12 +538,12 @@ def _family_of(values: _Values, experts: int, window: int) -> str:
 def _expert_config(
     values: _Values, stored: Shapes, names: ExpertNames | None, experts: int
 ) -> dict[str, Any]:
-    """Return the config entries of a mixture of experts."""
+    """Return the config entries for a mixture of experts."""
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
     # `tensor_rules` yields tensors per expert, so check the number of experts first. Each expert
-    # has three matrices with at least one number each.
+    # has three matrices with at least one element each.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
         raise ModelError(f"the file is damaged: its routers do not have {experts} experts")
@@ -550,7 +567,9 @@ def _rope_config(
     factors: Mapping[str, Tensor],
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config entries of rotary positions, under the keys of transformers 5 and 4."""
+    """Return the config entries for rotary positions, with the keys of both transformers 5 and
+    4.
+    """
     family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
     theta = values.real("rope.freq_base", 10_000.0)
     kind = values.get("rope.scaling.type", "none")
@@ -582,8 +601,9 @@ def _rope_config(
 
 
 def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return LongRoPE's settings: `known` (from firstlight.config), or else from the file's
-    entries."""
+    """Return LongRoPE's settings: `known` (from firstlight.config) or, if it is missing, the
+    settings in the file's entries.
+    """
     if isinstance(known, dict):
         return {**known, "rope_type": "longrope"}
     return {
@@ -596,7 +616,9 @@ def _longrope_scaling(values: _Values, known: Any, factors: Mapping[str, Tensor]
 
 
 def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
-    """Return YaRN's settings: `known` (from firstlight.config), or else from the file's entries."""
+    """Return YaRN's settings: `known` (from firstlight.config) or, if it is missing, the settings
+    in the file's entries.
+    """
     if isinstance(known, dict):
         return {**known, "rope_type": "yarn"}
     factor = values.real("rope.scaling.factor")
@@ -620,8 +642,9 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
 
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
-    """Return Llama 3's rotary settings: `known` (from firstlight.config), or else `_LLAMA3`. They
-    must result in the file's frequency divisors, `factors`, fp32 [rotary_dim / 2]."""
+    """Return Llama 3's rotary settings: `known` (from firstlight.config) or, if it is missing,
+    `_LLAMA3`. They must result in the file's frequency divisors, `factors`, fp32 [rotary_dim / 2].
+    """
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
     model: Any = config_from_hf({"model_type": "llama", "rope_scaling": scaling}, "the file")
@@ -656,8 +679,8 @@ def supported_model(config: Mapping[str, Any]) -> Any:
                 f"llama.cpp does not support {model_type} with {key} {value!r}: GGUF requires "
                 f"{values[0]!r}"
             )
-    # Derived keys are computed from other keys, and the config classes of some families do not have
-    # them.
+    # Derived keys are computed from other keys, and the config classes of some families do not
+    # accept them.
     model = config_from_hf(
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
@@ -685,14 +708,14 @@ def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:
-    """Refuse settings for which llama.cpp computes a different result.
+    """Raise an error for settings for which llama.cpp computes a different result.
 
     Args:
-        family: facts of the family.
+        family: specification of the family.
         model: the model's config.
 
     Raises:
-        ModelError: there is such a setting; the message names it.
+        ModelError: the model has such a setting; the message names it.
     """
     rope = getattr(model, "rope_scaling", None)
     kind = "default" if rope is None else rope.rope_type

@@ -1,7 +1,7 @@
-"""Reader for GGUF files, which returns a Hugging Face config and tensors.
+"""Read GGUF files as a Hugging Face config and tensors.
 
 All quantised formats that the gguf package can dequantise are supported. Every length is checked
-against the file's size before it is used, so a damaged file causes an error and can't make the
+against the file's size before it is used, so a damaged file causes an error but can't make the
 reader hang or use up all memory. Format: ggml-org/ggml `docs/gguf.md`.
 """
 
@@ -44,15 +44,15 @@ _VERSIONS = (2, 3)
 _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
 #: Ids of GGUF's value types "string" and "array".
 _STRING, _ARRAY = 8, 9
-#: Ids of GGUF's scalar value types -> format characters of `struct`.
+#: `struct` format character for each id of GGUF's scalar value types.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 #: Maximum number of values in a file's metadata. Each takes about 100 bytes of memory; a vocabulary
 #: of 262,144 tokens with its merges has 1.3 million.
 _MOST_VALUES = 2_000_000
-#: Maximum number of tensors in a file. Models have up to 3,000, since their experts are stacked.
+#: Maximum number of tensors in a file. Models have up to 3,000, because their experts are stacked.
 _MOST_TENSORS = 20_000
-#: Maximum position in the file for metadata; a vocabulary of 262,144 tokens with its merges takes
-#: 10 MB. The file size is not a sufficient limit, because a sparse file can have any size without
+#: Maximum position of metadata in a file; a vocabulary of 262,144 tokens with its merges takes 10
+#: MB. The file size is not a sufficient limit, because a sparse file can have any size without
 #: taking disk space.
 _MOST_METADATA_BYTES = 1 << 28
 #: Maximum number of rotary factors; there is one for every two elements of a head.
@@ -61,13 +61,13 @@ _MOST_FACTORS = 1 << 16
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """The content of a GGUF file.
+    """Content of a GGUF file.
 
     Attributes:
-        config: Hugging Face's config.json as an object.
-        tensors: fp32 tensors by their Hugging Face names, without a tied head.
-        metadata: the file's other entries.
-        path: the file, for messages.
+        config: content of Hugging Face's config.json.
+        tensors: fp32 tensors, keyed by Hugging Face name, without a tied head.
+        metadata: all other entries of the file.
+        path: path of the file, for messages.
     """
 
     config: dict[str, Any]
@@ -77,11 +77,11 @@ class GGUFModel:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """The content of generation_config.json."""
+        """Content of generation_config.json."""
         return generation_of(self.metadata)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Build the file's tokenizer; return None if there is none.
+        """Build the tokenizer stored in the file, or return None if there is none.
 
         Raises:
             TokenizerError: the vocabulary is damaged, or its kind is not supported.
@@ -132,9 +132,9 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the Hugging Face folder of a GGUF file's model in this machine's cache.
+    """Return the Hugging Face folder for a GGUF file's model in this machine's cache.
 
-    It is written in fp32 when the file is opened for the first time or has changed.
+    The folder is written in fp32 when the file is opened for the first time or has changed.
 
     Raises:
         ModelError, TokenizerError, MissingDependencyError: see `read_gguf` and
@@ -142,7 +142,7 @@ def gguf_folder(path: Path) -> Path:
         StorageError: the cache can't be written.
     """
     stat, parent = path.stat(), cache_folder() / "gguf"
-    # Size and modification time may be unchanged after another file is unpacked from an archive.
+    # Unpacking a different file from an archive may leave size and modification time unchanged.
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     place, version = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -191,11 +191,11 @@ class GGUFTensor:
 
 
 class GGUFParser:
-    """Reads a little-endian GGUF file of `size` bytes, open for reading at its beginning.
+    """Parser for a little-endian GGUF file of `size` bytes, opened for reading at its beginning.
 
     Raises:
-        ModelError: raised by every method: the file is damaged, cut short or not supported.
-        UnicodeDecodeError: raised by `parse`: a text is not UTF-8.
+        ModelError: raised by every method if the file is damaged, truncated or not supported.
+        UnicodeDecodeError: raised by `parse` if a text is not UTF-8.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -203,8 +203,9 @@ class GGUFParser:
         self._position = self._values = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-        """Parse the header; return the metadata, the tensors' entries by name, and the position of
-        the data section."""
+        """Parse the header. Return the metadata, the entries of the tensors, keyed by name, and the
+        position of the data section.
+        """
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
         version = self._number("I")
@@ -233,10 +234,11 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Refuse overlapping tensors, with which a small file could use unlimited memory.
+        """Raise an error for overlapping tensors, with which a small file could use unlimited
+        memory.
 
         Raises:
-            ModelError: the tensors are larger in total than the file.
+            ModelError: the total size of the tensors exceeds the size of the file.
         """
         total = sum(
             math.prod(one.shape[:-1]) * self._kind_of(name, one)[1] for name, one in stored.items()
@@ -261,11 +263,11 @@ class GGUFParser:
         return kind, stored.shape[-1] // block * block_bytes
 
     def tensor(self, name: str, stored: GGUFTensor, data_start: int) -> Tensor:
-        """Read a tensor and dequantise it to fp32, with the shape `stored.shape`.
+        """Read a tensor and dequantise it to fp32, with shape `stored.shape`.
 
         Args:
-            name: the tensor's name, for messages.
-            stored: the tensor's entry.
+            name: name of the tensor, for messages.
+            stored: entry of the tensor.
             data_start: position of the data section, from `parse`.
         """
         gguf = import_gguf()
@@ -291,7 +293,7 @@ class GGUFParser:
         return self._file.read(count)
 
     def _count(self, values: int) -> None:
-        """Count metadata values before they are read, and refuse too many."""
+        """Count metadata values before they are read; raise an error if there are too many."""
         self._values += values
         if self._values > _MOST_VALUES:
             raise ModelError(

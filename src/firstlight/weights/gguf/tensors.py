@@ -1,7 +1,7 @@
-"""Mapping between the tensors of a GGUF file and Hugging Face tensors.
+"""Map the tensors of a GGUF file to Hugging Face tensors and back.
 
 `writer` applies the rules from `tensor_rules`, and `reader` reverses them. Names and layouts are
-those that llama.cpp loads (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
+those expected by llama.cpp (ggml-org/llama.cpp `convert_hf_to_gguf.py`). In the functions below,
 `theirs` is a prefix of GGUF names and `ours` a prefix of Hugging Face names.
 """
 
@@ -35,8 +35,9 @@ class TensorRule:
 
     Attributes:
         gguf: name in the file.
-        sources: Hugging Face names; several (such as all experts) are stacked in this order.
-        shape: shape of each source.
+        sources: Hugging Face names; if there are several (such as all experts), they are stacked in
+            this order.
+        shape: shape of each source tensor.
         change: transformation from source to file:
 
             - "none", or "transposed" in the last two dimensions;
@@ -50,7 +51,7 @@ class TensorRule:
         stacked: True if the file's tensor has a first dimension for the sources.
         taken: indices of the slices of the source that the file's tensor contains; () means all.
         axis: dimension of the source that `taken` indexes.
-        dropped: dimension of size 1 that the file's tensor omits; None if there is none.
+        dropped: dimension of size 1 that the file's tensor omits, or None.
     """
 
     gguf: str
@@ -91,8 +92,9 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """Convert a source tensor of shape `shape` to the file's layout (one of several if
-        `stacked`)."""
+        """Convert a source tensor of shape `shape` to the file's layout (one of several sources if
+        `stacked`).
+        """
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
         if self.change == "transposed":
@@ -122,7 +124,7 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """Invert `to_gguf`; return the source or its slices `taken`."""
+        """Invert `to_gguf`. Return the source or its slices `taken`."""
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -161,7 +163,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of layer number `layer`, counted from 0."""
+    """Yield the tensors of layer number `layer`, which is zero-based."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)
@@ -276,7 +278,7 @@ def _attention_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]
 def _head_norm_rules(
     model: Any, theirs: str, ours: str, letter: str, *, heads: int
 ) -> Iterator[TensorRule]:
-    """Yield the norm of queries or keys, if the model has one."""
+    """Yield the norm of the queries or keys, if the model has one."""
     D = model.head_dim
     if model.qk_norm == "own":
         names = tuple(f"{ours}{letter}_layernorm.norms.{head}.weight" for head in range(heads))
@@ -320,8 +322,9 @@ def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of multi-head latent attention; kv_b_proj, with the rows of each head's key
-    and value, is split in two. H heads; L and Q are the ranks of the KV and query latents."""
+    """Yield the tensors of multi-head latent attention. kv_b_proj, whose rows belong to each head's
+    key and value, is split in two. H heads; L and Q are the ranks of the KV and query latents.
+    """
     C = model.hidden_size
     H = model.num_attention_heads
     L = model.kv_lora_rank
@@ -342,7 +345,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
     rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
     shape = (rows.numel(), L)
-    # llama.cpp multiplies queries by the key matrices, which it needs transposed.
+    # llama.cpp multiplies queries by the key matrices, for which it needs them transposed.
     split: tuple[tuple[str, Tensor, Change], ...] = (
         ("attn_k_b", rows[:, :keys], "by_head_transposed"),
         ("attn_v_b", rows[:, keys:], "by_head"),
@@ -353,7 +356,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
 
 
 def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Iterator[TensorRule]:
-    """Yield a layer's routed experts and its shared experts, which form one MLP."""
+    """Yield a layer's routed experts and its shared experts, which form a single MLP."""
     if model.family.experts is not None:
         yield from _expert_rules(model, model.family.experts, theirs, ours)
     C = model.hidden_size
@@ -370,8 +373,9 @@ def _shared_expert_rules(model: Any, theirs: str, ours: str, shared: str) -> Ite
 
 
 def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield gpt-oss' router and experts. The columns of Hugging Face's gate_up_proj alternate
-    between the gate's and the up projection's."""
+    """Yield the router and experts of gpt-oss. The columns of Hugging Face's gate_up_proj alternate
+    between the gate and the up projection.
+    """
     C = model.hidden_size
     F = model.intermediate_size
     E = model.num_experts
@@ -390,9 +394,10 @@ def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorR
 
 
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of Qwen3-Next's linear attention. Rows of in_proj_qkvz, which has queries,
-    keys, values and gates of each key head, are split into all q, k, v, and all gates. G key heads
-    of size D, H value heads of size E."""
+    """Yield the tensors of Qwen3-Next's linear attention. The rows of in_proj_qkvz, which contain
+    queries, keys, values and gates per key head, are split into all q, k and v, and all gates. G
+    key heads of size D, H value heads of size E.
+    """
     C = model.hidden_size
     G = model.linear_num_key_heads
     H = model.linear_num_value_heads

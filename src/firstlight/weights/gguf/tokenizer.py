@@ -1,8 +1,8 @@
 """Tokenizers in GGUF files: `describe_tokenizer` converts a tokenizer to llama.cpp's metadata, and
-`read_tokenizer` builds one from it.
+`read_tokenizer` builds a tokenizer from it.
 
 llama.cpp identifies the patterns that split texts by name (`PRE_TOKENIZERS`), and a file contains
-only the name, so a tokenizer with other patterns can't be written.
+only the name. A tokenizer with any other patterns therefore can't be written.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_sh
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns with which llama.cpp splits texts into pieces, which are merged separately.
+    """Patterns with which llama.cpp splits texts into pieces that are merged separately.
 
     Attributes:
         names: values of tokenizer.ggml.pre, separated by spaces; the first one is written.
-        patterns: regular expressions in the form returned by `_canonical`. Each splits the pieces
-            of the previous one; text between two matches is also a piece.
-        whole_pieces: True if a piece that is a token is used without merging, like `ignore_merges`
-            in Hugging Face's BPE.
-        adds_bos: True if "bos" begins a text unless the file specifies otherwise.
-        note: description of texts for which llama.cpp's form of the patterns gives different ids;
-            None if there are none.
+        patterns: regular expressions in the form returned by `_canonical`. Each pattern splits the
+            pieces of the previous one; text between two matches is also a piece.
+        whole_pieces: True if a piece that is itself a token is used without merging, like
+            `ignore_merges` in Hugging Face's BPE.
+        adds_bos: True if texts begin with "bos" unless the file specifies otherwise.
+        note: description of texts for which llama.cpp's form of the patterns gives different ids,
+            or None.
     """
 
     names: str
@@ -167,7 +167,7 @@ PRE_TOKENIZERS = (
     PreTokenizer("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")),
     PreTokenizer("default", (r"[\p{P}\$\+<=>\^~\|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")),
 )
-#: Equivalent forms of parts of these patterns -> the form used above.
+#: Equivalent forms of parts of these patterns, mapped to the form used above.
 _SPELLINGS = {
     "\r": r"\r",
     "\n": r"\n",
@@ -199,23 +199,22 @@ _NO_SPLIT = {
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFTokenizer:
-    """Tokenizer metadata of a GGUF file.
+    """Tokenizer metadata in a GGUF file.
 
     Attributes:
         model: tokenizer.ggml.model, "gpt2" or "llama".
         pre: tokenizer.ggml.pre.
-        tokens: every token, by id.
-        types: tokenizer.ggml.token_type of every token, by id.
-        scores: score of every token, by id; None for "gpt2". llama.cpp first merges the two
+        tokens: all tokens, in id order.
+        types: tokenizer.ggml.token_type of all tokens, in id order.
+        scores: score of all tokens, in id order, or None for "gpt2". llama.cpp first merges the two
             neighbours whose combined token has the highest score.
-        merges: merges in order, each "left right"; None for "llama".
+        merges: merges in order, each "left right", or None for "llama".
         special_ids: ids of "bos" and "eos", the tokens that begin and end a document, and, if they
-            exist, of "unknown", "padding", and "eot" and "eom", additional tokens that end a
-            generation.
+            exist, of "unknown", "padding", "eot" and "eom"; the last two also end a generation.
         add_bos: True if a prompt begins with "bos".
         add_space_prefix: True if a space is added before a text.
-        chat_template: the Jinja chat template; None if there is none.
-        notes: cases in which llama.cpp's ids differ, for the user.
+        chat_template: the Jinja chat template, or None.
+        notes: messages to the user about cases in which llama.cpp's ids differ.
     """
 
     model: str
@@ -234,9 +233,9 @@ class GGUFTokenizer:
 def describe_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()
 ) -> GGUFTokenizer:
-    """Describe a tokenizer for a model with `vocab_size` embedding rows, as one of the two kinds
-    for which llama.cpp gives the same ids. Of `ends`, the tokens that end a generation, GGUF can
-    store two in addition to the end-of-text token.
+    """Describe a tokenizer for a model with `vocab_size` embedding rows as one of the two kinds for
+    which llama.cpp gives the same ids. Besides the end-of-text token, GGUF can store two of `ends`,
+    the tokens that end a generation.
 
     - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's kind "gpt2": tokens, merges, and
       the name of the pattern that splits texts into pieces.
@@ -309,7 +308,7 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Return the texts of all tokens by id, with `[PAD<id>]` for ids without a token."""
+    """Return the texts of all tokens in id order, with `[PAD<id>]` for ids without a token."""
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
@@ -322,7 +321,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
 def _types(
     tokens: Sequence[str], added: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return tokenizer.ggml.token_type of every token, by id."""
+    """Return tokenizer.ggml.token_type of all tokens, in id order."""
 
     def kind(token: str) -> int:
         if token == model.get("unk_token"):
@@ -345,11 +344,11 @@ def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _split_name(state: Mapping[str, Any], added: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return tokenizer.ggml.pre of a byte-level BPE tokenizer, and notes for the user.
+    """Return tokenizer.ggml.pre for a byte-level BPE tokenizer, and notes for the user.
 
     Args:
         state: content of tokenizer.json.
-        added: added tokens by text.
+        added: added tokens, keyed by text.
 
     Raises:
         TokenizerError: llama.cpp would split or merge texts differently.
@@ -388,8 +387,8 @@ def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
     patterns = []
     for step in splits:
         pattern = _canonical(str(step.get("pattern", {}).get("Regex", "")))
-        # Patterns with this ending match every text without gaps. Tokenizers made from tiktoken's
-        # files remove the text between matches, which in this case removes nothing.
+        # Patterns with this ending match every text without gaps. Tokenizers created from
+        # tiktoken's files remove the text between matches, but in this case there is none.
         mode = step.get("behavior"), step.get("invert")
         kept = mode == ("Isolated", False) or (
             mode == ("Removed", True) and pattern.endswith(r"|\s+(?!\S)|\s+")
@@ -411,8 +410,9 @@ def _canonical(pattern: str) -> str:
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Refuse a vocabulary with a token that can't be reached by merging its text. Its id would
-    depend on `ignore_merges`, which this tokenizer and llama.cpp handle differently."""
+    """Reject a vocabulary with a token that can't be reached by merging its text. Its id would
+    depend on `ignore_merges`, which this tokenizer and llama.cpp handle differently.
+    """
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
         if token not in added and len(bpe.tokenize(token)) != 1:
@@ -424,7 +424,7 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
     user).
 
     Raises:
-        TokenizerError: the tokenizer handles spaces differently than Llama 2's.
+        TokenizerError: the tokenizer handles spaces differently from Llama 2's tokenizer.
     """
     normalizer, splitter = state.get("normalizer"), state.get("pre_tokenizer")
     steps = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
@@ -447,8 +447,8 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
 def _scores(
     tokens: Sequence[str], types: Sequence[int], model: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Return a score for each token, by id, such that llama.cpp merges in the order of the BPE's
-    merges.
+    """Return a score for each token, in id order, such that llama.cpp merges in the same order as
+    the BPE.
 
     llama.cpp joins any two neighbours whose combined text is a token, starting with the highest
     score and, among equal scores, the leftmost pair. This gives the same ids as the BPE under two
@@ -458,10 +458,9 @@ def _scores(
     - all merges into the same token are adjacent in the list of merges.
 
     The score of a token is then minus the rank of its first merge. Tokens that consist only of
-    spaces are exempt from the second condition (Llama 2's merges of spaces are interleaved): those
+    spaces are exempt from the second condition (Llama 2's merges of spaces are interleaved): tokens
     whose merges overlap share a score. Both algorithms extract user-defined tokens from a text
-    before merging, except that the BPE merges runs of spaces, so the merges for these must come
-    first.
+    before merging, except that the BPE merges runs of spaces, so their merges must come first.
 
     Raises:
         TokenizerError: a condition is not met, or a byte token is missing.
@@ -501,18 +500,18 @@ def _scores(
 
 # Reading
 
-#: `[PAD<id>]`, which represents an id without a token.
+#: `[PAD<id>]`, which stands for an id without a token.
 _UNUSED_TOKEN = re.compile(r"\[PAD(\d+)\]")
-#: llama.cpp's default ids for the kind "llama" if a file does not specify them.
+#: llama.cpp's default ids for the kind "llama", used if a file does not specify them.
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """Build the tokenizer in a GGUF file's metadata, which gives the same ids as llama.cpp. Return
-    None if there is none.
+    """Build a tokenizer from a GGUF file's metadata that gives the same ids as llama.cpp. Return
+    None if the file does not contain one.
 
     Raises:
-        TokenizerError: the vocabulary is damaged, or of a kind that is not supported.
+        TokenizerError: the vocabulary is damaged, or its kind is not supported.
     """
     values = {
         key.removeprefix("tokenizer.ggml."): value
@@ -583,11 +582,11 @@ def _is_used(token: Any, index: int) -> bool:
 def _byte_level(
     values: Mapping[str, Any], vocabulary: dict[str, int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Build byte-level BPE for the kind "gpt2"; also return True if "bos" begins a text by default.
+    """Build byte-level BPE for the kind "gpt2". Also return True if "bos" begins a text by default.
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
-        vocabulary: ids by token.
+        vocabulary: ids, keyed by token.
     """
     pre, merges = values.get("pre", "default"), values.get("merges")
     split = next((one for one in PRE_TOKENIZERS if pre in one.names.split()), None)
@@ -597,7 +596,7 @@ def _byte_level(
             f"{', '.join(one.names.split()[0] for one in PRE_TOKENIZERS)})"
         )
     try:
-        # Search from the second character, since a token may begin with a space.
+        # Search from the second character, because a token may begin with a space.
         cuts = [(merge, merge.index(" ", 1)) for merge in merges or ()]
         bpe = models.BPE(
             vocab=vocabulary,
@@ -626,8 +625,8 @@ def _pieces(
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
-        types: tokenizer.ggml.token_type of every token, by id.
-        vocabulary: ids by token.
+        types: tokenizer.ggml.token_type of all tokens, in id order.
+        vocabulary: ids, keyed by token.
         named: texts of the tokens "bos", "eos", "unknown" and "padding", if they exist.
     """
     scores: Any = values.get("scores")

@@ -1,4 +1,4 @@
-"""Writer for GGUF files, the format of llama.cpp and programs based on it.
+"""Write GGUF files, the format of llama.cpp and programs based on it.
 
 Parts of the file, in order:
 
@@ -54,14 +54,15 @@ def write_gguf(
     name: str = "",
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write a model as one GGUF file. The memory needed is about twice that of its largest tensor.
+    """Write a model as a single GGUF file. This needs about twice the memory of the model's largest
+    tensor.
 
     Args:
-        path: the file; an existing file is replaced once the new one is complete.
-        config: Hugging Face's config.json as an object.
-        tensors: tensors by their Hugging Face names; a tied head may be absent. Each tensor is
+        path: path of the file; an existing file is replaced once the new one is complete.
+        config: content of Hugging Face's config.json.
+        tensors: tensors, keyed by Hugging Face name; a tied head may be absent. Each tensor is
             looked up twice and not kept, so the mapping may read it from a file each time.
-        tokenizer: the tokenizer; None writes a file without a vocabulary.
+        tokenizer: tokenizer of the model; None writes a file without a vocabulary.
         dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
             f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
         name: name of the model for other programs (general.name).
@@ -69,12 +70,12 @@ def write_gguf(
             written.
 
     Raises:
-        ModelError: llama.cpp does not support the model (small differences are notes, see
-            `gguf_notes`); a tensor is missing, unexpected, not finite or has the wrong shape; or a
-            number is too large for the format.
+        ModelError: llama.cpp does not support the model (small differences are reported as notes,
+            see `gguf_notes`); a tensor is missing, unexpected, not finite or has the wrong shape;
+            or a number is too large for the format.
         TokenizerError: llama.cpp would give different ids than the tokenizer.
         MissingDependencyError: the package gguf is not installed.
-        StorageError: the file system refuses a write, for example because the disk is full.
+        StorageError: the file can't be written, for example because the disk is full.
     """
     gguf = import_gguf()
     model = supported_model(config)
@@ -112,7 +113,7 @@ def write_gguf(
 
 
 def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
-    """Return the model's name in a form with which llama.cpp can load the file.
+    """Return the model's name in a form that allows llama.cpp to load the file.
 
     If the name contains "phi3" or "phi-3", llama.cpp requires the special tokens of Phi-3's
     tokenizer. With any other tokenizer, the name is changed to "phi 3".
@@ -124,10 +125,10 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """Return the file up to the tensors' data: header, metadata, names and shapes of the
-    tensors."""
-    # The gguf package writes only to files that it opens itself, so its writer gets a buffer
-    # instead.
+    """Return the file content before the tensors' data: header, metadata, names and shapes of the
+    tensors.
+    """
+    # The gguf package writes only to files that it opens itself, so pass a buffer to its writer.
     import gguf
 
     memory = io.BytesIO()
@@ -143,7 +144,7 @@ def gguf_notes(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return notes for the user on small differences between llama.cpp's computation and the
+    """Return notes for the user about small differences between llama.cpp's computation and the
     model's.
 
     Raises:
@@ -204,10 +205,11 @@ def import_gguf() -> Any:
 
 
 def _check_head(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that contradict the config about whether the head is tied to the embedding.
+    """Raise an error if tensors contradict the config about whether the head is tied to the
+    embedding.
 
     Raises:
-        ModelError: the tensors contain such a contradiction or fault.
+        ModelError: there is such a contradiction.
     """
     family, tied = FAMILIES[model.model_type].model, model.tie_word_embeddings
     embedding, head = f"{family.embedding_name}.weight", family.head_file_name
@@ -221,16 +223,16 @@ def _check_head(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are missing, unexpected, not finite or have the wrong shape; the message
-    names them.
+    """Raise an error for tensors that are missing, unexpected, not finite or have the wrong shape;
+    the message names them.
 
     Args:
         model: the model's config.
-        rules: the tensors of the file.
-        tensors: the model's tensors by Hugging Face name.
+        rules: rules for the tensors of the file.
+        tensors: tensors of the model, keyed by Hugging Face name.
 
     Raises:
-        ModelError: the tensors contain such a contradiction or fault.
+        ModelError: there is such a tensor.
     """
     family = FAMILIES[model.model_type].model
     unused = family.head_file_name if model.tie_word_embeddings else None
@@ -290,7 +292,7 @@ def _add_tensor_info(
 ) -> None:
     import gguf
 
-    # A dtype other than uint8 tells gguf that `shape` counts numbers, not bytes.
+    # With a dtype other than uint8, gguf interprets `shape` as numbers of elements, not bytes.
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = int(np.prod(shape)) // block * block_bytes
     writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
@@ -302,8 +304,8 @@ def _encoded(
     """Yield the bytes of a tensor as one numpy array per source.
 
     Args:
-        rule: the tensor.
-        tensors: the model's tensors by Hugging Face name.
+        rule: rule for the tensor.
+        tensors: tensors of the model, keyed by Hugging Face name.
         kind: format of the tensor in the file.
 
     Raises:
@@ -314,7 +316,7 @@ def _encoded(
     formats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     for source in rule.sources:
         tensor = rule.to_gguf(tensors[source].detach().cpu())
-        # A block of q8_0 is int8 numbers up to 127 and one f16 scale.
+        # A q8_0 block consists of int8 numbers up to 127 and one f16 scale.
         packed = kind.name == "Q8_0"
         largest = tensor.abs().max() / 127 if packed else tensor.abs().max()
         if largest.to(torch.float16 if packed else formats[kind.name]).isinf():
