@@ -470,7 +470,7 @@ def test_gemm_help_lists_every_dtype_and_model(capsys: pytest.CaptureFixture[str
     gemm_command.main(["--help"], standalone_mode=False)
     text = "".join(capsys.readouterr().out.split())
     assert f"Numberformats:{','.join(DTYPES)}." in text
-    assert f"Modelwiththeshapes:{','.join(MODELS)}." in text
+    assert f"Modelthatdefinestheshapes:{','.join(MODELS)}." in text
 
 
 def test_gemm_command_line_starts_without_importing_torch() -> None:

@@ -334,6 +334,17 @@ def test_read_records_json_file_with_lines_or_one_list_in_an_object(
     assert len([record for record in read_records([source]) if record.error is None]) == size
 
 
+@pytest.mark.parametrize(
+    "record",
+    [{"instruction": "a", "output": "b", "role": "Gandalf"}, {"text": "a", "from": "wiki"}],
+)
+def test_read_records_list_with_role_field_yields_each_record(
+    tmp_path: Path, record: dict[str, str]
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([record] * 3))
+    assert len(list(read_records(find_records([tmp_path / "a.json"])))) == 3
+
+
 def test_prepare_chat_json_file_may_hold_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
     for number in range(3):
         (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
@@ -350,6 +361,7 @@ def test_prepare_chat_json_file_may_hold_one_record(tmp_path: Path, chatml: Toke
         ('[1, null, {"id": "a]", "messages": []}, "', "chat"),
         ('\ufeff[\n {"prompt": "a", "chosen": "b", "rejected": "c"},"', "preference"),
         ('[{"id": 1, "text": "', None),
+        ('[{"from": "wiki", "text": "', None),
         ('[{"messages": [{"role": "user", "content": "', "chat"),
         ('[{"body": {"messages": []}}, "', None),
         ('{"messages": [], "list": ["', "chat"),

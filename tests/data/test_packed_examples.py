@@ -257,7 +257,7 @@ def test_open_split_distinguishes_text_from_conversations(tmp_path: Path, data: 
     make_examples(tmp_path, [4, 5])
     with pytest.raises(DataError, match="contains conversations, not text"):
         TokenDataset(tmp_path, "train")
-    with pytest.raises(DataError, match="holds text, not conversations"):
+    with pytest.raises(DataError, match="contains text, not conversations"):
         ExampleDataset(data, "train")
     assert isinstance(open_split(tmp_path, "train"), ExampleDataset)
     assert not isinstance(open_split(data, "train"), ExampleDataset)

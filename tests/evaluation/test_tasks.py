@@ -694,7 +694,7 @@ def test_train_non_finite_weights_at_task_scoring_raise_training_error(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_numbers(*_: Any, **__: Any) -> None:
-        raise ModelError("the model's outputs are outputs are not finite")
+        raise ModelError("the model's outputs are not finite")
 
     monkeypatch.setattr("firstlight.evaluation.tasks.answer_items", no_numbers)
     recipe = with_tasks(recipe, file)

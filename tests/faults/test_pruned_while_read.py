@@ -98,7 +98,11 @@ def test_load_checkpoint_deleted_during_read_falls_back_to_newest(
     recipe["lora"] = {"rank": 2}
     going_run.beside(lambda: train(recipe, init_from=run))
     state = load_trainer_state(newest(tmp_path / "next"))
-    assert state["lora_base"] == {"name": str(newer), "sha256": base_identity(newer)}
+    assert state["lora_base"] == {
+        "name": str(newer),
+        "sha256": base_identity(newer),
+        "lora": None,
+    }
 
 
 def test_load_checkpoint_deleted_between_file_opens_falls_back_to_newest(
@@ -155,7 +159,7 @@ def test_load_named_checkpoint_deleted_during_read_raises(
     assert going_run.beside(lambda: main(["info", str(older)])) != 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"firstlight: error: {said}")
-    assert line.endswith(f"name {going_run.folder} for its newest checkpoint")
+    assert line.endswith(f"use {going_run.folder} for its newest checkpoint")
 
     shutil.copytree(going_run.copies[older], older)
     cooldown, trunk = cooldown_recipe(older, 3)

@@ -146,7 +146,7 @@ def test_chat_truncated_in_tool_call_keeps_its_text(calling: Direct) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_chat_with_forced_tool_is_one_call_of_it(choice: Any) -> None:
+def test_chat_with_forced_tool_returns_one_call_of_that_tool(choice: Any) -> None:
     pytest.importorskip("llguidance")
     app = new_direct(loaded=answering_model())
     try:
@@ -241,13 +241,14 @@ def test_chat_template_kwargs_and_reasoning_effort_are_template_variables(
 
 
 def test_chat_continue_final_message_omits_end_of_turn(calling: Direct) -> None:
-    said = "<|im_end|> a"
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
-    plain = prompt_of(calling, messages=messages, add_generation_prompt=False)
-    assert plain.endswith(f"{said}<|im_end|>")
-    for fields in ({}, {"add_generation_prompt": False}):
-        asked_for = {"messages": messages, "continue_final_message": True, **fields}
-        assert prompt_of(calling, **asked_for) == plain.removesuffix("<|im_end|>")
+    # Parts of the token after the message, too.
+    for said in ("<|im_end|> a", "<", "|", "d", "en"):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
+        plain = prompt_of(calling, messages=messages, add_generation_prompt=False)
+        assert plain.endswith(f"{said}<|im_end|>")
+        for fields in ({}, {"add_generation_prompt": False}):
+            asked_for = {"messages": messages, "continue_final_message": True, **fields}
+            assert prompt_of(calling, **asked_for) == plain.removesuffix("<|im_end|>")
     for changes, field in (
         ({"add_generation_prompt": True}, "add_generation_prompt"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),
