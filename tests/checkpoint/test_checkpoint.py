@@ -431,7 +431,7 @@ def test_trainer_state_not_an_object_raises_checkpoint_error(tmp_path: Path, sta
         load_checkpoint(folder)
 
 
-def test_checkpoint_copied_to_another_name_is_valid(tmp_path: Path) -> None:
+def test_checkpoint_copied_to_other_name_is_valid_but_not_newest(tmp_path: Path) -> None:
     """Somebody's copy of the best one."""
     (folder,) = save(tmp_path, 8)
     shutil.copytree(folder, tmp_path / "best")

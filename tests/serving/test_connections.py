@@ -103,7 +103,7 @@ def test_connection_with_missing_body_returns_408(server: Live, head: bytes) -> 
         require_error(connection, 408)
 
 
-def test_connection_with_slow_unneeded_body_is_answered(
+def test_connection_with_slow_unneeded_body_is_answered_and_closed(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.serving.server._LINGER_SECONDS", 0.2)

@@ -159,7 +159,7 @@ def test_plan_of_zero_steps_reports_no_steps(
     assert "the recipe's run: no steps" in capsys.readouterr().out
 
 
-def test_train_summary_reports_elapsed_time(
+def test_train_summary_reports_total_time_and_median_rates(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe["schedule"] = {"max_steps": 3}

@@ -491,7 +491,7 @@ def test_load_model_index_without_weight_map_is_rejected(
     assert "model.safetensors.index.json" in refusal(folder)
 
 
-def test_load_model_shard_missing_from_index_list_is_named(
+def test_load_model_shard_listed_in_index_but_missing_is_named(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(LLAMA)

@@ -279,7 +279,7 @@ def test_load_model_every_kind_of_damaged_tensor_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
-def test_load_model_wrongly_tied_head_is_ignored_or_rejected(
+def test_load_model_stored_tied_head_is_accepted_only_if_equal(
     mode: LoadingMode, tmp_path: Path
 ) -> None:
     model = some_model(CONFIGS["tied"])
