@@ -1,8 +1,8 @@
-"""Fine-tunes an existing model on conversations or texts: the plan, with adapters or all weights,
-and its run.
+"""Fine-tune an existing model on conversations or texts: plan the run, with adapters or all
+weights, and train.
 
 Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
-the run folder with the model's own tokenizer.
+the run folder with the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class TuningPlan(RunPlan):
     """The plan of a fine-tuning run.
 
     Attributes:
-        facts: the facts from which the settings are chosen.
-        template: name of the chat template and the reason for it; None for texts.
+        facts: facts from which the settings are chosen.
+        template: (name of the chat template, reason for it); None for texts.
         too_long: lines with the numbers of conversations that are longer than a row.
-        recipe: the recipe by which the method was chosen, with one sequence at a time.
+        recipe: recipe with which the method was chosen, with a micro-batch of one sequence.
     """
 
     facts: TuningFacts
@@ -101,7 +101,8 @@ class TuningPlan(RunPlan):
         return replace(self, choices=choose_tuning(self.facts, length, self.request.fixed))
 
     def with_memory(self) -> TuningPlan:
-        """The plan with the expected memory of the chosen micro-batch, halved until it fits."""
+        """Return the plan with a micro-batch size that fits in memory, halved as often as needed,
+        and with the estimated memory."""
         from firstlight.from_texts.machine import fitting_choices
         from firstlight.planner.plan.machine import with_changes
 
@@ -127,13 +128,13 @@ class TuningPlan(RunPlan):
 
 
 class FineTuning:
-    """The fine-tuning of a model: reads model and data, plans and runs the training; implements
+    """Fine-tunes a model: reads model and data, and plans and runs the training. Implements
     `run.Work`.
 
     Args:
-        request: inputs, length and overrides of the run, with the model to start from.
-        tell: function that is called with each message for the user.
-        progress: show a progress bar.
+        request: inputs, length and overrides of the run, and the initial model.
+        tell: callback for each message to the user.
+        progress: True to show a progress bar.
 
     Attributes:
         content_key: hash of the data and of the model's path.

@@ -114,9 +114,11 @@ class Compiler:
         return found
 
     def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
-        """Store the time that compiling a model took, with nothing in inductor's cache, as a
-        multiple of the usual time. The smallest multiple is kept, because other programs, which may
-        have started after the run, can only make compiling slower."""
+        """Record a compile time measured with a cold inductor cache, as a multiple of the usual
+        time.
+
+        Keep the smallest multiple seen: other load on the machine can only make compilation slower.
+        """
         multiple, times = seconds / self._usual(regional, size), self._times()
         times[self._key] = min(multiple, times.get(self._key, multiple))
         with contextlib.suppress(StorageError):  # an unwritable cache must not end a run

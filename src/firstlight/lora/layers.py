@@ -339,7 +339,8 @@ class TiedHead(nn.Module):
 
 
 def weight_of(layer: LinearLayer | NF4Linear | Embedding) -> Tensor:
-    """Return a layer's weight as [out, in], or an embedding's [V, C], in at least fp32."""
+    """Return a linear layer's weight [out, in] or an embedding's weight [V, C], promoted to at
+    least fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -668,9 +669,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-# Parameters under the names of PEFT's files
+# Parameter names in PEFT files
 
-#: Prefix of the tensor names in PEFT's file.
+#: Prefix of tensor names in a PEFT adapter file.
 PREFIX = "base_model.model."
 #: The parameter of `TrainableTokens`.
 TOKENS = "trainable_tokens_delta"

@@ -41,9 +41,12 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return True if torch.compile's inductor can work for a device. CUDA needs triton, which needs
-    a C compiler and Python's headers, and a GPU that triton supports; for a CPU see
-    `require_compiler`. Other devices can't compile."""
+    """Return True if torch.compile's inductor backend supports the device.
+
+    CUDA requires Triton, a C compiler, the Python headers and a GPU that Triton supports; if this
+    machine has no GPU, only Triton is checked. For CPU requirements see `require_compiler`. Other
+    devices are not supported.
+    """
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False

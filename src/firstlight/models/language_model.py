@@ -240,8 +240,8 @@ class LanguageModel(nn.Module):
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
-        # Head and loss are one function, so that a loss in chunks need not hold all logits in
-        # memory.
+        # Head and loss are computed in one function, so that a chunked loss never materializes all
+        # logits.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
         # The loss of an evaluation is the cross-entropy alone, comparable with a dense model's.
         if self.training and router_logits:

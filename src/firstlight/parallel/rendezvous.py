@@ -29,8 +29,8 @@ from firstlight.parallel.world import World
 
 T = TypeVar("T")
 
-#: Environment variable that `firstlight train --nproc` sets: the same in all processes of one
-#: start, and different after a restart (--max-restarts).
+#: Environment variable set by `firstlight train --nproc`. It identifies one launch: identical in
+#: all its processes and changed on every restart (`--max-restarts`).
 ROUND = "FIRSTLIGHT_ROUND"
 
 #: Key in the store with the message of the first failure.

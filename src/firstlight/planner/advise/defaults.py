@@ -199,7 +199,8 @@ PARTS = (
     (1, 1, 64, 0.1),
     (1, 1, 32, 0.1),
 )
-#: Fraction of that time for evaluations of the loss.
+#: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
+#: computing the validation loss.
 LOSS_SHARE = 2 / 3
 #: Usual minimum number of rows of an evaluation; if time is short, minimum numbers of rows and of
 #: tokens.

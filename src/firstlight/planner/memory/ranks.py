@@ -26,8 +26,8 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 #: channels: measured with eight GPUs and NCCL's defaults.
 _NCCL_BYTES = 400 * 2**20
 
-#: Fraction of the forward pass's activations: as long as more of them are in memory, no layer's
-#: gradient is complete yet.
+#: While the activations in memory exceed this fraction of the forward pass's activations, the
+#: backward pass has not completed any layer's gradient.
 _EARLY = 0.8
 
 #: Parts of memory whose size is proportional to the number of parameters.
@@ -93,8 +93,11 @@ def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
 
 
 def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPrediction:
-    """Return the prediction for DDP, which keeps buckets as large as all gradients, even between
-    steps. With accumulation, the gradients of earlier micro-batches are outside of the buckets."""
+    """Return the memory prediction for DDP.
+
+    DDP's gradient buckets hold one copy of all gradients and stay allocated between steps. With
+    gradient accumulation, the accumulated gradients are allocated in addition to the buckets.
+    """
     buckets = max(peak.parts.get("gradients", 0) for peak in prediction.phases.values())
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
 

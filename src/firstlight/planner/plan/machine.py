@@ -290,7 +290,8 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
 
 
 def epoch_tokens(recipe: Recipe) -> int | None:
-    """Return the tokens of the training split; None if the data are not on this machine."""
+    """Return the number of tokens in the training split, or None if the data is not on this
+    machine."""
     found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
     return None if None in found else sum(one[1] for one in found if one)
 
