@@ -294,10 +294,10 @@ def main(
         command: click command to run; the benchmarks of a checkout pass a different one.
         program: program name shown in the help.
 
-    The exit code: 0 success, 1 error, 2 invalid recipe or option, 3 the planned recipe does not fit
-    in memory, 75 the run was stopped early and saved a checkpoint, 76 the run diverged, 128 + n
-    terminated by signal n (130 is Ctrl-C).
-            128 + n terminated by signal n (130 is Ctrl-C).
+    Returns:
+        The exit code: 0 success, 1 error, 2 invalid recipe or option, 3 the planned recipe does not
+        fit in memory, 75 the run was stopped early and saved a checkpoint, 76 the run diverged,
+        128 + n terminated by signal n (130 is Ctrl-C).
     """
     if arguments is not None:
         return _run(list(arguments), command, program)

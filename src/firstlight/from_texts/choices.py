@@ -133,8 +133,8 @@ def choose(
             size.
 
     Raises:
-            ConfigError: the size is unknown, no model fits in memory, or values given by the user
-                contradict each other.
+        ConfigError: the size is unknown, no model fits in memory, or values given by the user
+            contradict each other.
     """
     # The tokenizer may have fewer tokens than the requested vocab_size: `text` has the real
     # number.

@@ -47,9 +47,9 @@ class MasterWeights:
         initial: fp32 values by name, which are used as the master weights without copying. A master
             weight without an initial value starts from the parameter's value.
 
-        Attributes:
-            updated: tensors that the optimizer updates, by parameter name: the master weight, or
-                the parameter itself if it does not have a master weight.
+    Attributes:
+        updated: tensors that the optimizer updates, by parameter name: the master weight, or the
+            parameter itself if it does not have a master weight.
 
     Raises:
         ConfigError: an initial value has a different shape or is not fp32.

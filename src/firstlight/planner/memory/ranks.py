@@ -1,8 +1,8 @@
-"""The memory of one of several processes, computed from that of a single process.
+"""The memory of one of several processes, computed from the memory of a single process.
 
-The trace is of one process that does not communicate with others. The effects of DDP, FSDP2 and
-DeepSpeed are computed from the parts of its memory. For DDP and FSDP2 the results are compared with
-the memory of two real processes (tests/distributed/test_rank_memory.py).
+The trace covers one process that does not communicate. The effects of DDP, FSDP2 and DeepSpeed are
+computed from the parts of its memory. For DDP and FSDP2, tests compare the results with the memory
+of two real processes (tests/distributed/test_rank_memory.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: Bytes on each GPU that NCCL allocates outside of torch's allocator, for the buffers of its
-#: channels: measured with eight GPUs and NCCL's defaults.
+#: Bytes on each GPU that NCCL allocates outside torch's allocator for channel buffers, measured
+#: with eight GPUs and NCCL's defaults.
 _NCCL_BYTES = 400 * 2**20
 
 #: While the activations in memory exceed this fraction of the forward pass's activations, the
