@@ -45,7 +45,7 @@ from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 #: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
 
-#: Seconds of a run whose length is unknown: most runs are long.
+#: Assumed duration in seconds of a run of unknown length: most runs are long.
 _LONG_SECONDS = 1e6
 
 #: Minimum seconds per step that a GPU waits for a layer's kernels to be launched.

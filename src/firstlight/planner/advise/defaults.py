@@ -209,30 +209,29 @@ PARTS = (
 #: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
 #: computing the validation loss.
 LOSS_SHARE = 2 / 3
-#: Usual minimum number of rows of an evaluation; if time is short, minimum numbers of rows and of
+#: Usual minimum number of rows per evaluation; and if time is short, minimum numbers of rows and
 #: tokens.
 USUAL_ROWS = 16
 LEAST_ROWS, LEAST_EVALUATED = 2, 2048
-#: Minimum steps of a run for which a budget is accepted, if its data are enough for as many.
+#: A budget is accepted if it allows at least this many steps, or as many as the data allows.
 LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
-#: Maximum number of passes over MANY_CHATS or more conversations, and over few conversations.
+#: Maximum number of passes over at least MANY_CHATS conversations, and over fewer conversations.
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
-#: Steps of a short fine-tuning, and maximum number of tokens per step.
+#: Number of steps of a short fine-tuning run, and maximum tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
-#: Fraction of the conversations that have to fit into a row if the longest conversation has more
-#: than LONGEST_ROW tokens.
+#: Fraction of the conversations that must fit in a row if the longest conversation has more than
+#: LONGEST_ROW tokens.
 USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates
 #: Learning rates of new models by optimizer, for a hidden_size of `RATE_WIDTH`. AdamW's rate comes
 #: from the setting `nanogpt-tuned` in `python -m benchmarks learning`. Lion uses a third to a tenth
 #: of AdamW's rate (Chen et al. 2023). Adafactor's steps are relative to the size of the parameters.
-#: it (Chen et al. 2023), and the steps of Adafactor are relative to the parameters' size.
 NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "muon": {
         key: NEW_MODEL["optimizer"][key]
@@ -247,13 +246,13 @@ NEW_MODEL_RATES: dict[str, dict[str, float]] = {
 #: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. The
 #: rate is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the
 #: best of 7e-4, 2e-3 and 5e-3.
-#: of 7e-4, 2e-3 and 5e-3.
 TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
-#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's is as for new models.
+#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's multiple is the same as
+#: for new models.
 TUNING_MULTIPLES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: Fine-tuning adapters: the learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and the
-#: power of the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama models
-#: of 1 billion parameters and more).
+#: Fine-tuning adapters: learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and exponent of
+#: its dependence on the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama
+#: models with at least 1 billion parameters).
 ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 
 
@@ -261,8 +260,8 @@ def new_model_rates(
     name: str, hidden_size: int, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the learning rates of a new model, as keys of the `optimizer` section.
-The measured rates are converted to the model's width as described for `optimizer.tuned_width`.
-    describes.
+
+    The measured rates are converted to the model's width as described for `optimizer.tuned_width`.
 
     Args:
         name: name of the optimizer.
@@ -273,7 +272,7 @@ The measured rates are converted to the model's width as described for `optimize
     Raises:
         ConfigError: no rate is known for the optimizer, and none is set.
     """
-    # Imported here, because it imports torch: `train TEXTS` prints its first line before that.
+    # Imported here, because it imports torch, and `train TEXTS` must print its first line before.
     from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 
     given = given or {}
@@ -289,7 +288,8 @@ The measured rates are converted to the model's width as described for `optimize
         config = OptimizerConfig(**measured).for_width(width)
         keys = [*NEW_MODEL_RATES[name]]
         if follows_width and name != "muon":
-            # The rate of the matrices changes; these keys keep the rates of embeddings and vectors.
+            # Only the rate of matrices changes; these keys preserve the rates of embeddings and
+            # vectors.
             keys += ["embedding_lr_multiple", "vector_lr_multiple"]
         rates = {key: float(f"{getattr(config, key):.3g}") for key in keys}
     return {**rates, "tuned_width": width} if follows_width else rates
@@ -298,7 +298,7 @@ The measured rates are converted to the model's width as described for `optimize
 def finetuning_rate(
     name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool
 ) -> float:
-    """Return the learning rate of fine-tuning; the narrower the model, the higher.
+    """Return the learning rate of fine-tuning, which is higher for narrower models.
 
     Args:
         name: name of the optimizer.
