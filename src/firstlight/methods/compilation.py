@@ -25,12 +25,12 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
-#: Minimum CUDA compute capability that triton, in which inductor writes kernels, supports.
+#: Minimum CUDA compute capability that Triton supports, in which inductor writes kernels.
 TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Check that a CPU machine has the software that inductor needs there.
+    """Check that a CPU machine has the software that inductor requires.
 
     Raises:
         ConfigError: something is not installed.

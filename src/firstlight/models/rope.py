@@ -143,8 +143,8 @@ def check_rope(
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """Return the number of tokens of the shortest text to which LongRoPE's `long_factor` applies;
-    None for other kinds of scaling."""
+    """Return the length in tokens of the shortest text to which LongRoPE's `long_factor` applies,
+    or None for other kinds of scaling."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1
@@ -157,8 +157,8 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Return the angle in radians by which each pair of dimensions turns from one position to the
-    next, fp32 [R/2].
+    """Return the angle in radians by which each pair of dimensions rotates per position, fp32
+    [R/2].
 
     Args:
         rotary_dim: R, the rotated dimensions of a head.
@@ -168,10 +168,10 @@ def rope_frequencies(
             for longer texts.
         is_long: True for a text longer than the original context; read for the kind "longrope".
     """
-    # The operations and their order are those of transformers, because others change the last bits.
+    # The same operations in the same order as in transformers: others would change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
-        # All positions of a text use the same set: cached keys have been rotated by it.
+        # All positions of a text must use the same set, because cached keys were rotated with it.
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)

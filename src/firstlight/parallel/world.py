@@ -58,8 +58,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher: its name in messages, and the names of its environment variables for
-    rank, world size, local rank and local size."""
+    """A kind of launcher: its name in messages, and its environment variables for rank, world size,
+    local rank and local size."""
 
     name: str
     rank: str
@@ -79,8 +79,9 @@ _SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 def find_world(variables: Mapping[str, str] | None = None) -> World:
     """Read the position of this process in its world from environment variables.
 
-    If there are variables of several launchers, the innermost launcher counts: RANK and WORLD_SIZE
-    come before those of MPI and Slurm, because srun or mpirun may start torchrun on each machine. A
+    If variables of several launchers are set, the innermost launcher takes precedence: RANK and
+    WORLD_SIZE come before those of MPI and Slurm, because srun or mpirun may start torchrun on each
+    machine. A
     process inside a Slurm allocation that srun did not start is a world of one.
 
     Args:
