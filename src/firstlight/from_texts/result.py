@@ -145,7 +145,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
     """Return the fraction of a validation split with `tokens` tokens that the run's evaluations
-    read; 1 for conversations, whose rows are not full."""
+    read, or 1 for conversations, whose rows are not full."""
     if kind == "chat":
         return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))

@@ -136,7 +136,7 @@ class Compiler:
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
 
     def _times(self) -> dict[str, float]:
-        """Return the stored multiples; {} if there are none, or if the file is damaged."""
+        """Return the stored multiples, or {} if there are none, or if the file is damaged."""
         if not self.device:
             return {}
         try:

@@ -108,8 +108,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Return the bytes that are allocated now, in the heap and as separate mappings; None if the C
-    library does not count them."""
+    """Return the bytes that are allocated now, in the heap and as separate mappings, or None if the
+    C library does not count them."""
     function = _mallinfo2()
     if function is None:
         return None

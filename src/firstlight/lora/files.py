@@ -294,8 +294,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """Return the layer to which a tensor of an adapter's file belongs, and the layer's parameter;
-    None if the tensor is not one of an adapted layer."""
+    """Return the layer to which a tensor of an adapter's file belongs, and the layer's parameter,
+    or None if the tensor is not one of an adapted layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind

@@ -560,8 +560,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedd
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by name, without modules that are trained in full; {} for a
-    model without adapters."""
+    """Return the adapters' parameters by name, without modules that are trained in full, or {} for
+    a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()

@@ -60,7 +60,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _missing_on_cpu() -> str:
-    """Return what inductor lacks on a CPU, and how to install it; "" if nothing is missing."""
+    """Return what inductor lacks on a CPU, and how to install it, or "" if nothing is missing."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
@@ -83,7 +83,7 @@ def _has_python_headers() -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """Return torch.compile for a device of this machine when no other programs run; None if it
+    """Return torch.compile for a device of this machine when no other programs run, or None if it
     can't compile."""
     if not can_compile(hardware.device):
         return None
@@ -169,7 +169,7 @@ def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
 
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
-    """Return the reason why a model can't be trained with the CUDA graphs of a recipe; "" if it
+    """Return the reason why a model can't be trained with the CUDA graphs of a recipe, or "" if it
     can, or if there are none."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""

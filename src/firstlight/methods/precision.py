@@ -121,7 +121,7 @@ def packet_note(
     above: int = 1,
 ) -> str | None:
     """Return a note about the widths of a model that a GPU's matrix units do not read at full speed
-    (see `matrix_packet_bytes`), with their cost; None if there are none.
+    (see `matrix_packet_bytes`), with their cost, or None if there are none.
 
     Args:
         config: config of the model.

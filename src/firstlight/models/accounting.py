@@ -131,7 +131,7 @@ def is_multiplied(model: Model, name: str) -> bool:
 
 
 def _visited_share(config: ModelConfig) -> float:
-    """Return the fraction of a layer's routed experts that a token uses; 1 for dense models."""
+    """Return the fraction of a layer's routed experts that a token uses, or 1 for dense models."""
     return config.visited_experts / config.expert_count if config.expert_count else 1.0
 
 

@@ -371,7 +371,7 @@ _MOST_WITHOUT = 3
 
 def not_a_key(name: str, model_type: str) -> str:
     """Return the error message for a key that a family does not have, with the names of the
-    families that have it; "" if no family has such a key."""
+    families that have it, or "" if no family has such a key."""
     classes: list[type[FamilyConfig]] = [FamilyConfig]
     for kind in classes:  # the loop appends to this list, so that it reaches all subclasses
         classes += kind.__subclasses__()

@@ -288,7 +288,7 @@ class Embedding(nn.Embedding):
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """Return a mask that is true for the keys that a query sees, bool [T, S]; None if the window
+    """Return a mask that is true for the keys that a query sees, bool [T, S], or None if the window
     hides nothing.
 
     Args:

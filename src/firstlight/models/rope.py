@@ -246,7 +246,7 @@ def _yarn_frequencies(
 
 
 def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
-    """Return the factor of cos and sin; 1 unless the kind is "yarn" or "longrope".
+    """Return the factor of cos and sin, or 1 unless the kind is "yarn" or "longrope".
 
     Args:
         scaling: rescaling of the frequencies; None is no rescaling.
@@ -270,7 +270,7 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
     """Return YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
-    22); 1 for factors up to 1."""
+    22), or 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

@@ -540,7 +540,7 @@ def _warmup_steps(
 
 
 def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -> int:
-    """Return the number of steps of the wsd decay after `warmup_steps`; 0 for other kinds."""
+    """Return the number of steps of the wsd decay after `warmup_steps`, or 0 for other kinds."""
     if config.kind != "wsd":
         return 0
     if config.cooldown_steps:

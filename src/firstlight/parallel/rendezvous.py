@@ -202,7 +202,7 @@ def tell_failure(store: Store, text: str) -> None:
 
 
 def failure_of(store: Store) -> str | None:
-    """Return the message that `tell_failure` has written; None if no rank has failed."""
+    """Return the message that `tell_failure` has written, or None if no rank has failed."""
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 

@@ -117,7 +117,7 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """Return the world according to one kind of launcher, without host and port; None if the
+    """Return the world according to one kind of launcher, without host and port, or None if the
     launcher's variables are not set."""
     if launcher is _SLURM:
         return _slurm_world(variables)
@@ -152,8 +152,8 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
 
 
 def _slurm_world(variables: Mapping[str, str]) -> World | None:
-    """Return the world according to srun; None if srun did not start this process. A batch script
-    and a shell in an allocation also have most of srun's variables."""
+    """Return the world according to srun, or None if srun did not start this process. A batch
+    script and a shell in an allocation also have most of srun's variables."""
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
     if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:

@@ -113,7 +113,7 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """Return the tokens of a measured step with many tokens; 0 if the machine's speed can't be
+    """Return the tokens of a measured step with many tokens, or 0 if the machine's speed can't be
     measured, because it is another machine or an Apple GPU, or its memory is in use."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:

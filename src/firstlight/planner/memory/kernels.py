@@ -116,7 +116,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of a call's matrix products and attention; 0 for other operators."""
+    """Return the FLOPs of a call's matrix products and attention, or 0 for other operators."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args)

@@ -585,7 +585,7 @@ def _with_phases(
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
     """Return the bytes of the copy of the logits' gradient that a fully compiled step makes on a
-    GPU; 0 if their rows are multiples of 16 bytes.
+    GPU, or 0 if their rows are multiples of 16 bytes.
 
     Inductor pads the operands of matrix products whose rows are not (its `pad_mm`). On an H100, a
     step of GPT-2 with 50,257 logits needed exactly this many bytes more than predicted without the

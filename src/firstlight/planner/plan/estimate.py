@@ -563,7 +563,7 @@ def _fastest(
     compiles: bool = False,
     hopeless: Container[str] = (),
 ) -> Estimate | None:
-    """Return the fastest of the candidates of `_SAVINGS` that fits; None if none fits.
+    """Return the fastest of the candidates of `_SAVINGS` that fits, or None if none fits.
 
     Args:
         recipe: the resolved recipe.

@@ -190,7 +190,7 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Return the GPU memory of a process outside of torch's allocator; None if it was measured
+    """Return the GPU memory of a process outside of torch's allocator, or None if it was measured
     neither on this GPU type nor on an H100 of the same capability, for which the same kernels are
     loaded."""
     found = measured_gpu(gpu)
@@ -302,7 +302,7 @@ def _folders(recipe: Recipe) -> list[str]:
 
 
 def _prepared_kind(recipe: Recipe) -> Kind | None:
-    """Return the kind of the prepared data; None if they are not on this machine."""
+    """Return the kind of the prepared data, or None if they are not on this machine."""
     kind: Kind | None = None
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
@@ -338,8 +338,8 @@ def _model_config(recipe: Recipe, init_from: str | None) -> ModelConfig:
 
 
 def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
-    """Return (size of the vocabulary, tokens of the training split) of a prepared folder; None if
-    the folder is not prepared or not on this machine."""
+    """Return (size of the vocabulary, tokens of the training split) of a prepared folder, or None
+    if the folder is not prepared or not on this machine."""
     try:
         manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
         return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
@@ -367,8 +367,8 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """Return the length of a resolved recipe's run; None if it depends on data that are not on this
-    machine, or on an unknown speed.
+    """Return the length of a resolved recipe's run, or None if it depends on data that are not on
+    this machine, or on an unknown speed.
 
     Args:
         recipe: the resolved recipe.
@@ -398,7 +398,7 @@ def planned_run(
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
-    """Return the rows of the training split; None if it is not prepared here."""
+    """Return the rows of the training split, or None if it is not prepared here."""
     folders = _folders(recipe)
     try:
         splits = [

@@ -274,8 +274,8 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
 
 
 def _starting_weights(recipe: Recipe, init_from: str | None) -> str:
-    """Return the reason why the shape of the recipe's model is fixed by existing weights, as text;
-    "" for a new model."""
+    """Return the reason why the shape of the recipe's model is fixed by existing weights, as text,
+    or "" for a new model."""
     if init_from is not None:
         return "--init-from names the weights to start from"
     if recipe.model is None:

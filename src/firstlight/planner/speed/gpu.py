@@ -578,7 +578,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
-    """Return the measurements of a GPU's type; None if there are none."""
+    """Return the measurements of a GPU's type, or None if there are none."""
     return all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 
