@@ -466,7 +466,7 @@ def test_the_help_names_every_format_and_model(capsys: pytest.CaptureFixture[str
     gemm_command.main(["--help"], standalone_mode=False)
     text = "".join(capsys.readouterr().out.split())
     assert f"Numberformats:{','.join(DTYPES)}." in text
-    assert f"Modelwiththeshapes:{','.join(MODELS)}." in text
+    assert f"Modelthatdefinestheshapes:{','.join(MODELS)}." in text
 
 
 def test_the_command_line_starts_without_torch() -> None:

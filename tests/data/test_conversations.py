@@ -330,6 +330,17 @@ def test_json_file_with_lines_or_one_list_in_an_object_is_read(
     assert len([record for record in read_records([source]) if record.error is None]) == size
 
 
+@pytest.mark.parametrize(
+    "record",
+    [{"instruction": "a", "output": "b", "role": "Gandalf"}, {"text": "a", "from": "wiki"}],
+)
+def test_json_list_of_records_with_a_role_field_yields_each_record(
+    tmp_path: Path, record: dict[str, str]
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([record] * 3))
+    assert len(list(read_records(find_records([tmp_path / "a.json"])))) == 3
+
+
 def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
     for number in range(3):
         (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
@@ -346,6 +357,7 @@ def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> Non
         ('[1, null, {"id": "a]", "messages": []}, "', "chat"),
         ('\ufeff[\n {"prompt": "a", "chosen": "b", "rejected": "c"},"', "preference"),
         ('[{"id": 1, "text": "', None),
+        ('[{"from": "wiki", "text": "', None),
         ('[{"messages": [{"role": "user", "content": "', "chat"),
         ('[{"body": {"messages": []}}, "', None),
         ('{"messages": [], "list": ["', "chat"),

@@ -257,7 +257,7 @@ def test_text_and_conversations_are_not_taken_for_each_other(tmp_path: Path, dat
     make_examples(tmp_path, [4, 5])
     with pytest.raises(DataError, match="contains conversations, not text"):
         TokenDataset(tmp_path, "train")
-    with pytest.raises(DataError, match="holds text, not conversations"):
+    with pytest.raises(DataError, match="contains text, not conversations"):
         ExampleDataset(data, "train")
     assert isinstance(open_split(tmp_path, "train"), ExampleDataset)
     assert not isinstance(open_split(data, "train"), ExampleDataset)

@@ -27,9 +27,9 @@ def free_port() -> int:
     [
         (
             "127.0.0.1:{port}",
-            r"'127\.0\.0\.1:\d+' \(.*refused\): start one with `ray start --head`",
+            r"'127\.0\.0\.1:\d+' can't be used \(.*refused\): start one with `ray start --head`",
         ),
-        ("nonsense", r"'nonsense' \(it is not auto, local or HOST:PORT\)"),
+        ("nonsense", r"'nonsense' can't be used \(it is not auto, local or HOST:PORT\)"),
         (
             "ray://127.0.0.1:{port}",
             (

@@ -100,7 +100,7 @@ def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
     assert re.search(r"\(the first 1 turn no longer fits? into the context\)", err)
     [left_out] = re.findall(r"left out +(\d+) turns", err)
     assert 0 < int(left_out) < 12
-    assert re.search(r"error: the message with the system message has .*: shorten it", err)
+    assert re.search(r"error: the message with the system message has .*: shorten the message", err)
     assert err.rstrip().endswith("system  Be kind.")
 
 
@@ -156,7 +156,7 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
     out, lines = said("a", "/system Be kind.", "/save", f"/save {tmp_path}", f"/save {tmp_path}/x")
     assert lines[0] == "system  Be kind."
     assert lines[1].startswith("firstlight: error: /save needs the name of a file")
-    assert lines[2].startswith(f"firstlight: error: {tmp_path} is no file")
+    assert lines[2].startswith(f"firstlight: error: {tmp_path} is not a regular file")
     assert json.loads((tmp_path / "x").read_text(encoding="utf-8")) == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "a"},

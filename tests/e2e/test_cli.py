@@ -451,7 +451,7 @@ _ERRORS = {
     "tokenizer train nowhere.txt --vocab-size 300 --out o": "nowhere.txt does not exist",
     "tokenizer train txt.text --vocab-size 300 --out o": "(did you mean 'text.txt'?)",
     "tokenizer train empty.txt --vocab-size 300 --out o": "the corpus is empty",
-    "tokenizer train empty --vocab-size 300 --out o": "folder empty holds no text files",
+    "tokenizer train empty --vocab-size 300 --out o": "folder empty contains no text files",
     "tokenizer train text.txt --vocab-size 256 --out o": "vocab_size 256 is too small",
     "tokenizer train text.txt --vocab-size many --out o": "'many' is not a valid integer",
     "tokenizer train text.txt --vocab-size 300 --out tok": "already exists and is not overwritten",
@@ -466,7 +466,7 @@ _ERRORS = {
     "prepare text.txt --tokenizer text.txt --out o": "text.txt",
     "prepare text.txt --tokenizer tok --out data": "already exists and is not overwritten",
     "prepare text.txt --tokenizer tok --out run --overwrite": "not a prepared corpus",
-    "prepare text.txt --tokenizer tok --out r.yaml": "exists already",
+    "prepare text.txt --tokenizer tok --out r.yaml": "already exists",
     "prepare empty.txt --tokenizer tok --out o": "the corpus is empty",
     "prepare text.txt --tokenizer tok --out o --val-fraction 1": "val_fraction must be",
     "prepare text.txt --tokenizer tok --out o --workers 0": "workers must be at least 1",
@@ -474,7 +474,7 @@ _ERRORS = {
     "train nowhere.yaml": "recipe nowhere.yaml does not exist",
     "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
     "train": "no input given: use firstlight train my_texts/ --budget 10m",
-    "train empty": "folder empty holds no text files",
+    "train empty": "folder empty contains no text files",
     "train data": "data is a prepared corpus, and train takes a recipe: firstlight train",
     "train run": "run is a run folder, and train takes a recipe: firstlight train run/recipe.yaml",
     "plan": "no recipe given; use: firstlight plan RECIPE.yaml",
@@ -558,7 +558,7 @@ def test_a_corpus_shorter_than_one_row_is_refused(place: Path, run: Run) -> None
 
 def test_data_of_another_tokenizer_is_refused(place: Path, run: Run, texts: list[str]) -> None:
     prepare(["text.txt"], train_tokenizer(texts, 300), "other", val_fraction=0.5)
-    assert "another tokenizer" in failure(run, place, "eval", "run", "--data", "other")
+    assert "a different tokenizer" in failure(run, place, "eval", "run", "--data", "other")
     message = failure(run, place, "train", "r.yaml", "--data.dir", "other", "--init-from", "run")
     assert "a different tokenizer" in message
 
@@ -632,9 +632,7 @@ def test_an_interruption_is_one_line_and_the_run_can_go_on(
 def test_errors_reach_the_shell_as_they_are_in_here(place: Path) -> None:
     done = firstlight("generate", "nowhere", "--prompt", "x", "--json", cwd=place)
     assert done.returncode == 1
-    line = (
-        b"firstlight: error: model folder nowhere does not exist; a model of the hub is OWNER/NAME"
-    )
+    line = b"firstlight: error: model folder nowhere does not exist; a model on the hub has"
     assert done.stderr.startswith(line)
     assert done.stderr.count(b"\n") == 1
     assert one_object(done.stdout.decode())["error"]["type"] == "ModelError"

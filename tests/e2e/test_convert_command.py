@@ -124,7 +124,12 @@ Arguments = Callable[[Path], list[str | Path]]
         (lambda f: [f / "notes.pth"], 1, "ModelError", "is not a PyTorch checkpoint"),
         (lambda f: [f / "model" / "model.safetensors"], 1, "InputError", "use its folder"),
         (lambda f: [f / "a.gguf"], 1, "ModelError", "the file is damaged or truncated"),
-        (lambda f: [f / "model", "--dtype", "q8_0"], 2, "ConfigError", "is not one of hf"),
+        (
+            lambda f: [f / "model", "--dtype", "q8_0"],
+            2,
+            "ConfigError",
+            "hf does not support dtype",
+        ),
         (lambda f: [f / "model", "--tolerance", "-1"], 2, "ConfigError", "is invalid"),
         (lambda f: [f / "model", "--tolerance", "wide"], 2, "UsageError", "not a valid float"),
         (lambda f: [f / "model", "--to", "onnx"], 2, "UsageError", "not one of 'hf', 'gguf'"),
@@ -135,7 +140,7 @@ Arguments = Callable[[Path], list[str | Path]]
             "--config applies only to other",
         ),
         (lambda f: [f / "model", "--tokenizer", f / "x"], 1, "TokenizerError", "does not exist"),
-        (lambda f: [f / "broken"], 1, "ModelError", "NaN or infinity: model.norm.weight;"),
+        (lambda f: [f / "broken"], 1, "ModelError", "NaN or infinity (model.norm.weight):"),
         (lambda f: [f / "small"], 1, "ModelError", "lacks tensors: model.norm.weight"),
     ],
 )

@@ -239,12 +239,12 @@ def test_what_is_not_in_the_cache_needs_the_hub(hub: Hub, client: Client, tiny: 
     for method, status in (("HEAD", "405 Method Not Allowed"), ("GET", "503 Service Unavailable")):
         hub.refused = {method: int(status[:3])}
         message = client.refusal("owner/tiny")
-        assert message.startswith(f"{start}{hub.url} can't be used (")
+        assert message.startswith(f"{start}{hub.url} is not available (")
         assert status in message
         assert message.endswith(f"), and {lack}: try again later")
     hub.stop()
     message = client.refusal("owner/tiny")
-    assert message.startswith(f"{start}{hub.url} can't be used (")
+    assert message.startswith(f"{start}{hub.url} is not available (")
     assert "Connection refused" in message
 
 

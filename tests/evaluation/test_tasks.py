@@ -688,7 +688,7 @@ def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_numbers(*_: Any, **__: Any) -> None:
-        raise ModelError("the model's outputs are outputs are not finite")
+        raise ModelError("the model's outputs are not finite")
 
     monkeypatch.setattr("firstlight.evaluation.tasks.answer_items", no_numbers)
     recipe = with_tasks(recipe, file)

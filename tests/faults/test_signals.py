@@ -29,7 +29,7 @@ def assert_durable(before: int, result: dict[str, Any], said: str) -> int:
     if result["code"] == 75:
         # The step at hand was finished and is saved, and so are the metrics of all that are.
         assert saved - done in (0, 1), said
-        assert "stopped by SIGTERM and saved: continue with " in result["error"], said
+        assert "stopped by SIGTERM and saved: to continue, " in result["error"], said
         assert lines == _ALL[: saved - result["pending"]], said
     elif result["code"] == 0:
         # The signal came when nothing was left to be stopped.
@@ -154,7 +154,7 @@ def test_a_signal_while_a_run_starts_ends_it_at_once_and_leaves_nothing(
         word = "interrupted" if number == signal.SIGINT else "terminated"
         # What comes in the middle of an import is heard right after it.
         last = done.stderr.splitlines()[-1]
-        assert last.partition(": continue with")[0] == f"firstlight: error: {word}", module
+        assert last.partition(": to continue, ")[0] == f"firstlight: error: {word}", module
         assert "Traceback" not in done.stderr
         assert not run_of(recipe).exists()
     record_property("cases", ("signals while a run starts", len(starts)))

@@ -46,22 +46,20 @@ def with_hardness(**changes: float) -> TextFacts:
 
 def corpus(**changes: Any) -> CorpusFacts:
     facts = CorpusFacts(
-        *(
-            100,
-            12_000_000,
-            12_000_000,
-            12_000_000,
-            90,
-            {},
-            0,
-            0,
-            100,
-            {},
-            (),
-            1.87,
-            Hardness(1.72, 2.77, 1.0),
-            "key",
-        )
+        documents=100,
+        text_bytes=12_000_000,
+        characters=12_000_000,
+        total_bytes=12_000_000,
+        common_characters=90,
+        scripts={},
+        duplicates=0,
+        near_duplicates=0,
+        compared=100,
+        rejected={},
+        first_rejected={},
+        gzip_bits_per_byte=1.87,
+        hardness=Hardness(1.72, 2.77, 1.0),
+        content_key="key",
     )
     return dataclasses.replace(facts, **changes)
 

@@ -241,13 +241,14 @@ def test_template_kwargs_and_reasoning_effort_are_variables_of_the_template(
 
 
 def test_last_message_is_continued_without_the_end_of_its_turn(calling: Direct) -> None:
-    said = "<|im_end|> a"
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
-    plain = prompt_of(calling, messages=messages, add_generation_prompt=False)
-    assert plain.endswith(f"{said}<|im_end|>")
-    for fields in ({}, {"add_generation_prompt": False}):
-        asked_for = {"messages": messages, "continue_final_message": True, **fields}
-        assert prompt_of(calling, **asked_for) == plain.removesuffix("<|im_end|>")
+    # Parts of the token after the message, too.
+    for said in ("<|im_end|> a", "<", "|", "d", "en"):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
+        plain = prompt_of(calling, messages=messages, add_generation_prompt=False)
+        assert plain.endswith(f"{said}<|im_end|>")
+        for fields in ({}, {"add_generation_prompt": False}):
+            asked_for = {"messages": messages, "continue_final_message": True, **fields}
+            assert prompt_of(calling, **asked_for) == plain.removesuffix("<|im_end|>")
     for changes, field in (
         ({"add_generation_prompt": True}, "add_generation_prompt"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),

@@ -193,7 +193,7 @@ def test_a_checkpoint_of_a_mix_is_evaluated_on_a_corpus_that_is_named(
     mixed: dict[str, Any], data: Path, small: Path
 ) -> None:
     run = train(mixed)
-    with pytest.raises(DataError, match=f"was trained on a mix of {data}, {small}: name one"):
+    with pytest.raises(DataError, match=f"was trained on a mix of {data}, {small}: choose one"):
         evaluate(run.checkpoint, device="cpu")
     assert math.isfinite(evaluate(run.checkpoint, small, device="cpu").loss)
     assert main(["info", str(run.checkpoint)]) == 0
@@ -235,7 +235,7 @@ def test_a_mix_may_lie_in_two_places(
     far["data"]["mix"][1]["dir"] = f"file://{there}"
     run = train(far)
     assert records(far) == records(mixed)
-    with pytest.raises(DataError, match=f"on a mix of {here}, file://{there}: name one"):
+    with pytest.raises(DataError, match=f"on a mix of {here}, file://{there}: choose one"):
         evaluate(run.checkpoint, device="cpu")
 
 
@@ -278,8 +278,8 @@ ONE = {"dir": "a", "weight": 1}
     "data, said",
     [
         ({}, "data.dir is missing"),
-        ({"dir": None}, "data: set exactly one of dir prepared folder), mix"),
-        ({"dir": "d", "mix": [ONE]}, "data: set exactly one of dir prepared folder), mix"),
+        ({"dir": None}, "data: set exactly one of dir (a prepared folder), mix"),
+        ({"dir": "d", "mix": [ONE]}, "data: set exactly one of dir (a prepared folder), mix"),
         ({"mix": []}, "data.mix: list should have at least 1 item"),
         ({"mix": {"dir": "a"}}, "data.mix: input should be a valid list"),
         ({"mix": ["a"]}, "data.mix.0 must be a section with keys, not 'a'"),
@@ -339,4 +339,4 @@ def test_a_mix_can_be_given_on_the_command_line(
     assert main([*again]) == 0
     capfdbinary.readouterr()
     assert main(["train", str(path), "--data.mix", mix, "--data.dir", "x"]) == 2
-    assert b"data: give either dir" in capfdbinary.readouterr().err
+    assert b"data: set exactly one of dir" in capfdbinary.readouterr().err

@@ -317,7 +317,7 @@ def _checked_options(
     dtype = _SHORT_NAMES.get(dtype.lower(), dtype.lower())
     if dtype not in _FORMATS[to]:
         raise ConfigError(
-            f"{to} does not support dtype '{dtype}'{nearest(dtype, _FORMATS[to])}: "
+            f"{to} does not support dtype '{dtype}'{nearest(dtype, _FORMATS[to])}: choose one of "
             f"{', '.join(_FORMATS[to])}"
         )
     if tolerance is not None and not tolerance >= 0:

@@ -371,7 +371,7 @@ def _records_in(value: Any) -> list[Any]:
         ValueError: an object has several lists of objects.
     """
     if isinstance(value, list):
-        return [value] if is_messages(value) else value
+        return [value] if _is_conversation(value) else value
     if not isinstance(value, dict) or conversation_kind(value) is not None:
         return [value]
     lists = {
@@ -386,6 +386,16 @@ def _records_in(value: Any) -> list[Any]:
             f"example with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
+
+
+def _is_conversation(value: list[Any]) -> bool:
+    """Return True for a bare list of messages, and False for a list of records, which may have a
+    role among their fields."""
+    return is_messages(value) and all(
+        conversation_kind([str(key) for key in entry]) is None
+        and not {"content", "value", "parts", "tool_calls"}.isdisjoint(entry)
+        for entry in value
+    )
 
 
 def read_documents(

@@ -11,7 +11,7 @@ from firstlight.hardware.device import Hardware
 from firstlight.methods.attention import GPU_BACKENDS, able_backends, why_unable
 from firstlight.methods.compilation import TRITON_CAPABILITY, why_unrecordable
 from firstlight.methods.precision import FP8_CAPABILITY, NO_FP8_LAYERS, fp8_layers
-from firstlight.models import ModelConfig
+from firstlight.models import FAMILIES, ModelConfig
 from firstlight.models.accounting import meta_model
 from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers, sharded_optimizers
 from firstlight.parallel.engine import Engine
@@ -214,11 +214,11 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
         )
     keys = ("modules_to_save", "trainable_token_indices")
     changes = [f"lora.{key}" for key in keys if getattr(lora, key)]
-    embedding = meta_model(recipe.model).embedding_name.rpartition(".")[2]
+    embedding = FAMILIES[recipe.model.model_type].model.embedding_name.rpartition(".")[2]
     if any(target.rpartition(".")[2] == embedding for target in lora.targets):
         changes.append("an embedding in lora.targets")
     for change in changes:
-        yield f"{change} is not for distributed.engine fsdp: use distributed.engine ddp"
+        yield f"distributed.engine fsdp does not support {change}: use distributed.engine ddp"
 
 
 def _preference_conflicts(

@@ -242,32 +242,49 @@ def chat_pieces(
     """
     plain = [*plain_messages(messages), dict(options)]
     (*marked, own), pattern = protected(plain, special_tokens, template)
+    if continue_final_message:
+        marked[-1] = _with_end_tag(marked[-1])
     text = render(
         template, marked, {**own, **variables}, add_generation_prompt=add_generation_prompt
     )
     if continue_final_message:
-        text = _until_end_of(marked[-1].get("content"), text)
+        text = _until_end_tag(text)
     for piece, _, is_special in flagged_pieces(text, bytearray(len(text)), pattern):
         yield piece, is_special
 
 
-def _until_end_of(content: object, text: str) -> str:
-    """Return a conversation's text up to the end of the last message's content, as transformers
-    cuts it.
+#: Message about a conversation whose last message can't be continued.
+_NOT_CONTINUED = (
+    "continue_final_message needs a last message with a text that the chat template writes "
+    "unchanged: remove continue_final_message, or end with such a message"
+)
+#: Text after the content of a message that is continued, where the rendered text is cut. It ends
+#: with a space, by which a template that strips contents is recognised, as in transformers.
+_END_TAG = "\uf8ffend of the message\uf8ff "
+
+
+def _with_end_tag(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content ends with `_END_TAG`.
 
     Raises:
-        InputError: the text does not have the content.
+        InputError: the message has no text.
     """
-    stripped = content.strip() if isinstance(content, str) else ""
-    if not stripped or stripped not in text:
-        raise InputError(
-            "continue_final_message needs a last message with a text that the chat template writes "
-            "unchanged: leave it out, or end with such a message"
-        )
-    assert isinstance(content, str)
-    begin = text.rindex(stripped)
-    keeps_end = text.startswith(content.lstrip(), begin)
-    return text[: begin + len(content.lstrip() if keeps_end else stripped)]
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise InputError(_NOT_CONTINUED)
+    return {**message, "content": content + _END_TAG}
+
+
+def _until_end_tag(text: str) -> str:
+    """Return a conversation's text up to `_END_TAG`.
+
+    Raises:
+        InputError: the template did not write the tag exactly once.
+    """
+    before, tag, after = text.partition(_END_TAG.strip())
+    if not tag or tag in after:
+        raise InputError(_NOT_CONTINUED)
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def flagged_pieces(
