@@ -152,14 +152,16 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
         mixed = (count + kinds[place] * probability) / (totals[place] + kinds[place])
         probability = np.where(has_context, mixed, probability)
         found.append(float(-np.log2(probability).mean()))
-        # A context of one more character is that of the character before, and that character. No
-        # context of `train` has the number of those that it does not know.
+        # A context that is one character longer consists of the previous character's context and
+        # the previous character. Contexts that do not occur in `train` get a number that no context
+        # of `train` has.
         before = _shifted(number)
         wanted_before = _shifted(np.where(is_known, same, len(known)))
     return found
 
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
-    """For each character the number of the one before it; for the first, a number above all."""
+    """Shift context numbers by one character: each character gets the number of the character
+    before it, and the first one a number above all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

@@ -213,11 +213,11 @@ class _Table(nn.Module):
         return self.base_layer.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids [...] to vectors [..., C]."""
+        """Map token ids [...] to vectors [..., C]."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
-        """Vectors [..., C] to logits [..., V]."""
+        """Map vectors [..., C] to logits [..., V]."""
         raise NotImplementedError
 
     def merged_weight(self) -> Tensor:
@@ -225,7 +225,7 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """The embedding's vectors, or the head's logits."""
+        """Return the embedding's vectors, or the head's logits."""
         return self.embed(x) if isinstance(self.base_layer, Embedding) else self.project(x)
 
 
@@ -283,7 +283,7 @@ class TrainableTokens(_Table):
             are values, not differences.)
         token_ids: ids of the rows, int64 [n].
         rows: row in `trainable_tokens_delta` of each token, -1 for frozen ones, int64 [V].
-        is_table: True: the optimizer's settings are those of embeddings.
+        is_table: True, so that the optimizer uses the settings of embeddings.
     """
 
     is_table = True
@@ -334,7 +334,7 @@ class TiedHead(nn.Module):
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] to logits [..., V]."""
+        """Map [..., C] to logits [..., V]."""
         return self._table[0].project(x)
 
 
@@ -368,7 +368,7 @@ def add_lora(
 
     Raises:
         ConfigError: a target is not a layer of the model that can be adapted, two keys change one
-            table, or the device has no 4-bit kernels.
+            table, or the device lacks 4-bit kernels.
         MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     layers = linear_layers(model)
@@ -514,7 +514,7 @@ def _require_used_once(
     *,
     is_tied: bool,
 ) -> None:
-    """Refuse two adapters of one table."""
+    """Reject two adapters of one table."""
     for name in (model.embedding_name, HEAD):
         others = [name, HEAD] if is_tied and model.embedding_name in tokens else [name]
         keys = [

@@ -271,8 +271,8 @@ def same_bits(
     """Context whose computations give the same bits every time: on a CPU always; on a CUDA GPU with
     `deterministic`, which requires an earlier call of `require_same_bits`.
 
-    Without this context, sums have no fixed order: on a CPU, in compiled code (the gradient of the
-    embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
+    Without this context, the order of sums is not fixed: on a CPU, in compiled code (the gradient
+    of the embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
     Furthermore, inductor chooses kernels for a GPU by measuring them.
     """
     kind = hardware.device.type

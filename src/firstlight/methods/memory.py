@@ -425,8 +425,8 @@ def _linear_cross_entropy(
         if softcap:
             grad_nV.mul_(slope_nV)
         low_nV = grad_nV.to(dtype)
-        # Tokens without a label have no gradient. Their rows are set to zero after the products: a
-        # pass over the gradient of the logits would take much longer.
+        # Tokens without a label do not get a gradient. Their rows are set to zero after the
+        # products: a pass over the gradient of the logits would take much longer.
         grad_x_NC[part] = (low_nV @ weight).mul_(valid_n[:, None])
         if learns:
             grad_weight_VC += low_nV.T @ (x_nC * valid_n[:, None])

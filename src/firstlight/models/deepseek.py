@@ -410,8 +410,8 @@ class DeepseekMLP(RoutedMLP):
         experts with the highest scores (plus the bias in V3) within the token's `topk_group` best
         groups."""
         config = self.config
-        # The choice has no gradient. The bias changes which experts are chosen, but not the weights
-        # of their outputs.
+        # The choice is not differentiated. The bias changes which experts are chosen, but not the
+        # weights of their outputs.
         wanted_NE = scores_NE.detach()
         if self.gate.has_bias:
             wanted_NE = wanted_NE + self.gate.e_score_correction_bias

@@ -30,7 +30,7 @@ class AttentionSpec:
             layers with a window; None for no rotation.
         sinks: True if each head has an attention sink: a learned logit in its softmax, without a
             value.
-        value_dim: dimension of a value head; None for that of a key head.
+        value_dim: dimension of a value head; None for the dimension of a key head.
         state_size: number of elements in the recurrent state of a linear-attention layer; 0 for a
             layer with attention to every earlier token.
     """

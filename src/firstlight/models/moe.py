@@ -355,7 +355,7 @@ def load_balancing_loss(
         The loss, fp32 [], and the visits to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
-    # The choice of experts has no gradient: the router learns through the probabilities only.
+    # The choice of experts is not differentiated: the router learns through the probabilities only.
     chosen_LNK = [one.detach().topk(num_experts_per_tok).indices for one in probabilities_LNE]
     return balancing_loss(probabilities_LNE, chosen_LNK)
 

@@ -418,7 +418,7 @@ def head_loss(
         head: function that computes logits [B, T, V or more].
         vocab_size: V; logits beyond it are padding.
         labels_BT: labels, int64.
-        softcap: bound of the logits, see `soft_capped`; None is no bound.
+        softcap: bound of the logits, see `soft_capped`; None for no bound.
         z_loss_coef: coefficient of `z_loss_sum`, which is added only if gradients are enabled, so
             that the loss of an evaluation is the cross-entropy.
     """

@@ -113,7 +113,7 @@ def check_rope(
     """Check that the rotary settings can be computed.
 
     Args:
-        scaling: rescaling of the frequencies; None is no rescaling.
+        scaling: rescaling of the frequencies; None for no rescaling.
         rotary_dim: R, the rotated dimensions of a head.
         rope_theta: base of the frequencies.
         nested: see `RopeSpec.nested`.
@@ -249,7 +249,7 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
     """Return the factor of cos and sin, or 1 unless the kind is "yarn" or "longrope".
 
     Args:
-        scaling: rescaling of the frequencies; None is no rescaling.
+        scaling: rescaling of the frequencies; None for no rescaling.
         max_positions: the model's `max_position_embeddings`.
     """
     if not isinstance(scaling, YarnRope | LongRope):

@@ -154,7 +154,7 @@ def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
             f"torch has no fused {config.name} for {device}: set optimizer.implementation "
             "to foreach"
         )
-    # torch's fused SGD has no kernel for DTensors (FSDP2).
+    # torch's fused SGD does not have a kernel for DTensors (FSDP2).
     unknown = config.name == "sgd" and any(map(is_sharded, parameters))
     if wanted == "fused" and unknown:
         raise ConfigError(

@@ -133,7 +133,7 @@ def _try_bitsandbytes(kind: str, device: torch.device) -> None:
     """Update a small tensor once, because some releases lack kernels for some devices.
 
     Raises:
-        ConfigError: the installed bitsandbytes has no kernel for the device.
+        ConfigError: the installed bitsandbytes lacks a kernel for the device.
     """
     parameter = nn.Parameter(torch.zeros(_SMALLEST, device=device))
     parameter.grad = torch.zeros_like(parameter)

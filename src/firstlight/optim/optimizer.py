@@ -82,7 +82,8 @@ class MasterWeights:
             torch._foreach_copy_(rounded, [self._masters[name] for name in names])
 
     def take_gradients(self) -> None:
-        """Add the parameters' gradients to those of the master weights, in fp32, and free them."""
+        """Add the parameters' gradients to the master weights' gradients, in fp32, and free
+        them."""
         for name in self._low:
             self.take_gradient(name)
 

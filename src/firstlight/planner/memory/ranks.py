@@ -395,7 +395,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         # Activations between layers have the weights' dtype.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
-    # A single process has no sharded checkpoints.
+    # A single process does not write sharded checkpoints.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
 

@@ -386,7 +386,8 @@ def _without_documents(make_mask: MaskFunction) -> MaskFunction:
 
 
 class _Pairs(Batch):
-    """A batch of preference pairs whose number comes from a shape: fake tensors have no values."""
+    """A batch of preference pairs whose number comes from a shape: fake tensors do not have
+    values."""
 
     @property
     def num_terms(self) -> int:
@@ -394,7 +395,7 @@ class _Pairs(Batch):
         return self.references.numel() // 2
 
 
-# Predicting the memory of a deep model from that of the same model with few layers
+# Predicting the memory of a deep model from the memory of the same model with few layers
 #
 # If all layers are alike, each adds the same amount: the bytes at a given point of a step are a
 # linear function of the number of layers. With more layers, however, the peak may be at another
@@ -476,7 +477,8 @@ def from_graphs(
     *,
     accumulates: bool = False,
 ) -> MemoryPrediction:
-    """Predict the memory of a compiled model from that of a shallow compiled model and from graphs.
+    """Predict the memory of a compiled model from the memory of a shallow compiled model and from
+    graphs.
 
     Each prediction has its backward pass in three stretches (see `prediction.predict`).
 

@@ -355,7 +355,7 @@ class PlannedRun:
         schedule: resolved schedule, as `train` computes it.
         batch: sequences of each optimizer step, on all devices together.
         tokens: tokens of the whole run.
-        epochs: passes over the training split; None if the data are not on this machine.
+        epochs: passes over the training split; None if the data is not on this machine.
     """
 
     schedule: Schedule

@@ -667,7 +667,7 @@ def _step_tokens(recipe: ResolvedRecipe) -> int:
 def _measured_speed(
     recipe: ResolvedRecipe, seconds: Range, peak: float, source: str, phases: dict[str, float]
 ) -> SpeedPrediction:
-    """The speed of a run with one process.
+    """Return the speed of a single-process run.
 
     Args:
         recipe: the resolved recipe.
