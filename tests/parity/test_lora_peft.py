@@ -14,7 +14,7 @@ from drawn import NAMES, draw, hf_model
 from torch import Tensor
 
 from firstlight.conversion.convert import convert
-from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files, load_adapter
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files, load_adapter, read_adapter
 from firstlight.lora.layers import (
     LoraConfig,
     adapter_tensors,
@@ -359,6 +359,18 @@ def test_peft_adapter_with_additional_modules_has_equal_logits(
     convert(tmp_path / "adapter", tmp_path / "merged")
     merged = theirs_of(tmp_path / "merged").eval()(ids).logits
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_adapter_of_peft_with_rows_of_new_tokens_can_be_trained_further(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base", "qwen2")
+    _wide(base, tmp_path / "adapter", 40, {"trainable_token_indices": [37, 38, 39]})
+    model = load_model(base, mode="sequential").model
+    found = read_adapter(model, tmp_path / "adapter")
+    assert not found.changes_base
+    add_lora(model, found.config, None)
+    fill_adapter(model, found.tensors, "the adapter")
+    expected = load_model(tmp_path / "adapter").model(IDS + 3)
+    torch.testing.assert_close(model.eval()(IDS + 3), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", WIDER)

@@ -19,8 +19,11 @@ from firstlight.console import parse_count, parse_time
 from firstlight.data.corpus import TokenDataset
 from firstlight.errors import ConfigError
 from firstlight.hardware.device import find_hardware
+from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files
+from firstlight.lora.layers import LoraConfig, adapter_tensors, add_lora
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.methods.precision import packet_note
+from firstlight.models import LlamaConfig, empty_model
 from firstlight.models.accounting import matrix_shapes
 from firstlight.optim.schedule import Schedule
 from firstlight.planner.advise import defaults
@@ -59,6 +62,8 @@ from firstlight.planner.plan.text import (
 )
 from firstlight.recipe import Recipe, ResolvedRecipe, load_recipe, parse_recipe
 from firstlight.recipe.conflicts import require_combination
+from firstlight.weights.loading import grow_vocabulary, weights_to_save
+from firstlight.weights.stored import save_tensors, save_weights
 from planner_recipes import FixedEstimator, speed_of_h100
 
 _MODEL: dict[str, Any] = {
@@ -885,6 +890,32 @@ def test_plan_recipe_without_model_uses_that_of_starting_weights(
     assert plan.recipe.model.hidden_size == _MODEL["hidden_size"]
     with pytest.raises(ConfigError, match="the recipe has no model"):
         make_plan(written, machine, **options)
+
+
+def test_plan_of_an_adapter_uses_its_settings_and_new_tokens(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    for one in (base, folder):
+        one.mkdir()
+    model = empty_model(LlamaConfig(**_MODEL))
+    (base / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
+    save_weights(weights_to_save(model), base)
+    grow_vocabulary(model, 300, 302)
+    config = LoraConfig(rank=5, modules_to_save=["embed_tokens", "lm_head"])
+    add_lora(model, config, None)
+    for name, text in adapter_files(model, config, str(base)).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    save_tensors(adapter_tensors(model), folder / ADAPTER_WEIGHTS_NAME)
+
+    written = {"data": {"dir": "nowhere", "seq_len": 64}, "schedule": {"max_steps": 9}}
+    machine = find_machine("RTX 4090")
+    further = parse_recipe({**written, "lora": {"rank": 2, "dropout": 0.5}})
+    planned = resolve_for(further, machine, str(folder))
+    assert planned.lora is not None
+    assert (planned.lora.rank, planned.lora.dropout) == (5, 0.5)
+    assert {*planned.lora.modules_to_save} == {"embed_tokens", "lm_head"}
+    assert planned.model.vocab_size == 302
+    merged = resolve_for(parse_recipe(written), machine, str(folder))
+    assert (merged.lora, merged.model.vocab_size) == (None, 302)
 
 
 @pytest.mark.usefixtures("known_speed")

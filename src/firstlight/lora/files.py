@@ -42,6 +42,7 @@ from firstlight.lora.layers import (
     lora_layers,
     lora_parameters,
     modules_in_full,
+    token_tables,
 )
 from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
@@ -355,9 +356,11 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
     """
     settings, stored, copies = _read_layout(model, folder, vocab_multiple)
     path = folder / ADAPTER_WEIGHTS_NAME
-    is_changed = _take_base_tables(
-        model, {name: stored[name] for name in copies}, path, vocab_multiple
-    )
+    try:
+        trained = token_tables(model, settings)
+    except ConfigError as error:
+        raise ModelError(f"{folder / ADAPTER_CONFIG_NAME}: {error}") from error
+    is_changed = _take_base_tables(model, {name: stored[name] for name in copies}, path, trained)
     values = {name: _read(tensor) for name, tensor in stored.items() if name not in copies}
     embedding, head = f"{PREFIX}{model.embedding_name}.lora_embedding_", f"{PREFIX}{HEAD}.lora_"
     if _ensures_tie(model, settings) and f"{embedding}A" in values:
@@ -544,10 +547,19 @@ _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 
 def _take_base_tables(
-    model: Model, copies: Mapping[str, StoredTensor], path: Path, vocab_multiple: int
+    model: Model,
+    copies: Mapping[str, StoredTensor],
+    path: Path,
+    trained: Mapping[str, list[int]],
 ) -> bool:
     """Replace embedding and head by an adapter file's: PEFT also writes them if they are adapted,
     and if tokens were added to the base model. Other tensors must be copies of the base model's.
+
+    Args:
+        model: the base model; changed in place.
+        copies: the tensors by name.
+        path: the adapter's file, for messages.
+        trained: token ids whose rows the adapter replaces, by the name of the embedding or head.
 
     Returns:
         True if a table was replaced by another.
@@ -563,6 +575,13 @@ def _take_base_tables(
             plain = plain.replace(f".{copy}", ".weight")
         rows, own = model.config.vocab_size, known.get(plain)
         value = _read(stored)
+        table = plain.removesuffix(".weight")
+        if table == HEAD and model.config.tie_word_embeddings and HEAD not in trained:
+            table = model.embedding_name
+        if own is not None and value.shape == own[:rows].shape and table in trained:
+            # The adapter's rows are used in place of these.
+            value = value.to(own.dtype, copy=True)
+            value[trained[table]] = own[trained[table]].cpu()
         if own is not None and torch.equal(own[:rows].cpu(), value.to(own.dtype)):
             continue
         if own is None or plain not in tables or value.shape != own[:rows].shape:
@@ -571,12 +590,12 @@ def _take_base_tables(
                 "adapter that changes other weights is not supported; merge it with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
-        table = own.new_zeros(own.shape)
-        table[:rows] = value
+        replaced = own.new_zeros(own.shape)
+        replaced[:rows] = value
         changed = tables if model.config.tie_word_embeddings and not is_changed else [plain]
         if is_changed and model.config.tie_word_embeddings:
             model.config = model.config.model_copy(update={"tie_word_embeddings": False})
-        parameter = nn.Parameter(table)
+        parameter = nn.Parameter(replaced)
         for one in changed:
             known[one] = parameter.detach()
             model.get_submodule(one.removesuffix(".weight")).weight = parameter

@@ -334,7 +334,7 @@ def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> F
         raise CheckpointError(f"{newest}: trainer_state.json is damaged: it names no base model")
     base = LoraBase(saved["name"], saved["sha256"], saved.get("lora"))
     if base.lora is not None and recipe.lora is not None:
-        lora = _with_own_keys(recipe.lora, LoraConfig.model_validate(base.lora), tell)
+        lora = continued_lora(recipe.lora, LoraConfig.model_validate(base.lora), tell)
         base = dataclasses.replace(base, lora=lora.model_dump())
     try:
         folder = resolve_model_folder(base.name)
@@ -582,10 +582,10 @@ def _continued(
         )
     found = adapter.config
     tell(f"the adapter {init_from} is trained further: rank {found.rank}, alpha {found.alpha:g}")
-    return _with_own_keys(lora, found, tell)
+    return continued_lora(lora, found, tell)
 
 
-def _with_own_keys(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], None]) -> LoraConfig:
+def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], None]) -> LoraConfig:
     """Return the settings of an existing adapter with the dropout and quantisation that the
     recipe's `lora` section sets. The section's other keys that differ are named in a warning."""
     own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}

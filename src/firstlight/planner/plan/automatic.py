@@ -266,8 +266,12 @@ def planned_recipe(
         nearest = f"; what would: {', '.join(names)}" if names else ""
         raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
-    # With `init_from` the model's config comes from that folder: the written section is kept.
-    return Recipe.model_validate(dict(found) | ({"model": recipe.model} if init_from else {}))
+    # With `init_from` the model's config, and an adapter's settings, come from that folder: the
+    # written sections are kept.
+    kept: dict[str, Any] = {"model": recipe.model}
+    if recipe.lora is not None:
+        kept["lora"] = recipe.lora
+    return Recipe.model_validate(dict(found) | (kept if init_from else {}))
 
 
 def _corrected(

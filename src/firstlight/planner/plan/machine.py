@@ -20,7 +20,8 @@ from firstlight.errors import ConfigError, FirstlightError
 from firstlight.hardware.compiling import Compiler
 from firstlight.hardware.device import Hardware, bf16_is_faster, find_hardware, free_memory_bytes
 from firstlight.hardware.gpus import GPU, GPUS, find_gpu
-from firstlight.lora.files import config_folder
+from firstlight.lora.files import config_folder, is_adapter
+from firstlight.lora.loading import model_without_weights
 from firstlight.methods.compilation import TRITON_CAPABILITY, find_compiler
 from firstlight.methods.precision import has_only_fp16_units
 from firstlight.models import ModelConfig
@@ -37,7 +38,7 @@ from firstlight.recipe.resolve import (
     require_fitting_data,
     resolve,
 )
-from firstlight.training.starting_model import with_positions
+from firstlight.training.starting_model import continued_lora, with_positions
 from firstlight.training.time_budget import predicted_steps
 from firstlight.weights.huggingface import read_config
 
@@ -253,11 +254,18 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         ModelError: `init_from` is not the folder of a model.
     """
     read = with_deepspeed_file(recipe, machine.count)
-    return resolve(read, facts_of(read, machine, init_from))
+    if init_from is None:
+        return resolve(read, facts_of(read, machine))
+    read, start = _starting_model(read, init_from)
+    return resolve(read, facts_of(read, machine, start))
 
 
-def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> Facts:
+def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None) -> Facts:
     """Return the facts with which the recipe is resolved on the machine.
+
+    Args:
+        recipe, machine: see `resolve_for`.
+        start: config of the model to start from; None for the recipe's new model.
 
     Raises:
         ConfigError: the number of devices is not a multiple of tensor_parallel x pipeline; or see
@@ -272,8 +280,8 @@ def facts_of(recipe: Recipe, machine: Machine, init_from: str | None = None) -> 
         "processes": copies_of(recipe, machine.count),
         "epoch_tokens": epoch_tokens(recipe),
         "kind": kind,
-        "model": _model_config(recipe, init_from),
-        "new_model": init_from is None,
+        "model": start or _model_config(recipe),
+        "new_model": start is None,
     }
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, **known)
@@ -312,12 +320,29 @@ def _prepared_kind(recipe: Recipe) -> Kind | None:
     return kind
 
 
-def _model_config(recipe: Recipe, init_from: str | None) -> ModelConfig:
-    """Return the config of the model that a run would train."""
-    if init_from is not None:
-        config = read_model_folder(init_from, lambda folder: read_config(config_folder(folder)))
-        # Only the run reports changed positions, so that the user sees the message once.
-        return with_positions(recipe, config, init_from, tell=lambda _: None)
+def _starting_model(recipe: Recipe, init_from: str) -> tuple[Recipe, ModelConfig]:
+    """Return the recipe and the config of the model that a run from `init_from` would train. An
+    adapter that is trained further gives the recipe's `lora` section, as in the run."""
+
+    # Only the run reports what is changed, so that the user sees each message once.
+    def tell(_: str) -> None:
+        return None
+
+    def read(folder: Path) -> tuple[Recipe, ModelConfig]:
+        config = with_positions(recipe, read_config(config_folder(folder)), init_from, tell)
+        if not is_adapter(folder):
+            return recipe, config
+        model, found = model_without_weights(folder, config, merge=recipe.lora is None)
+        if recipe.lora is None or found is None:
+            return recipe, model.config
+        lora = continued_lora(recipe.lora, found, tell)
+        return recipe.model_copy(update={"lora": lora}), model.config
+
+    return read_model_folder(init_from, read)
+
+
+def _model_config(recipe: Recipe) -> ModelConfig:
+    """Return the config of the new model that a run would train."""
     model = recipe.model or recipe.planning.model
     if model is None:
         raise ConfigError(
