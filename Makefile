@@ -53,19 +53,19 @@ SLOWER := checkpoint/test_saver conversion/test_convert data/test_alignment data
 	project/test_layers project/test_scaling_page project/test_site project/test_slurm_example \
 	project/test_waiting run_log/test_reader tokenizer/test_damage tokenizer/test_parity \
 	tokenizer/test_text_stream weights/test_gguf weights/test_stored
-LONGEST := data/test_conversations.py::test_the_longest_conversation_that_is_taken_is_prepared \
-	hardware/test_device.py::test_a_limit_of_addresses_is_known
+LONGEST := data/test_conversations.py::test_prepare_chat_longest_allowed_conversation_is_accepted \
+	hardware/test_device.py::test_free_memory_bytes_respects_address_space_limit
 
 # A test of each benchmark, which `make test` runs; `make test-benchmarks` runs all.
-SMOKE := budget.py::test_the_page_compares_the_chosen_run_with_the_best_draw \
-	generation.py::test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn \
-	gpu_quick.py::test_item_that_fails_keeps_its_rows_ends_no_other_and_is_tried_again \
-	learning.py::test_figures_are_means_over_seeds_and_gains_are_paired_by_seed \
-	loading.py::test_the_checkpoint_is_one_model_in_one_file_and_in_shards \
-	pages.py::test_each_page_has_blocks_whose_commands_there_are \
-	planner.py::test_what_was_measured_is_said_and_written_at_once \
-	scaling.py::test_figures_are_medians_over_the_turns \
-	training.py::test_the_table_says_what_was_measured_and_chosen
+SMOKE := budget.py::test_budget_page_compares_chosen_run_with_best_draw \
+	generation.py::test_generation_bench_reports_medians_and_ratios_of_same_turn \
+	gpu_quick.py::test_gpu_quick_failed_item_keeps_rows_ends_no_other_and_is_retried \
+	learning.py::test_learning_bench_figures_are_means_over_seeds_with_paired_gains \
+	loading.py::test_loading_bench_checkpoint_is_one_model_in_one_file_and_in_shards \
+	pages.py::test_benchmark_pages_have_blocks_with_existing_commands \
+	planner.py::test_planner_bench_results_are_printed_and_written_immediately \
+	scaling.py::test_scaling_bench_figures_are_medians_over_turns \
+	training.py::test_training_bench_table_shows_measured_values_and_choices
 
 .PHONY: demo tour test test-quick test-random test-faults test-mutants test-benchmarks test-slow test-real test-gpu test-torch docs benchmarks constraints clean
 
@@ -94,7 +94,7 @@ test: .venv/test-ready
 
 test-quick: .venv/test-ready
 	$(PYTEST) $(QUICK:%=tests/%) $(SLOWER:%=--ignore=tests/%.py) $(LONGEST:%=--deselect=tests/%) \
-		tests/e2e/test_cli.py::test_every_verb_of_the_pipeline_says_what_it_made
+		tests/e2e/test_cli.py::test_cli_every_pipeline_command_reports_its_output
 
 SEED := 1
 test-random: .venv/test-ready

@@ -48,7 +48,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     return run
 
 
-def test_a_second_call_measures_only_what_is_missing(tmp_path: Path, fake: FakeRun) -> None:
+def test_budget_bench_second_call_measures_only_missing_runs(tmp_path: Path, fake: FakeRun) -> None:
     few = BudgetBench(tmp_path, corpora=("a.txt", "b.txt"), budgets=("1m",), trials=1)
     more = BudgetBench(tmp_path, corpora=("a.txt", "b.txt"), budgets=("1m",), trials=2)
     bench_budget(few, lambda _: None)
@@ -58,14 +58,16 @@ def test_a_second_call_measures_only_what_is_missing(tmp_path: Path, fake: FakeR
     assert len(result["runs"]) + len(result["problems"]) == 6
 
 
-def test_results_of_another_machine_are_not_measured_again(tmp_path: Path, fake: FakeRun) -> None:
+def test_budget_bench_results_of_other_machine_are_not_measured_again(
+    tmp_path: Path, fake: FakeRun
+) -> None:
     before = bench_budget(BudgetBench(tmp_path, ("there/a.txt",), trials=1), lambda _: None)
     after = bench_budget(BudgetBench(tmp_path, ("here/a.txt",), trials=1), lambda _: None)
     assert len(fake.requests) == 2
     assert after["runs"] == before["runs"]
 
 
-def test_the_page_compares_the_chosen_run_with_the_best_draw(tmp_path: Path, fake: FakeRun) -> None:
+def test_budget_page_compares_chosen_run_with_best_draw(tmp_path: Path, fake: FakeRun) -> None:
     bench = BudgetBench(tmp_path, ("a.txt",), ("1m",), 8)
     bench_budget(bench, lambda _: None)
     result = bench_budget(bench, lambda _: None)  # from the results' file
@@ -96,7 +98,7 @@ def test_the_page_compares_the_chosen_run_with_the_best_draw(tmp_path: Path, fak
         (0.75, 1.99, True),
     ],
 )
-def test_a_run_far_above_the_chosen_settings_is_hopeless(
+def test_budget_run_far_above_chosen_settings_is_hopeless(
     share: float, bits: float, is_hopeless: bool
 ) -> None:
     # Half-way between 2.0 and 1.6 the chosen settings are at 1.8.
@@ -118,7 +120,7 @@ def test_a_run_far_above_the_chosen_settings_is_hopeless(
         ({"bits_per_byte": None, "seconds": 60.0, "curve": [[0.5, 2.19]]}, "10m", False),
     ],
 )
-def test_a_run_that_ends_before_two_budgets_is_the_same_with_both(
+def test_budget_run_ending_before_both_budgets_is_shared(
     run: dict[str, Any], budget: str, is_same: bool
 ) -> None:
     chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
@@ -126,7 +128,7 @@ def test_a_run_that_ends_before_two_budgets_is_the_same_with_both(
 
 
 @pytest.mark.parametrize("budgets", [("2m", "10m"), ("10m", "2m")])
-def test_random_runs_that_end_before_two_budgets_run_once(
+def test_budget_bench_random_runs_ending_before_both_budgets_run_once(
     tmp_path: Path, fake: FakeRun, budgets: tuple[str, str]
 ) -> None:
     bench = BudgetBench(tmp_path, ("a.txt",), budgets, 20)
@@ -152,14 +154,12 @@ def test_random_runs_that_end_before_two_budgets_run_once(
         ({"predicted_steps": 20, "most_steps": 90, "max_steps": 50}, 0.2),
     ],
 )
-def test_the_share_of_steps_is_of_the_runs_real_length(
-    length: dict[str, Any], share: float
-) -> None:
+def test_budget_share_of_steps_uses_actual_run_length(length: dict[str, Any], share: float) -> None:
     record = {"step": 10, "elapsed_seconds": 12.0}
     assert budget.share_of_steps(record, length | {"max_minutes": 2.0}) == pytest.approx(share)
 
 
-def test_random_runs_without_a_chosen_one_are_not_measured(
+def test_budget_bench_random_runs_without_chosen_one_are_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -175,7 +175,7 @@ def test_random_runs_without_a_chosen_one_are_not_measured(
 
 
 @pytest.mark.parametrize("is_ended", [False, True])
-def test_a_hopeless_run_is_ended_at_an_evaluation(tmp_path: Path, is_ended: bool) -> None:
+def test_budget_hopeless_run_is_ended_at_evaluation(tmp_path: Path, is_ended: bool) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(12):
@@ -201,14 +201,14 @@ def test_a_hopeless_run_is_ended_at_an_evaluation(tmp_path: Path, is_ended: bool
         assert found["bits_per_byte"] == pytest.approx(bits[-1], rel=0.02)
 
 
-def test_a_budget_that_is_no_time_is_refused_before_a_run(tmp_path: Path, fake: FakeRun) -> None:
+def test_budget_invalid_time_raises_before_first_run(tmp_path: Path, fake: FakeRun) -> None:
     with pytest.raises(ConfigError, match="soon"):
         bench_budget(BudgetBench(tmp_path, ("a.txt",), ("soon",)), lambda _: None)
     assert not fake.requests
 
 
 @pytest.mark.parametrize("number", range(1, 21))
-def test_drawn_settings_make_a_recipe(number: int) -> None:
+def test_budget_drawn_settings_make_valid_recipe(number: int) -> None:
     text = TextFacts(4096, 2e6, 3.3, Hardness(1.5, 2.24, 1.0), 1e5)
     machine = MachineFacts("cpu", "cpu", [(1e7, 1e4), (1e8, 1e3)], 1 << 34)
     drawn = random_settings(number)
@@ -221,7 +221,7 @@ def test_drawn_settings_make_a_recipe(number: int) -> None:
     assert recipe.schedule.kind == defaults.LAYOUT["schedule.kind"]
 
 
-def test_two_texts_of_one_name_are_refused(tmp_path: Path, fake: FakeRun) -> None:
+def test_budget_two_texts_of_same_name_raise_config_error(tmp_path: Path, fake: FakeRun) -> None:
     with pytest.raises(ConfigError, match="two texts have the name x"):
         bench_budget(BudgetBench(tmp_path, ("a/x.txt", "b/x.md")), lambda _: None)
     assert not fake.requests

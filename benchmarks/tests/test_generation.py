@@ -40,7 +40,7 @@ TINY = GPT2Config(
 )  # fmt: skip
 
 
-def test_the_bytes_of_a_step_are_those_of_what_is_multiplied() -> None:
+def test_bytes_per_token_counts_multiplied_weights() -> None:
     linear, vectors = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 128), 2 * (96 + 32 + 128 + 32 + 4 * 32) + 64
     head = 101 * 32
     assert bytes_per_token(TINY, "float32") == 4 * (linear + vectors + head)
@@ -56,7 +56,7 @@ def test_the_bytes_of_a_step_are_those_of_what_is_multiplied() -> None:
     assert bytes_per_token(MoEConfig(model_type="mixtral", vocab_size=10), "float32") is None
 
 
-def test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn() -> None:
+def test_generation_bench_reports_medians_and_ratios_of_same_turn() -> None:
     def reply(*rates: float) -> dict[str, Any]:
         batch = {
             "batch_size": 2,
@@ -87,7 +87,7 @@ def test_numbers_are_medians_over_turns_and_ratios_are_of_the_same_turn() -> Non
     assert bf16["reason"] == "no memory"
 
 
-def test_without_the_cache_each_token_is_of_the_whole_text(
+def test_generation_bench_without_cache_recomputes_whole_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
@@ -111,7 +111,7 @@ def test_without_the_cache_each_token_is_of_the_whole_text(
     assert shapes == [(2, 5), (2, 6), (2, 7), (2, 8)] * 2
 
 
-def test_other_tokens_without_the_cache_are_an_error() -> None:
+def test_generation_bench_different_tokens_without_cache_are_an_error() -> None:
     def run(*token_ids: int) -> dict[str, Any]:
         batch = {"batch_size": 1, "warm_up_seconds": 1.0, "first_token_seconds": [1.0]}
         batch |= {"tokens_per_second": [6.0 / len(set(token_ids))], "token_ids": list(token_ids)}
@@ -140,7 +140,7 @@ def write_model(folder: Path) -> None:
     save_weights(weights_to_save(model), folder, max_shard_bytes=2**30)
 
 
-def test_a_model_folder_is_measured_with_the_tokens_that_it_says(
+def test_generation_bench_measures_model_folder_with_stated_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -180,17 +180,19 @@ def test_a_model_folder_is_measured_with_the_tokens_that_it_says(
         ({"repeats": 0}, "repeats is 0"),
     ],
 )
-def test_what_can_not_be_measured_is_refused(values: dict[str, Any], words: str) -> None:
+def test_generation_bench_invalid_options_raise_config_error(
+    values: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         decided(GenerationBench(**values))
 
 
-def test_tokens_that_do_not_fit_the_context_are_refused() -> None:
+def test_generation_bench_tokens_exceeding_context_raise_config_error() -> None:
     with pytest.raises(ConfigError, match=r"context of \d+"):
         bench_generation(GenerationBench("small", prompt_tokens=10**6), lambda _: None)
 
 
-def test_quick_compiles_nothing_unless_it_is_named() -> None:
+def test_generation_bench_quick_compiles_only_named_rows() -> None:
     assert not any("compiled" in name for name in decided(GenerationBench(quick=True)).rows)
     named = decided(GenerationBench(quick=True, rows=["int8-compiled"]))
     assert named.rows == ["int8-compiled"]

@@ -28,7 +28,7 @@ from firstlight.recipe.conflicts import require_combination
 _MEMORY_GOAL = 17.6
 
 
-def test_planner_grid_has_forty_configurations_of_memory_and_twenty_of_speed() -> None:
+def test_planner_grid_has_forty_memory_and_twenty_speed_configurations() -> None:
     grid = [case for case in gpu_grid() if not case.needs]
     assert len(grid) >= 40
     assert len({case.name for case in gpu_grid()}) == len(gpu_grid())
@@ -37,7 +37,7 @@ def test_planner_grid_has_forty_configurations_of_memory_and_twenty_of_speed() -
     assert 8 <= sum(case.fitted for case in trained) <= len(trained) / 2
 
 
-def test_published_figures_are_of_items_and_configurations_that_exist() -> None:
+def test_gpu_results_refer_to_existing_items_and_configurations() -> None:
     folder = Path(__file__).parents[2] / "docs" / "benchmarks" / "gpu-h100"
     lines = quick.known_lines(folder)
     assert {line["item"] for line in lines} <= {item.name for item in quick.ITEMS}
@@ -48,7 +48,7 @@ def test_published_figures_are_of_items_and_configurations_that_exist() -> None:
     assert measured <= {case.name for case in gpu_grid()}
 
 
-def test_every_configuration_of_the_planner_grid_is_in_one_item(
+def test_planner_grid_assigns_each_configuration_to_one_item(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hardware = Hardware(torch.device("cuda"), "H200", 2**37, True, (9, 0))
@@ -67,7 +67,7 @@ def test_every_configuration_of_the_planner_grid_is_in_one_item(
 
 
 @pytest.mark.parametrize("cases", [gpu_grid(), SPEED_CASES, MEMORY_CASES])
-def test_configurations_are_allowed_on_a_gpu(cases: tuple[PlannerCase, ...]) -> None:
+def test_planner_grid_configurations_are_allowed_on_gpu(cases: tuple[PlannerCase, ...]) -> None:
     hardware = Hardware(torch.device("cuda"), "H200", 2**37, True, (9, 0))
     for case in cases:
         recipe = parse_resolved_recipe(case.recipe("cuda"), case.name)
@@ -83,13 +83,13 @@ def _planned_gib(case: PlannerCase) -> float:
     return found.peak_bytes / 2**30
 
 
-def test_full_fine_tuning_of_a_3b_is_planned_within_the_goal() -> None:
+def test_planner_full_fine_tuning_of_3b_is_within_memory_goal() -> None:
     assert 12 < _planned_gib(MEMORY_CASES[-1]) < _MEMORY_GOAL
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_adapters_of_an_8b_in_4_bits_are_planned_within_7_4_gib() -> None:
+def test_planner_4_bit_adapters_of_8b_are_within_7_4_gib() -> None:
     pytest.importorskip("bitsandbytes")
     # By layers: in a model compiled as a whole, the backward pass would bring all activations back
     # to the GPU at once. The bound is what torchtune publishes.
@@ -101,7 +101,7 @@ def test_adapters_of_an_8b_in_4_bits_are_planned_within_7_4_gib() -> None:
     assert 6 < _planned_gib(PlannerCase("llama-8b", 2, 2048, changes)) < 7.4
 
 
-def test_steps_are_measured_and_a_refused_recipe_is_a_result() -> None:
+def test_gpu_item_measures_steps_and_records_refused_recipe() -> None:
     good = PlannerCase("tiny-gpt2", 2, 64, {"efficiency.loss_chunk_tokens": 32})
     wrong = PlannerCase("tiny-gpt2", 2, 64, {"efficiency.optimizer_in_backward": True})
     cases = [case.request("cpu") for case in (good, wrong)]
@@ -139,7 +139,7 @@ def _row(case: PlannerCase) -> dict[str, Any]:
     return {"row": case.name, "allocated_mib": 1.0}
 
 
-def test_fit_writes_constants_and_shows_errors_of_memory_and_speed(
+def test_gpu_fit_writes_constants_and_shows_memory_and_speed_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -156,7 +156,7 @@ def test_fit_writes_constants_and_shows_errors_of_memory_and_speed(
     assert not (tmp_path / "cache" / "calibration").exists(), "a dry run is for no planner"
 
 
-def test_fit_without_measured_contexts_keeps_the_known_one(
+def test_gpu_fit_without_measured_contexts_keeps_known_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -168,7 +168,7 @@ def test_fit_without_measured_contexts_keeps_the_known_one(
     assert measured.context_bytes == known.context_bytes
 
 
-def test_fit_without_measured_configurations_is_refused(
+def test_gpu_fit_without_measured_configurations_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = {"item": "A", "dry": True, "device": "a CPU", "rows": []}

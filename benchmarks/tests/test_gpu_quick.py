@@ -54,7 +54,7 @@ def _run_folder(folder: Path) -> Row:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_every_item_in_a_dry_run_has_rows_of_figures(
+def test_gpu_quick_dry_run_has_rows_for_every_item(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = []
@@ -129,7 +129,7 @@ def _broken(_: Bench) -> Iterator[Row]:
     raise RuntimeError("no\n kernel")
 
 
-def test_call_without_time_for_an_item_leaves_it_and_the_next_call_continues(
+def test_gpu_quick_call_without_time_for_item_leaves_it_to_next_call(
     tmp_path: Path,
 ) -> None:
     three = [_item("A", 5, _figure), _item("B", 50, _figure), _item("C", 5, _figure)]
@@ -146,7 +146,7 @@ def test_call_without_time_for_an_item_leaves_it_and_the_next_call_continues(
     assert [line["item"] for line in lines[3:]] == ["A"]
 
 
-def test_item_that_fails_keeps_its_rows_ends_no_other_and_is_tried_again(tmp_path: Path) -> None:
+def test_gpu_quick_failed_item_keeps_rows_ends_no_other_and_is_retried(tmp_path: Path) -> None:
     two = [_item("A", 1, _broken), _item("B", 1, _figure)]
     for _ in range(2):
         assert quick.measure(two, BENCH, tmp_path, 60.0, SHARED, clock=lambda: 0.0) == []
@@ -156,7 +156,7 @@ def test_item_that_fails_keeps_its_rows_ends_no_other_and_is_tried_again(tmp_pat
     assert lines[0]["rows"] == [{"row": "one", "ms": 2.0}]
 
 
-def test_item_beyond_its_time_limit_is_stopped_in_the_middle_of_a_row(
+def test_gpu_quick_item_past_time_limit_is_stopped_within_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endless() -> Row:
@@ -183,14 +183,14 @@ def test_item_beyond_its_time_limit_is_stopped_in_the_middle_of_a_row(
     assert limits == [80.0]
 
 
-def test_line_that_a_killed_process_cut_off_is_left_out_and_ended(tmp_path: Path) -> None:
+def test_gpu_quick_line_truncated_by_kill_is_skipped_and_terminated(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"item": "A"}\n{"item": "B', encoding="utf-8")
     quick.append_line(path, {"item": "C"})
     assert [line["item"] for line in quick.read_lines(path)] == ["A", "C"]
 
 
-def test_report_of_two_commits_sets_medians_beside_each_other(tmp_path: Path) -> None:
+def test_gpu_quick_report_compares_medians_of_two_commits(tmp_path: Path) -> None:
     def line(commit: str, ms: float) -> dict[str, Any]:
         row = {"row": "as it is", "ms": ms, "attention": "fmha", "kernels": [["gemm", 1.5, 12]]}
         return {**SHARED, "describe": commit, "item": "E", "date": "2026-11-28", "rows": [row]}
@@ -203,7 +203,7 @@ def test_report_of_two_commits_sets_medians_beside_each_other(tmp_path: Path) ->
     assert "## A:" not in text
 
 
-def test_run_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+def test_gpu_quick_failed_run_raises_with_last_words(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"firstlight train: .*missing\.txt"):
         published.train(["train", "missing.txt", "--json"], tmp_path)
 
@@ -219,7 +219,7 @@ class _Graph:
         self.call()
 
 
-def test_recorded_call_on_a_gpu_runs_before_the_recording_and_at_each_replay(
+def test_recorded_call_on_gpu_runs_before_recording_and_at_each_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Stream:
@@ -252,7 +252,7 @@ def test_recorded_call_on_a_gpu_runs_before_the_recording_and_at_each_replay(
     assert (len(ran), _Graph.replays) == (4, 1)
 
 
-def test_compiled_code_is_kept_for_the_next_call(
+def test_gpu_quick_compiled_code_is_kept_for_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[bytes] = []
@@ -265,7 +265,7 @@ def test_compiled_code_is_kept_for_the_next_call(
     assert loaded == [b"first", b"second", b"second"]
 
 
-def test_kernels_that_overlap_are_busy_once() -> None:
+def test_gpu_profile_overlapping_kernels_count_as_busy_once() -> None:
     spans = [("gemm", 0.0, 2.0), ("flash_fwd", 1.0, 3.0), ("gemm", 10.0, 1.0)]
     found = calls._summary(spans)
     assert found["kernels_ms"] == 5.0
@@ -285,7 +285,7 @@ def test_kernels_that_overlap_are_busy_once() -> None:
         (["--report", "missing"], "missing has no lines.jsonl"),
     ],
 )
-def test_command_line_refuses_in_one_line(
+def test_gpu_command_errors_print_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["gpu", *arguments]) in (1, 2)
@@ -294,7 +294,7 @@ def test_command_line_refuses_in_one_line(
     assert said.count("\n") == 1
 
 
-def test_items_of_speed_work_fit_into_one_call_and_each_item_into_any() -> None:
+def test_gpu_items_of_speed_work_fit_into_one_call() -> None:
     longest = GPUBench(Path()).seconds
     assert sum(item.seconds for item in items.ITEMS) <= longest
     assert max(item.seconds for item in ITEMS) < longest

@@ -91,7 +91,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_is_a_recipe_that_training_takes(name: str, size: str) -> None:
+def test_learning_bench_rows_are_recipes_that_training_accepts(name: str, size: str) -> None:
     values = recipe_values(ROWS[name], size)
     values["data"]["dir"] = "x"
     recipe = parse_recipe(values)
@@ -100,7 +100,7 @@ def test_every_row_is_a_recipe_that_training_takes(name: str, size: str) -> None
     assert recipe.model.max_position_embeddings == recipe.data.seq_len
 
 
-def test_the_row_of_new_models_is_what_a_recipe_without_settings_takes() -> None:
+def test_learning_bench_new_model_row_equals_recipe_without_settings() -> None:
     values = recipe_values(ROWS["new"], "2.6m") | {"data": {"dir": "data"}}
     given = {"init", "optimizer", "schedule"}
     row = parse_recipe({**values, "schedule": {**values["schedule"], "max_steps": 50}})
@@ -113,7 +113,7 @@ def test_the_row_of_new_models_is_what_a_recipe_without_settings_takes() -> None
     assert taken.model_dump(include=given) == row.model_dump(include=given)
 
 
-def test_a_change_is_made_to_the_row_that_it_names() -> None:
+def test_learning_bench_variant_changes_the_row_it_names() -> None:
     row = find_row(f"{BEFORE}:optimizer.betas=[0.9, 0.95],optimizer.learning_rate=1e-2")
     values, before = recipe_values(row, "2.6m"), recipe_values(ROWS[BEFORE], "2.6m")
     changed = {"betas": [0.9, 0.95], "learning_rate": 0.01}
@@ -121,7 +121,7 @@ def test_a_change_is_made_to_the_row_that_it_names() -> None:
     assert values == {**before, "optimizer": {**before["optimizer"], **changed}}
 
 
-def test_rows_are_recipes_of_their_own_unless_changes_are_asked_for() -> None:
+def test_learning_bench_rows_are_own_recipes_unless_changes_are_requested() -> None:
     assert not any(row.of for row in choose_rows([], []).values())
     assert len(choose_rows([], [])) > 3
     baseline, *changes = choose_rows(["changes"], []).items()
@@ -139,7 +139,9 @@ def test_rows_are_recipes_of_their_own_unless_changes_are_asked_for() -> None:
         ("before:optimizer.eps={", "--set"),
     ],
 )
-def test_a_variant_of_no_row_or_no_key_is_refused(variant: str, message: str) -> None:
+def test_learning_bench_variant_of_unknown_row_or_key_raises_config_error(
+    variant: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_rows([], [variant])
 
@@ -155,7 +157,7 @@ def test_a_variant_of_no_row_or_no_key_is_refused(variant: str, message: str) ->
         ({"variants": ("before:optimizer.eps=none",)}, "row before:optimizer.eps=none"),
     ],
 )
-def test_wrong_options_are_refused(
+def test_learning_bench_invalid_options_raise_config_error(
     tmp_path: Path, text: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -165,7 +167,7 @@ def test_wrong_options_are_refused(
 # Runs.
 
 
-def test_rows_take_turns_over_seeds_and_end_with_the_budget(
+def test_learning_bench_alternates_rows_over_seeds_within_budget(
     bench: LearningBench, fake: FakeRun
 ) -> None:
     result = bench_learning(bench, lambda _: None)
@@ -186,7 +188,9 @@ def test_rows_take_turns_over_seeds_and_end_with_the_budget(
     assert result["complete"]
 
 
-def test_a_budget_in_minutes_is_paced_once_a_row(bench: LearningBench, fake: FakeRun) -> None:
+def test_learning_bench_time_budget_is_paced_once_per_row(
+    bench: LearningBench, fake: FakeRun
+) -> None:
     timed = LearningBench(**{**vars(bench), "tokens": None, "minutes": 0.1})
     bench_learning(timed, lambda _: None)
     assert [request["pace"] for request in fake.requests] == [True, False] * 2 + [False] * 2
@@ -195,7 +199,7 @@ def test_a_budget_in_minutes_is_paced_once_a_row(bench: LearningBench, fake: Fak
     assert [one.schedule.max_steps for one in runs] == 4 * [12]
 
 
-def test_a_sample_of_the_held_out_text_is_another_result(
+def test_learning_bench_held_out_sample_is_separate_result(
     bench: LearningBench, fake: FakeRun
 ) -> None:
     bench_learning(bench, lambda _: None)
@@ -213,7 +217,7 @@ def test_a_sample_of_the_held_out_text_is_another_result(
     ]
 
 
-def test_a_second_call_measures_what_is_missing_or_changed(
+def test_learning_bench_second_call_measures_missing_or_changed_runs(
     bench: LearningBench, fake: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench_learning(LearningBench(**{**vars(bench), "seeds": 1}), lambda _: None)
@@ -236,7 +240,9 @@ def test_a_second_call_measures_what_is_missing_or_changed(
     assert len(lines) == len(result["runs"]) == 4
 
 
-def test_a_failed_run_ends_no_other(bench: LearningBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_bench_failed_run_ends_no_other(
+    bench: LearningBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeRun()
 
     def ask(module: str, request: dict[str, Any], environment: object) -> Found:
@@ -250,7 +256,7 @@ def test_a_failed_run_ends_no_other(bench: LearningBench, monkeypatch: pytest.Mo
     assert [run["row"] for run in result["runs"]] == [BEFORE, BEFORE]
 
 
-def test_the_command_trains_and_writes_its_page(
+def test_learning_bench_command_trains_and_writes_page(
     bench: LearningBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # One real run; what it says is checked against the run's own figures.
@@ -290,7 +296,7 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, RowFigures]:
 _CHANGE = f"{BEFORE}:schedule.min_lr_ratio=0.0"
 
 
-def test_figures_are_means_over_seeds_and_gains_are_paired_by_seed() -> None:
+def test_learning_bench_figures_are_means_over_seeds_with_paired_gains() -> None:
     runs = [line("nanogpt", seed, 2.0) for seed in range(3)]
     runs += [line(BEFORE, seed, 1.5 + 0.1 * seed) for seed in range(3)]
     runs += [line(_CHANGE, seed, 1.2 + 0.05 * seed) for seed in range(3)]
@@ -303,7 +309,7 @@ def test_figures_are_means_over_seeds_and_gains_are_paired_by_seed() -> None:
     assert found["nanogpt"].gains == []
 
 
-def test_the_baselines_loss_is_reached_between_two_points() -> None:
+def test_learning_bench_baseline_loss_is_interpolated_between_points() -> None:
     found = figures([line("nanogpt", 0, 2.0), line(BEFORE, 0, 1.0)])
     # From 3.0 at 100 tokens to 1.0 at 200: 2.0 is half way.
     assert found[BEFORE].to_goal() == (150, 20)
@@ -321,7 +327,7 @@ def test_the_baselines_loss_is_reached_between_two_points() -> None:
         ({("a", "2.6m"): 0.01, ("b", "30m"): 0.0}, "not kept: no gain above twice its spread"),
     ],
 )
-def test_a_change_is_kept_for_gains_on_two_corpora_and_sizes(
+def test_learning_bench_change_is_kept_for_gains_on_two_corpora_and_sizes(
     gains: dict[tuple[str, str], float], verdict: str, row: str
 ) -> None:
     runs = []
@@ -336,7 +342,7 @@ def test_a_change_is_kept_for_gains_on_two_corpora_and_sizes(
     assert verdicts(learning_groups(two_seeds)) == {}
 
 
-def test_new_settings_are_compared_with_those_before_or_else_with_the_baseline() -> None:
+def test_learning_bench_new_settings_are_compared_with_previous_or_baseline() -> None:
     runs = [
         line(name, seed, bits)
         for name, bits in (("nanogpt", 3.0), (NEW, 1.0))
@@ -349,7 +355,7 @@ def test_new_settings_are_compared_with_those_before_or_else_with_the_baseline()
     assert figures(runs)[BEFORE].over == "nanogpt"
 
 
-def test_the_page_names_all_recipes_and_verdicts() -> None:
+def test_learning_bench_page_lists_recipes_and_verdicts() -> None:
     runs = [line(name, seed, 2.0) for name in (BEFORE, _CHANGE) for seed in range(3)]
     machine = {"name": "a CPU", "threads": 2, "torch": "2"}
     problems = {"a, 2.6m, new": "too few steps"}

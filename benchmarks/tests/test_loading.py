@@ -85,18 +85,18 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("1234567", 1_234_567),
     ],
 )
-def test_a_count_may_have_a_letter(text: str, count: int) -> None:
+def test_parse_count_accepts_unit_letter(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "B", "0.5 B", "-1M", "1T", "1e9", "½B", "٣M", "1.M"])
-def test_what_is_no_count_is_refused(text: str) -> None:
+def test_parse_count_invalid_text_raises_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a number of parameters: use for instance 0\.5B"):
         parse_count(text)
 
 
 @given(st.integers(SMALLEST, LARGEST))
-def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
+def test_loading_bench_model_has_requested_size(parameters: int) -> None:
     total = count_parameters(meta_model(model_config(parameters))).total
     assert abs(total - parameters) <= 0.005 * parameters
 
@@ -112,12 +112,14 @@ def test_the_model_is_as_large_as_was_asked_for(parameters: int) -> None:
         ({"ways": ["transformers"], "no_transformers": True}, "no loading mode is left to measure"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_loading_bench_invalid_options_raise_config_error(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         loading_rows(LoadingBench(**options))
 
 
-def test_rows_can_be_chosen() -> None:
+def test_loading_bench_rows_can_be_chosen() -> None:
     assert loading_rows(LoadingBench()) == list(ROWS)
     names = [row.name for row in loading_rows(LoadingBench(no_transformers=True))]
     assert names == [*LOADING_MODES, "sharded", "per-tensor", "per-tensor-sequential", "cast"]
@@ -125,7 +127,7 @@ def test_rows_can_be_chosen() -> None:
     assert [row.name for row in chosen] == ["mmap", "transformers"]
 
 
-def test_the_checkpoint_is_one_model_in_one_file_and_in_shards(checkpoint: Path) -> None:
+def test_loading_bench_checkpoint_is_one_model_in_one_file_and_in_shards(checkpoint: Path) -> None:
     single, sharded, per_tensor = (load_model(checkpoint / name).model for name in LAYOUTS)
     assert len(list((checkpoint / "single").glob("*.safetensors"))) == 1
     assert len(list((checkpoint / "sharded").glob("*.safetensors"))) > 2
@@ -137,7 +139,7 @@ def test_the_checkpoint_is_one_model_in_one_file_and_in_shards(checkpoint: Path)
     assert weights["model.embed_tokens.weight"].float().std() == pytest.approx(0.02, rel=0.05)
 
 
-def test_every_row_is_measured_and_the_checkpoint_deleted(temporary: Path) -> None:
+def test_loading_bench_measures_every_row_and_deletes_checkpoint(temporary: Path) -> None:
     ways = [DEFAULT_WAY, "sharded", "per-tensor", "transformers"]
     result = loading.bench_loading(LoadingBench(parameters=_TINY, repeats=1, ways=ways))
     assert list(temporary.iterdir()) == []
@@ -156,7 +158,7 @@ def test_every_row_is_measured_and_the_checkpoint_deleted(temporary: Path) -> No
     assert draw(result).startswith(b"\x89PNG")
 
 
-def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
+def test_loading_bench_command_prints_table_and_one_json_object(
     temporary: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kept, out = tmp_path / "kept", tmp_path / "out"
@@ -179,7 +181,7 @@ def test_the_command_prints_a_table_for_people_and_one_object_for_programs(
     assert [path.name for path in kept.iterdir()] == ["single"]
 
 
-def test_a_kept_checkpoint_is_used_again_and_another_one_is_not(tmp_path: Path) -> None:
+def test_loading_bench_reuses_only_its_own_kept_checkpoint(tmp_path: Path) -> None:
     make_checkpoints(_TINY, "bfloat16", tmp_path, [SINGLE])
     weights = tmp_path / "single" / "model.safetensors"
     before = weights.stat()
@@ -194,7 +196,7 @@ def test_a_kept_checkpoint_is_used_again_and_another_one_is_not(tmp_path: Path) 
         make_checkpoints(_TINY, "float32", tmp_path, [SINGLE])
 
 
-def test_too_little_space_is_said_before_anything_is_written(
+def test_loading_bench_too_little_space_raises_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 2 * 2 * _TINY  # both folders' bytes, without the twentieth that is to stay
@@ -206,7 +208,9 @@ def test_too_little_space_is_said_before_anything_is_written(
     make_checkpoints(_TINY, "bfloat16", tmp_path / "new", [SINGLE])
 
 
-def test_a_way_that_fails_says_what_its_process_said_last(checkpoint: Path, tmp_path: Path) -> None:
+def test_loading_bench_failed_row_shows_last_output_of_process(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     shutil.copytree(checkpoint / "single", tmp_path / "single")
     os.truncate(tmp_path / "single" / "model.safetensors", 1000)
     message = r"loading with 'this' failed: .* is damaged"
@@ -214,7 +218,7 @@ def test_a_way_that_fails_says_what_its_process_said_last(checkpoint: Path, tmp_
         loading.measure(LoadingRow("this", "firstlight", way="sequential"), tmp_path, "bfloat16")
 
 
-def test_without_transformers_its_rows_are_left_out(
+def test_loading_bench_without_transformers_omits_its_rows(
     monkeypatch: pytest.MonkeyPatch, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rows, "has_package", lambda name: False)
@@ -227,7 +231,7 @@ def test_without_transformers_its_rows_are_left_out(
         loading.bench_loading(LoadingBench(parameters=_TINY, ways=["transformers"]))
 
 
-def test_ratios_are_of_medians_and_against_the_fastest_of_the_same_kind() -> None:
+def test_loading_bench_ratios_of_medians_are_against_fastest_of_same_kind() -> None:
     seconds = {
         "sequential": [3.0, 9.0, 6.0],
         "cast": [8.0, 8.0, 8.0],
@@ -256,7 +260,7 @@ def test_ratios_are_of_medians_and_against_the_fastest_of_the_same_kind() -> Non
     assert result["cast"]["peak_to_model"] == 1.5
 
 
-def test_a_gpus_peak_is_a_column_and_a_panel(
+def test_loading_bench_gpu_peak_is_shown_in_column_and_panel(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Hardware(torch.device("cuda"), "a GPU", 2**34, bf16=True)
@@ -278,7 +282,7 @@ def test_a_gpus_peak_is_a_column_and_a_panel(
     assert draw(result) != draw(on_cpu)
 
 
-def test_huge_pages_are_off_as_the_command_line_has_it_or_as_the_person(
+def test_loading_bench_huge_pages_follow_command_line_or_user(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert loading.HUGE_PAGES not in SHORT_SPIN | for_generation()

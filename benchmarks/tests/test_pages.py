@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_each_page_has_blocks_whose_commands_there_are() -> None:
+def test_benchmark_pages_have_blocks_with_existing_commands() -> None:
     blocks = pages.blocks()
     names = {path.name for path in pages.PAGES.glob("*.md") if not path.name.startswith("gpu-")}
     names -= {"learning.md", "budget.md"}
@@ -58,7 +58,7 @@ def test_each_page_has_blocks_whose_commands_there_are() -> None:
             assert not context.args
 
 
-def test_figures_and_pictures_are_replaced_and_a_second_call_goes_on(
+def test_benchmark_pages_update_replaces_blocks_and_resumes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
@@ -92,7 +92,7 @@ def test_figures_and_pictures_are_replaced_and_a_second_call_goes_on(
     assert "figures of two" in page.read_text(encoding="utf-8")
 
 
-def test_pages_that_take_hours_are_measured_by_name_only(
+def test_benchmark_pages_taking_hours_are_measured_by_name_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []
@@ -115,7 +115,9 @@ def test_pages_that_take_hours_are_measured_by_name_only(
     assert {*learning, *asked("budget")} == {*apart}
 
 
-def test_a_busy_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_pages_update_on_busy_machine_exits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pages, "others_share", lambda: 0.4)
     with pytest.raises(SystemExit, match="40% of the processors are busy: call again"):
         pages.main(["one"])

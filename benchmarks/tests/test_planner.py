@@ -34,7 +34,7 @@ from planner_recipes import GPT2, LLAMA
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
-def test_the_grid_covers_what_was_promised() -> None:
+def test_planner_bench_grid_covers_promised_cases() -> None:
     cases = memory_grid()
     assert len(cases) >= 60
     assert len({case.name for case in cases}) == len(cases)
@@ -51,7 +51,7 @@ def test_the_grid_covers_what_was_promised() -> None:
 
 
 @pytest.mark.parametrize("values, share, found", [([3.0, 1.0, 2.0], 0.5, 2.0), ([5.0], 0.95, 5.0)])
-def test_percentiles_are_values_that_there_are(
+def test_planner_bench_percentiles_are_existing_values(
     values: list[float], share: float, found: float
 ) -> None:
     assert percentile(sorted(values), share) == found
@@ -71,7 +71,7 @@ def result(error: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_summary_has_the_largest_errors_and_the_shortage() -> None:
+def test_planner_bench_summary_has_largest_errors_and_shortage() -> None:
     results = [result(0.04), result(-0.01), result(0.0), {"name": "y", "reason": "it broke"}]
     found = summary(results)
     assert found["count"] == 3
@@ -82,7 +82,7 @@ def test_a_summary_has_the_largest_errors_and_the_shortage() -> None:
     assert summary([{"name": "y", "reason": "it broke"}]) == {"count": 0, "failed": 1}
 
 
-def test_predictions_are_what_real_steps_take() -> None:
+def test_planner_bench_predictions_match_real_steps() -> None:
     """In processes of their own; exact but for what kernels take inside."""
     short = {"prompt_tokens": 256, "max_new_tokens": 32, "sequences": 1, "dtype": "int8"}
     cases = [
@@ -103,13 +103,13 @@ def test_predictions_are_what_real_steps_take() -> None:
         assert -0.02 < one["error"] < 0.05, one
 
 
-def test_what_fails_is_a_result() -> None:
+def test_planner_bench_failure_is_recorded_as_result() -> None:
     wrong = PlannerCase("gpt2 small", 1, 256, {"efficiency": {"optimizer_in_backward": True}})
     (found,) = bench_memory([wrong], lambda _: None)["rows"]
     assert found["reason"].startswith("recipe: efficiency.")
 
 
-def test_what_was_measured_is_said_and_written_at_once(
+def test_planner_bench_results_are_printed_and_written_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "planner.json"
@@ -167,7 +167,7 @@ def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> 
 
 @pytest.mark.parametrize("family", _CONFIGS)
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_generation_takes_what_a_real_one_takes(family: str, sequences: int) -> None:
+def test_planner_bench_generation_prediction_matches_real_run(family: str, sequences: int) -> None:
     config = _CONFIGS[family]
     found = predict_generation(
         config, prompt_tokens=40, max_new_tokens=20, sequences=sequences, target=Target(threads=2)
@@ -180,7 +180,7 @@ def test_generation_takes_what_a_real_one_takes(family: str, sequences: int) -> 
     assert found.parts["activations"] == pytest.approx(cache, rel=0.1)
 
 
-def test_weights_in_8_bits_take_a_quarter() -> None:
+def test_planner_bench_8_bit_weights_take_less_than_half() -> None:
     config = _CONFIGS["llama"]
     settings: dict[str, Any] = {"prompt_tokens": 4, "max_new_tokens": 4}
     wide = predict_generation(config, **settings).parts["weights"]
@@ -188,6 +188,6 @@ def test_weights_in_8_bits_take_a_quarter() -> None:
     assert narrow < wide / 2
 
 
-def test_a_dtype_that_only_a_file_knows_is_refused() -> None:
+def test_planner_bench_dtype_auto_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="'auto' can't be planned"):
         predict_generation(_CONFIGS["gpt2"], prompt_tokens=4, max_new_tokens=4, dtype="auto")

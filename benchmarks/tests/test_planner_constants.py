@@ -49,7 +49,7 @@ def _steps() -> list[tuple[MemoryPrediction, Workload]]:
     ]
 
 
-def test_the_constants_of_made_up_measurements_are_found_again() -> None:
+def test_planner_constants_are_recovered_from_synthetic_measurements() -> None:
     shares = shares_of(CONSTANTS)
     steps = [
         TimedStep(counted, work, predict_speed(counted, work, H200, shares).step_seconds.expected)
@@ -61,7 +61,7 @@ def test_the_constants_of_made_up_measurements_are_found_again() -> None:
     assert max(map(abs, relative_errors(steps, H200, None))) > 0.1
 
 
-def test_a_constant_that_no_step_depends_on_stays_as_it_is() -> None:
+def test_planner_constant_without_dependent_steps_is_unchanged() -> None:
     counted, work = _steps()[0]
     found = fit_constants([TimedStep(counted, work, 0.05)], H200)
     for name in BOUNDS:

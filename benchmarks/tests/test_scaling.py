@@ -16,7 +16,7 @@ from firstlight.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
-def test_rows_are_powers_of_two_and_the_most() -> None:
+def test_scaling_bench_rows_are_powers_of_two_and_maximum() -> None:
     assert scaling_rows(ScalingBench(nproc=1)) == [("none", 1)]
     two = ScalingBench(nproc=2, engines=["ddp", "hybrid"])
     assert scaling_rows(two) == [("none", 1), ("ddp", 2)]
@@ -31,7 +31,7 @@ def test_rows_are_powers_of_two_and_the_most() -> None:
     ]
 
 
-def test_values_that_can_not_be_are_refused() -> None:
+def test_scaling_bench_invalid_values_raise_config_error() -> None:
     with pytest.raises(ConfigError, match=r"engine .dpd. is unknown .did you mean .ddp."):
         scaling_rows(ScalingBench(engines=["dpd"]))
     with pytest.raises(ConfigError, match="processes is 0, but must be at least 1"):
@@ -49,7 +49,7 @@ def _outcomes() -> dict[tuple[str, int], RowOutcome]:
     }
 
 
-def test_figures_are_medians_over_the_turns() -> None:
+def test_scaling_bench_figures_are_medians_over_turns() -> None:
     bench = ScalingBench(seq_len=10, micro_batch_size=4, accumulation=2)
     none, ddp, fsdp = summarize(bench, _outcomes())
     assert none["tokens_per_second"] == 160
@@ -65,7 +65,7 @@ def test_figures_are_medians_over_the_turns() -> None:
     assert draw(result).startswith(b"\x89PNG")
 
 
-def test_processes_that_compute_together_see_the_tokens_of_one() -> None:
+def test_scaling_bench_model_parallel_processes_count_tokens_once() -> None:
     bench = ScalingBench(seq_len=10, micro_batch_size=4)
     one: dict[str, Any] = {"step_seconds": 0.5, "alone_seconds": None, "peak_bytes": [100]}
     two: dict[str, Any] = {"step_seconds": 0.4, "alone_seconds": 0.6, "peak_bytes": [90, 80]}
@@ -79,7 +79,7 @@ def test_processes_that_compute_together_see_the_tokens_of_one() -> None:
     assert [row["sharing_share"] for row in (tensor, zero)] == pytest.approx([0.25, -0.5])
 
 
-def test_only_what_a_model_can_use_is_measured() -> None:
+def test_scaling_bench_measures_only_engines_supported_by_model() -> None:
     def engines(model: str) -> set[str]:
         return {name for name, _ in scaling_rows(ScalingBench(model=model))}
 
@@ -90,7 +90,7 @@ def test_only_what_a_model_can_use_is_measured() -> None:
     "engines",
     [["fsdp"], pytest.param(list(ENGINES), marks=pytest.mark.slow)],
 )
-def test_two_processes_are_measured(tmp_path: Path, engines: list[str]) -> None:
+def test_scaling_bench_measures_two_processes(tmp_path: Path, engines: list[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     model = {
         "model_type": "llama",

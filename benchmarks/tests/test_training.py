@@ -115,7 +115,7 @@ def run_of(seconds: list[float], peak: int, loss: float = 3.0) -> dict[str, Any]
     }
 
 
-def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_reference() -> None:
+def test_training_bench_rates_are_medians_and_ratios_relative_to_reference() -> None:
     replies = {
         "firstlight": [
             {**run_of([2.0, 2.0, 4.0], 100), "first_step_seconds": 30.0},
@@ -143,7 +143,7 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_reference() -> N
     assert [row["status"] for row in (ours, variant, reference)] == ["measured"] * 3
 
 
-def test_without_the_reference_there_are_no_ratios() -> None:
+def test_training_bench_without_reference_has_no_ratios() -> None:
     outcomes = {
         "firstlight": RowOutcome(runs=[run_of([1.0], 5)]),
         "firstlight a.b=c": RowOutcome(),
@@ -169,7 +169,7 @@ def rows_of(bench: TrainingBench) -> list[TrainingRow]:
     return training_rows(bench, plan_steps(bench, "benchmarks training"))
 
 
-def test_the_defaults_are_gpt2_with_what_a_person_gets_who_sets_nothing() -> None:
+def test_training_bench_defaults_are_gpt2_with_default_settings() -> None:
     bench = TrainingBench(device="cpu", programs=["reference"])
     plan, rows = plan_steps(bench, "benchmarks training"), rows_of(bench)
     assert (plan.name, plan.seq_len, plan.micro_batch_size) == ("gpt2-124m", 1024, 4)
@@ -183,7 +183,7 @@ def test_the_defaults_are_gpt2_with_what_a_person_gets_who_sets_nothing() -> Non
     assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == ("small", 256, 2, 1)
 
 
-def test_a_recipe_brings_its_model_optimizer_and_efficiency(model: str) -> None:
+def test_training_bench_recipe_sets_model_optimizer_and_efficiency(model: str) -> None:
     (row,) = rows_of(TrainingBench(model=model, device="cpu", programs=[]))
     assert row.recipe.model == _TINY
     assert row.recipe.efficiency.compile is False
@@ -191,7 +191,7 @@ def test_a_recipe_brings_its_model_optimizer_and_efficiency(model: str) -> None:
     assert row.recipe.data.seq_len == 32
 
 
-def test_each_variant_is_a_row_with_its_keys_alone(model: str) -> None:
+def test_training_bench_each_variant_is_row_with_only_its_keys(model: str) -> None:
     variants = [
         "efficiency.precision=bf16_params",
         "batch.micro_batch_size=1, optimizer.betas=[0.8,0.9],optimizer.learning_rate=3e-4",
@@ -243,7 +243,9 @@ def test_each_variant_is_a_row_with_its_keys_alone(model: str) -> None:
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_training_bench_invalid_options_raise_config_error(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         rows_of(TrainingBench(**({"device": "cpu", "programs": []} | options)))
 
@@ -256,7 +258,7 @@ def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str)
         (False, True, ["reference", "reference-fp32"]),
     ],
 )
-def test_where_bf16_is_no_faster_the_reference_is_there_in_fp32_too(
+def test_training_bench_without_fast_bf16_adds_fp32_reference(
     bf16: bool, faster: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "bf16_is_faster", lambda device: faster)
@@ -265,7 +267,7 @@ def test_where_bf16_is_no_faster_the_reference_is_there_in_fp32_too(
     assert choose_programs(None, hardware, False, "m") == []
 
 
-def test_the_trainer_is_left_out_with_a_word_where_its_packages_are_missing(
+def test_training_bench_trainer_is_omitted_if_packages_are_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -310,7 +312,9 @@ def a_batch() -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 128)
 
 
-def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_bench_bare_loop_in_fp32_matches_firstlight_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(5)
     theirs = PlainGPT2(_TINY)
     # Gradients so large that they are clipped, each step by another factor.
@@ -336,14 +340,14 @@ def test_the_bare_loop_in_fp32_makes_firstlights_step(monkeypatch: pytest.Monkey
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
 
 
-def test_the_bare_loop_pads_the_vocabulary_to_64() -> None:
+def test_training_bench_bare_loop_pads_vocabulary_to_64() -> None:
     padded = PlainGPT2(_TINY.model_copy(update={"vocab_size": 211}))
     assert padded.head.weight.shape == (256, 16)
     assert padded.head.weight is padded.tokens.weight
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_loops_learn_and_differ_only_in_rounding() -> None:
+def test_training_bench_loops_learn_and_differ_only_in_rounding() -> None:
     batch = a_batch()
     losses = {}
     for name in ("fp32", "bf16", "pure"):
@@ -397,7 +401,7 @@ def record_compilation(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 # torch's compiler warns of torch's own scripts where it is imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.usefixtures("one_thread")
-def test_all_programs_train_on_the_same_rows(
+def test_training_bench_programs_train_on_same_rows(
     request_of: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = record_compilation(monkeypatch)
@@ -430,7 +434,7 @@ def test_all_programs_train_on_the_same_rows(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_trainer_is_told_apart_by_its_own_loop(
+def test_training_bench_trainer_runs_its_own_loop(
     request_of: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
@@ -445,7 +449,7 @@ def test_the_trainer_is_told_apart_by_its_own_loop(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("program", ["firstlight", "reference-fp32"])
-def test_further_steps_are_divided_by_phase_and_by_operator(
+def test_training_bench_profiled_steps_are_split_by_phase_and_operator(
     request_of: dict[str, Any], program: str
 ) -> None:
     plain = training_once({**request_of, "program": program, "compile": False})
@@ -468,7 +472,7 @@ def test_further_steps_are_divided_by_phase_and_by_operator(
     assert torch.autograd.backward.__name__ == "backward"
 
 
-def test_each_micro_batch_has_a_forward_and_a_backward_pass(
+def test_training_bench_phases_separate_forward_backward_and_update(
     request_of: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
@@ -513,7 +517,7 @@ def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_ceiling")
-def test_rows_take_turns_each_in_its_environment(
+def test_training_bench_alternates_rows_in_their_environments(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in TRAINING:
@@ -551,7 +555,7 @@ def test_rows_take_turns_each_in_its_environment(
 
 
 @pytest.mark.usefixtures("quick_ceiling")
-def test_the_other_programs_can_get_the_same_environment(
+def test_training_bench_other_programs_may_use_same_environment(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in TRAINING:
@@ -566,7 +570,7 @@ def test_the_other_programs_can_get_the_same_environment(
 
 
 @pytest.mark.usefixtures("quick_ceiling")
-def test_an_interruption_leaves_what_was_measured(
+def test_training_bench_interrupted_keeps_finished_measurements(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "ask", FakeProcesses({"reference": KeyboardInterrupt()}))
@@ -583,7 +587,7 @@ def test_an_interruption_leaves_what_was_measured(
 
 
 @pytest.mark.usefixtures("quick_ceiling")
-def test_the_table_says_what_was_measured_and_chosen(
+def test_training_bench_table_shows_measured_values_and_choices(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
@@ -605,7 +609,7 @@ def test_the_table_says_what_was_measured_and_chosen(
     assert json.loads(result.stdout)["rows"][0]["speed_ratio"] == 2.0
 
 
-def test_a_real_run_from_the_command_line(
+def test_training_bench_command_runs_real_benchmark(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "measured_matmul_flops", lambda device, dtype: 1e12)

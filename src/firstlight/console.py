@@ -26,12 +26,12 @@ from firstlight.errors import ConfigError
 
 
 def console() -> Console:
-    """A console on the current `sys.stderr`, which tests and notebooks may replace."""
+    """Return a console on the current `sys.stderr`, which tests and notebooks may replace."""
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` function in the kernel of a notebook; None elsewhere."""
+    """Return IPython's `display` function inside a notebook kernel, or None elsewhere."""
     # In a notebook, IPython has been imported already.
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
@@ -66,9 +66,9 @@ def silence() -> None:
 
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
-    """A progress bar on stderr: description, bar, per cent, `columns`, remaining time.
+    """Return a progress bar on stderr: description, bar, percentage, `columns`, remaining time.
 
-    It is shown on terminals only; for logs the caller prints messages.
+    It is only shown in terminals; for logs, the caller prints messages.
     """
     target = console()
     return Progress(
@@ -83,8 +83,8 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     )
 
 
-#: Format characters that act on no other text: joiners, which words and emoji in many scripts need;
-#: soft hyphen; Arabic and Syriac number signs; and the tags of flags.
+#: Format characters that do not affect other text: joiners, which words and emoji in many scripts
+#: need; soft hyphen; Arabic and Syriac number signs; and the tags of flags.
 _HARMLESS = re.compile("[\u200c\u200d\u00ad\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]")
 #: Unicode categories of control and format characters, surrogates, and line and paragraph
 #: separators.
@@ -92,9 +92,9 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """A text that is safe to show in a terminal or on a page: control characters, marks that change
-    the direction of writing, and surrogates are replaced by their code point, such as '⟨U+202E⟩'.
-    "\\r\\n" becomes "\\n"; tabs stay."""
+    """Return a text that is safe to show in a terminal or on a page: control characters,
+    bidirectional formatting characters and surrogates are replaced by their code point, such as
+    '⟨U+202E⟩'. "\\r\\n" becomes "\\n"; tabs are kept."""
     lines = str(text).replace("\r\n", "\n")
     if lines.isprintable():
         return lines
@@ -110,7 +110,7 @@ def _is_harmless(character: str) -> bool:
 
 
 def plain(value: object) -> str:
-    """A value of a recipe on one line, in the syntax of YAML."""
+    """Format a recipe value on one line, in YAML syntax."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -121,13 +121,13 @@ def plain(value: object) -> str:
 
 
 def loss_text(loss: float, decimals: int = 4) -> str:
-    """A loss as a text with `decimals` decimals; 4 significant digits from 10,000 on, for the loss
-    of a diverged run."""
+    """Format a loss with `decimals` decimals, or with 4 significant digits if it is at least
+    10,000, as in a diverged run."""
     return f"{loss:.{decimals}f}" if abs(loss) < 10_000 else f"{loss:.4g}"
 
 
 def own_version() -> str:
-    """The version of firstlight; "unknown" if it is not installed as a package."""
+    """Return the version of firstlight, or "unknown" if it is not installed as a package."""
     try:
         return version("firstlight")
     except PackageNotFoundError:
@@ -135,13 +135,13 @@ def own_version() -> str:
 
 
 def gib(size: float) -> str:
-    """A number of bytes of memory as text: 1610612736 -> '1.50 GiB', 1048576 -> '0.0010 GiB'."""
+    """Format a number of bytes of memory: 1610612736 -> '1.50 GiB', 1048576 -> '0.0010 GiB'."""
     count = size / 2**30
     return f"{count:,.{2 if count >= 0.01 or not count else 4}f} GiB"
 
 
 def shortened(text: str, width: int) -> str:
-    """The text, cut to `width` characters with "…" as the last one if it is longer."""
+    """Truncate the text to `width` characters, ending in "…" if it is longer."""
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
@@ -149,7 +149,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def human_bytes(count: float) -> str:
-    """1234567 -> '1.2 MB'."""
+    """Format a number of bytes: 1234567 -> '1.2 MB'."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
@@ -158,7 +158,7 @@ def human_bytes(count: float) -> str:
 
 
 def compact(value: float) -> str:
-    """A short text for a number, with up to 10 significant digits: 1500 -> '1.5k', 0.00025 ->
+    """Format a number briefly, with up to 10 significant digits: 1500 -> '1.5k', 0.00025 ->
     '0.00025', 1e-7 -> '1e-07'."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
@@ -170,7 +170,7 @@ def compact(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """A number rounded to four digits: 1234567 -> '1.235M', 4494.2 -> '4,494', 3.14159 ->
+    """Format a number rounded to four digits: 1234567 -> '1.235M', 4494.2 -> '4,494', 3.14159 ->
     '3.142'."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
@@ -182,12 +182,12 @@ def rounded(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun: '2 shards' for 2 and "shard"."""
+    """Format a number with its noun: '2 shards' for 2 and "shard"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def time_text(seconds: float) -> str:
-    """95 -> '1 min 35 s'."""
+    """Format a duration: 95 -> '1 min 35 s'."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:
@@ -202,7 +202,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_time(text: str) -> float:
-    """The seconds of a time such as "90s", "30m", "1.5h", "1h30m" or "3d".
+    """Return the seconds of a duration such as "90s", "30m", "1.5h", "1h30m" or "3d".
 
     Raises:
         ConfigError: `text` is not a time.
@@ -218,7 +218,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_count(text: str) -> float:
-    """The value of a number such as "10B", "300M" or "2e9".
+    """Return the value of a number such as "10B", "300M" or "2e9".
 
     Raises:
         ConfigError: `text` is not a number.

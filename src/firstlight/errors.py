@@ -1,7 +1,7 @@
 """The errors that firstlight raises for its users.
 
-Each message says what is wrong, where, and what to do about it. The command line
-prints it as one line and exits with `exit_code`.
+Each message describes what is wrong, where, and how to fix it. The command line prints it as one
+line and exits with `exit_code`.
 
     FirstlightError            base class of the others; a ValueError
     ├── InputError             a path or an input text that is missing or unreadable
@@ -31,8 +31,8 @@ DIVERGED_EXIT_CODE = 76
 #: Advice in the messages about a diverged run.
 DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
-#: Largest number of characters of a message; longer ones are shortened, because a name in a damaged
-#: file can have any length.
+#: Maximum number of characters in a message; longer messages are shortened, because a name in a
+#: damaged file can have any length.
 _MAX_CHARS = 2000
 
 

@@ -91,20 +91,22 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_gemm_run_invalid_settings_raises_config_error(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         GemmRun(GemmBench(**options))
 
 
 @pytest.mark.parametrize("name", ["gpt2-355m", "gpt2-350m"])
-def test_the_model_of_355m_parameters_has_one_name_and_its_old_one_is_read(name: str) -> None:
+def test_gemm_model_355m_under_old_name_resolves_to_current_name(name: str) -> None:
     run = GemmRun(GemmBench(model=name, quick=True))
     assert (run.bench.model, run.shape.num_hidden_layers) == ("gpt2-355m", 24)
     assert find_model(name).num_hidden_layers == 24
     assert MODELS.keys() & models.MODELS.keys() == {"gpt2-124m", "gpt2-355m", "gpt2-774m"}
 
 
-def test_what_the_cpu_only_emulates_is_refused_and_no_default(
+def test_gemm_dtype_emulated_by_cpu_is_not_default_and_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hardware = replace(find_hardware("cpu"), name="Old CPU", bf16=False)
@@ -118,7 +120,9 @@ def test_what_the_cpu_only_emulates_is_refused_and_no_default(
 
 
 @pytest.mark.parametrize("name", ["avx512_fp16", "amx_fp16", "fp16_arith"])
-def test_every_format_of_the_cpu_is_a_default(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardware_dtypes_cpu_returns_every_native_dtype(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hardware = replace(find_hardware("cpu"), bf16=True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True})
     assert hardware_dtypes(hardware) == ["fp32", "bf16", "fp16"]
@@ -128,7 +132,7 @@ def test_every_format_of_the_cpu_is_a_default(name: str, monkeypatch: pytest.Mon
     "capability, names",
     [((6, 1), ["fp32"]), ((7, 5), ["fp32", "fp16"]), ((8, 0), ["fp32", "tf32", "bf16", "fp16"])],
 )
-def test_a_gpu_has_the_formats_of_its_generation(
+def test_hardware_dtypes_gpu_matches_its_generation(
     capability: tuple[int, int], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware = replace(
@@ -138,13 +142,13 @@ def test_a_gpu_has_the_formats_of_its_generation(
     assert hardware_dtypes(hardware) == names
 
 
-def test_the_vocabulary_of_gpt2_is_padded_as_is_usual() -> None:
+def test_paddings_of_gpt2_vocabulary_match_usual_multiples() -> None:
     assert paddings(50257) == {8: 50264, 64: 50304, 128: 50304}
     assert paddings(1025) == {8: 1032, 64: 1088, 128: 1152}
 
 
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_the_products_of_a_layer_are_those_that_autograd_computes(conv1d: bool) -> None:
+def test_layer_products_match_those_of_autograd(conv1d: bool) -> None:
     tokens, inputs, outputs = 5, 3, 7
     x = torch.randn(tokens, inputs, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(outputs, inputs, dtype=torch.float64)
@@ -167,7 +171,7 @@ def test_the_products_of_a_layer_are_those_that_autograd_computes(conv1d: bool) 
         torch.testing.assert_close(c.view(m, n), want.detach())
 
 
-def test_the_model_has_the_flops_that_the_accounting_counts() -> None:
+def test_gemm_model_flops_match_accounting() -> None:
     shape, tokens = MODELS["gpt2-124m"], 64
     config = GPT2Config(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size)
     # Without the part that grows with the row: attention's own products.
@@ -179,7 +183,7 @@ def test_the_model_has_the_flops_that_the_accounting_counts() -> None:
         assert sum(one.count * one.flops for one in these) == tokens * counted
 
 
-def test_all_models_have_the_parameters_that_their_names_say() -> None:
+def test_gemm_models_parameter_counts_match_their_names() -> None:
     for name, shape in MODELS.items():
         weights = 12 * shape.num_hidden_layers * shape.hidden_size**2
         embeddings = (shape.vocab_size + 1024) * shape.hidden_size
@@ -189,7 +193,7 @@ def test_all_models_have_the_parameters_that_their_names_say() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [True, False])
-def test_every_plan_has_the_edges_and_no_product_twice(device: str, quick: bool) -> None:
+def test_gemm_plan_has_edge_sizes_and_no_duplicate_product(device: str, quick: bool) -> None:
     plan = plan_for(device, quick)
     assert {255, 256, 257} <= set(plan.tile_sizes)
     products = all_products(MODELS["gpt2-124m"], plan, 132 if device == "cuda" else 0)
@@ -202,12 +206,12 @@ def test_every_plan_has_the_edges_and_no_product_twice(device: str, quick: bool)
     assert ("tiles" in {one.group for one in products}) == (device == "cuda")
 
 
-def test_a_wave_is_one_tile_for_each_multiprocessor() -> None:
+def test_wave_products_have_one_tile_per_multiprocessor() -> None:
     products = wave_products(132)
     assert [one.m // 128 * (one.n // 256) for one in products] == [132, 131, 133, 264, 265]
 
 
-def test_ratios_are_of_rounds_and_add_up_several_products() -> None:
+def test_ratios_are_computed_per_round_and_combine_several_products() -> None:
     a, b, c = (GemmProduct("size", "", size, "", size, 1, 1) for size in (1, 2, 3))
     times = {a: [1.0, 2.0, 4.0], b: [2.0, 3.0, 20.0], c: [2.0, 3.0]}
     # 2/1, 3/2, 20/4: the median round, not the ratio of medians.
@@ -224,7 +228,7 @@ def test_ratios_are_of_rounds_and_add_up_several_products() -> None:
     assert (both["time_ratio"], both["work_ratio"], both["rate_ratio"]) == (3.5, 5.0, 5 / 3.5)
 
 
-def test_a_step_is_the_sum_of_its_products_scaled_to_its_tokens() -> None:
+def test_step_times_sum_products_scaled_to_tokens() -> None:
     products = model_products(_SMALL, tokens=16)
     times = {one: [1.0, 5.0, 3.0] for one in products}
     found = step_times(products, times, tokens=16, ceiling=1e6)
@@ -241,7 +245,7 @@ def test_a_step_is_the_sum_of_its_products_scaled_to_its_tokens() -> None:
     assert step_times(products, times, tokens=16, ceiling=1e6) == []
 
 
-def test_the_ceiling_is_the_best_of_a_large_product() -> None:
+def test_ceiling_is_best_rate_of_large_products() -> None:
     small, large = (
         GemmProduct("size", "", size, str(size), size, size, size) for size in (10, 1000)
     )
@@ -256,7 +260,7 @@ def test_the_ceiling_is_the_best_of_a_large_product() -> None:
     assert result["step"] == result["padding"] == result["tile"] == result["wave"] == []
 
 
-def test_padding_is_compared_with_the_size_that_is_not_padded() -> None:
+def test_padding_result_compares_padded_with_unpadded_size() -> None:
     products = all_products(_SMALL, _TINY, multiprocessors=3)
     # One second for each number of the size that varies.
     seconds = {"fp32": [[float(one.value or 1)] * 2 for one in products]}
@@ -279,7 +283,7 @@ def test_padding_is_compared_with_the_size_that_is_not_padded() -> None:
     assert [row["work_ratio"] for row in result["wave"]] == [1.0, 2 / 3, 4 / 3, 2.0, 7 / 3]
 
 
-def test_operands_are_random_and_large_enough() -> None:
+def test_operands_are_random_and_cover_largest_product() -> None:
     products = all_products(_SMALL, _TINY)
     a, b, c = make_operands(products, torch.float32, _CPU)
     assert len(a) == max(one.m * one.k for one in products)
@@ -289,7 +293,7 @@ def test_operands_are_random_and_large_enough() -> None:
     assert not torch.equal(a[:100], b[:100])
 
 
-def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_products_ignore_matmul_precision_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def measured(*_: object) -> float:
@@ -309,7 +313,7 @@ def test_fp32_is_fp32_whatever_torch_is_set_to(monkeypatch: pytest.MonkeyPatch) 
     assert set(seen) == {"highest"}
 
 
-def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
+def test_measured_products_alternate_in_rounds(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
     order: list[tuple[str, torch.dtype]] = []
 
     def measured(product: GemmProduct, operands: gemm.Operands, *_: object) -> float:
@@ -331,7 +335,7 @@ def test_products_take_turns(monkeypatch: pytest.MonkeyPatch, tiny: None) -> Non
 
 
 @pytest.mark.parametrize("budget, rounds", [(0.0, 2), (3.5, 3), (1000.0, 5)])
-def test_rounds_fill_the_time_that_is_there(
+def test_measured_rounds_fill_available_time(
     budget: float, rounds: int, monkeypatch: pytest.MonkeyPatch, tiny: None
 ) -> None:
     plan = replace(_TINY, budget_seconds=budget, min_rounds=2, max_rounds=5, pass_bytes=())
@@ -348,7 +352,7 @@ def test_rounds_fill_the_time_that_is_there(
     assert result["complete"] is True
 
 
-def test_the_command_prints_tables_for_people_and_one_object_for_programs(
+def test_gemm_command_prints_tables_and_writes_one_json_object(
     tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -376,7 +380,7 @@ def test_the_command_prints_tables_for_people_and_one_object_for_programs(
     assert not any("interrupted" in line for line in lines)
 
 
-def test_an_interruption_leaves_what_was_measured(
+def test_gemm_interrupted_keeps_finished_measurements(
     monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     really = gemm.measure_product
@@ -405,7 +409,7 @@ def test_an_interruption_leaves_what_was_measured(
     assert (tmp_path / "gemm.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interruption_before_anything_was_measured_leaves_nothing(
+def test_gemm_interrupted_before_first_measurement_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tiny: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> float:
@@ -420,7 +424,7 @@ def test_an_interruption_before_anything_was_measured_leaves_nothing(
     assert "ceiling" not in capfd.readouterr().err
 
 
-def test_a_result_of_several_formats_and_waves_is_drawn() -> None:
+def test_draw_result_with_several_dtypes_and_waves_returns_png() -> None:
     products = all_products(_SMALL, _TINY, multiprocessors=3)
     seconds = {name: [[1.0, 2.0] for _ in products] for name in DTYPES}
     result = summarize(products, seconds, _SMALL, _TINY)
@@ -429,7 +433,7 @@ def test_a_result_of_several_formats_and_waves_is_drawn() -> None:
     assert len(result["wave"]) == 4 * 5
 
 
-def test_passes_caches_blocks_and_waves_are_drawn_into_their_own_axes() -> None:
+def test_draw_passes_caches_blocks_and_waves_use_separate_axes() -> None:
     passes, blocks, waves = Figure().subplots(1, 3)
     rates = {"lowest": 1e9, "highest": 4e9}
     ratios = [{"products": n, "time_ratio": 1.1 * (n - 1), **rates} for n in (2, 3)]
@@ -462,19 +466,19 @@ def test_passes_caches_blocks_and_waves_are_drawn_into_their_own_axes() -> None:
     assert steps == [(2, 1), (3, 2)]
 
 
-def test_the_help_names_every_format_and_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gemm_help_lists_every_dtype_and_model(capsys: pytest.CaptureFixture[str]) -> None:
     gemm_command.main(["--help"], standalone_mode=False)
     text = "".join(capsys.readouterr().out.split())
     assert f"Numberformats:{','.join(DTYPES)}." in text
     assert f"Modelthatdefinestheshapes:{','.join(MODELS)}." in text
 
 
-def test_the_command_line_starts_without_torch() -> None:
+def test_gemm_command_line_starts_without_importing_torch() -> None:
     program = "import sys, firstlight.cli.bench; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_fp8_is_multiplied_in_the_layout_of_its_units() -> None:
+def test_fp8_product_uses_layout_of_tensor_cores() -> None:
     product = GemmProduct("size", "", 32, "32", 16, 32, 48, "nt")
     operands = make_operands([product], FP8, torch.device("cpu"))
     result = make_multiply(product, operands)()
@@ -485,7 +489,7 @@ def test_fp8_is_multiplied_in_the_layout_of_its_units() -> None:
     torch.testing.assert_close(result.float(), left @ right.t(), rtol=0.02, atol=0.02)
 
 
-def test_passes_read_the_whole_array_and_small_ones_many_times() -> None:
+def test_passes_cover_whole_array_and_repeat_small_ones() -> None:
     for size, passes in ((1 << 12, 1 << 10), (1 << 23, 1)):
         data = torch.rand(size // 4, dtype=torch.float32)
         call, count = sum_passes(data)
@@ -495,14 +499,14 @@ def test_passes_read_the_whole_array_and_small_ones_many_times() -> None:
 
 @pytest.mark.parametrize("multiply", [multiply_rows, multiply_squares])
 @pytest.mark.parametrize("block", [4, 16])
-def test_a_product_in_blocks_is_the_product(multiply: Any, block: int) -> None:
+def test_blockwise_product_equals_plain_product(multiply: Any, block: int) -> None:
     a, b = torch.rand(16, 16), torch.rand(16, 16)
     out = torch.full((16, 16), 7.0)
     multiply(a, b, out, block)
     torch.testing.assert_close(out, a @ b)
 
 
-def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
+def test_loops_run_on_one_thread_up_to_whole_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = []
@@ -531,7 +535,7 @@ def test_loops_are_measured_on_one_thread_up_to_the_whole_product(
     ]
 
 
-def test_products_at_once_are_counted_in_full_and_beyond_full_waves(
+def test_waves_count_all_products_beyond_full_waves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done, really = [], torch.mm
@@ -550,7 +554,7 @@ def test_products_at_once_are_counted_in_full_and_beyond_full_waves(
     assert set(done) == {1}
 
 
-def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:
+def test_cache_sizes_exclude_instruction_caches(tmp_path: Path) -> None:
     caches = [("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1024K")]
     (tmp_path / "index9").mkdir()
     (tmp_path / "index9" / "level").write_text("3\n", encoding="ascii")  # and no size
@@ -563,7 +567,7 @@ def test_caches_of_instructions_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["training", "gpu", "planner", "loading"])
-def test_bench_outside_the_package_names_its_successor(
+def test_bench_script_outside_package_names_successor(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", name, "--help"]) == 2

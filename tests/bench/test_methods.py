@@ -124,7 +124,7 @@ def all_rows(hardware: Hardware) -> list[MethodRow]:
 
 @pytest.mark.parametrize("hardware", [_CPU, _GPU], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_row_is_a_recipe_that_training_takes(name: str, hardware: Hardware) -> None:
+def test_bench_rows_are_recipes_that_training_accepts(name: str, hardware: Hardware) -> None:
     plain = plain_recipe(find_model(name), str(hardware.device), 256, 8)
     ladder = ladder_rows(8, hardware)
     every = [(row, row.changes) for row in alone_rows(8, 256, hardware)]
@@ -146,13 +146,13 @@ def test_every_row_is_a_recipe_that_training_takes(name: str, hardware: Hardware
 
 
 @pytest.mark.parametrize("hardware", [_CPU, _GPU], ids=["cpu", "cuda"])
-def test_rows_have_names_of_their_own(hardware: Hardware) -> None:
+def test_bench_rows_have_unique_names(hardware: Hardware) -> None:
     names = [row.name for row in all_rows(hardware)]
     assert len(set(names)) == len(names)
     assert not {ALONE, LADDER} & set(names)
 
 
-def test_plain_is_without_any_method() -> None:
+def test_plain_row_uses_no_method() -> None:
     recipe = parsed(plain_recipe(find_model(SMALL), "cpu", 256, 8), PLAIN.changes)
     efficiency = recipe.efficiency
     assert (efficiency.precision, efficiency.attention) == ("fp32", "plain")
@@ -165,7 +165,7 @@ def test_plain_is_without_any_method() -> None:
 
 
 @given(st.integers(1, 512))
-def test_accumulation_keeps_the_rows_a_step_and_the_larger_batch_doubles_them(rows: int) -> None:
+def test_accumulation_row_keeps_rows_per_step_and_large_batch_doubles_them(rows: int) -> None:
     cut, large = accumulation(rows), larger_batch(rows)
     micro = cut["batch.micro_batch_size"]
     assert micro * cut["batch.gradient_accumulation_steps"] == rows
@@ -176,7 +176,7 @@ def test_accumulation_keeps_the_rows_a_step_and_the_larger_batch_doubles_them(ro
     )
 
 
-def test_the_ladder_has_the_guides_rungs_in_its_order() -> None:
+def test_ladder_has_rungs_of_the_guide_in_order() -> None:
     plain = plain_recipe(find_model("gpt2-124m"), "cuda", 1024, 4)
     ladder = ladder_rows(4, _GPU)
     assert [row.name for row in ladder] == (
@@ -204,7 +204,7 @@ def test_the_ladder_has_the_guides_rungs_in_its_order() -> None:
     assert (recipes[10].batch.micro_batch_size, recipes[10].efficiency) == (8, top.efficiency)
 
 
-def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
+def test_ladder_rungs_unsupported_here_give_reason() -> None:
     def reasons(ladder: list[MethodRow]) -> dict[str, str]:
         found = {row.name: why_skipped(row, _CPU, 4, quick=False) for row in ladder}
         return {name: reason for name, reason in found.items() if reason}
@@ -221,7 +221,7 @@ def test_rungs_that_a_machine_or_model_has_not_say_why() -> None:
     assert llama[0].changes[WRITTEN_OUT] == ()
 
 
-def test_the_last_rung_has_a_process_for_each_gpu_or_two_that_share_a_cpu(
+def test_last_rung_uses_one_process_per_gpu_or_two_sharing_a_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -238,7 +238,7 @@ def test_the_last_rung_has_a_process_for_each_gpu_or_two_that_share_a_cpu(
     assert set(recipe_keys(several.changes)) == {"run.device", "distributed.engine"}
 
 
-def test_a_gpu_without_bf16_climbs_with_fp16_and_has_no_tf32() -> None:
+def test_ladder_gpu_without_bf16_uses_fp16_and_skips_tf32() -> None:
     old = Hardware(torch.device("cuda"), "an old GPU", 2**34, bf16=False)
     rows = {row.name: row for row in ladder_rows(8, old)}
     assert "+fp16" in rows
@@ -246,7 +246,7 @@ def test_a_gpu_without_bf16_climbs_with_fp16_and_has_no_tf32() -> None:
     assert reason == "needs a GPU with compute capability 8.0: this one has no TF32"
 
 
-def test_a_written_out_model_computes_the_same() -> None:
+def test_written_out_model_computes_same_result() -> None:
     config = _TINY
     model, written = (empty_model(config, 1) for _ in range(2))
     for one in (model, written):
@@ -267,9 +267,7 @@ def test_a_written_out_model_computes_the_same() -> None:
 
 
 @given(st.sets(st.integers(0, 9)), st.integers(0, 9))
-def test_a_rung_has_its_own_keys_and_those_of_all_rungs_that_stand_below(
-    fallen: set[int], rung: int
-) -> None:
+def test_ladder_rung_has_own_keys_and_those_of_rungs_below(fallen: set[int], rung: int) -> None:
     ladder = ladder_rows(8, _CPU)
     left_out = {ladder[i].name for i in fallen}
     changes = changes_up_to(ladder, rung, left_out)
@@ -284,7 +282,7 @@ def test_a_rung_has_its_own_keys_and_those_of_all_rungs_that_stand_below(
         assert set(below) <= set(changes)
 
 
-def test_what_can_not_run_on_a_cpu_says_why() -> None:
+def test_rows_unsupported_on_cpu_give_reason() -> None:
     reasons = {row.name: why_skipped(row, _CPU, 4, quick=True) for row in all_rows(_CPU)}
     skipped = {name for name, reason in reasons.items() if reason}
     assert skipped - {"fp16"} == set(
@@ -303,7 +301,7 @@ def test_what_can_not_run_on_a_cpu_says_why() -> None:
 # The plan.
 
 
-def test_the_defaults_are_gpt2_and_those_of_quick_a_small_model() -> None:
+def test_bench_defaults_are_gpt2_and_small_model_with_quick() -> None:
     plan = plan_of(MethodsBench(device="cpu"))
     assert (plan.name, plan.seq_len, plan.micro_batch_size) == ("gpt2-124m", 1024, 4)
     assert (plan.steps, plan.repeats) == (4, 3)
@@ -311,7 +309,7 @@ def test_the_defaults_are_gpt2_and_those_of_quick_a_small_model() -> None:
     assert (quick.name, quick.seq_len, quick.steps, quick.repeats) == (SMALL, 256, 2, 1)
 
 
-def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
+def test_find_model_recipe_without_vocab_size_uses_gpt2_vocabulary(
     model: Path, tmp_path: Path
 ) -> None:
     assert find_model(str(model)) == _TINY
@@ -335,12 +333,14 @@ def test_a_recipe_gives_its_model_and_a_vocabulary_that_is_left_open_is_gpt2s(
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bench_methods_invalid_options_raise_config_error(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(MethodsBench(**({"device": "cpu"} | options)))
 
 
-def test_a_recipe_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_find_model_recipe_without_model_raises_config_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("data: {dir: x}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"empty\.yaml has no model: add a `model:` section"):
@@ -356,7 +356,7 @@ def test_a_recipe_without_a_model_is_refused(tmp_path: Path) -> None:
         (["fused", "+mask-on-the-fly"], ["plain", "fused"], ["baseline", "+mask-on-the-fly"]),
     ],
 )
-def test_chosen_rows_bring_what_they_are_compared_with(
+def test_chosen_rows_include_their_baselines(
     names: list[str], alone: list[str], ladder: list[str]
 ) -> None:
     tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, _CPU)}
@@ -365,7 +365,7 @@ def test_chosen_rows_bring_what_they_are_compared_with(
     assert [row.name for row in chosen[LADDER]] == ladder
 
 
-def test_whole_tables_can_be_chosen() -> None:
+def test_choose_rows_accepts_table_names() -> None:
     tables = {ALONE: alone_rows(4, 256, _CPU), LADDER: ladder_rows(4, _CPU)}
     assert choose_rows(tables, []) == tables
     assert choose_rows(tables, [LADDER]) == {ALONE: [], LADDER: tables[LADDER]}
@@ -375,7 +375,7 @@ def test_whole_tables_can_be_chosen() -> None:
 # The data.
 
 
-def test_the_tokens_are_the_standard_librarys_and_always_the_same(tmp_path: Path) -> None:
+def test_bench_tokens_come_from_standard_library_and_are_reproducible(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a", "b")]
     for file in files:
         write_tokens(file, 20_000, 101)
@@ -390,7 +390,9 @@ def test_the_tokens_are_the_standard_librarys_and_always_the_same(tmp_path: Path
     assert set(arrays["tokens"][starts[1:] - 1]) == {100}
 
 
-def test_a_short_library_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_tokens_short_library_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = tmp_path / "library"
     library.mkdir()
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
@@ -404,7 +406,7 @@ def test_a_short_library_is_read_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert arrays["tokens"][17:30].tolist() == arrays["tokens"][:13].tolist()
 
 
-def test_rows_follow_each_other_and_documents_are_numbered(tmp_path: Path) -> None:
+def test_tokens_batch_rows_are_consecutive_and_documents_numbered(tmp_path: Path) -> None:
     stream = np.arange(40, dtype=np.int64)
     arrays = {"tokens": stream, "starts": np.array([0, 5, 16], dtype=np.int64)}
     path = tmp_path / "tokens"
@@ -442,7 +444,7 @@ def request_of(work: MethodsWork, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_methods_that_change_nothing_but_how_end_at_the_plain_loss(work: MethodsWork) -> None:
+def test_methods_that_keep_the_result_end_at_plain_loss(work: MethodsWork) -> None:
     rows = {row.name: row for row in all_rows(_CPU)}
     plain = training_once(request_of(work, {}))
     assert len(plain["losses"]) == 5
@@ -457,7 +459,7 @@ def test_methods_that_change_nothing_but_how_end_at_the_plain_loss(work: Methods
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: MethodsWork) -> None:
+def test_rows_changing_the_result_have_different_losses(work: MethodsWork) -> None:
     tokens = Path(work.request["data"])
     arrays = safetensors.numpy.load_file(tokens)
     arrays["starts"] = np.arange(0, 3000, 7)
@@ -471,7 +473,7 @@ def test_masked_documents_a_larger_batch_and_lora_are_other_losses(work: Methods
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_two_processes_of_the_last_rung_learn_what_one_learns_from_the_rows_of_both(
+def test_last_rung_two_processes_learn_like_one_with_both_batches(
     work: MethodsWork,
 ) -> None:
     torch.set_num_threads(1)
@@ -485,7 +487,7 @@ def test_two_processes_of_the_last_rung_learn_what_one_learns_from_the_rows_of_b
     assert found["peak_bytes"] > 0
 
 
-def test_of_several_ranks_the_cause_is_the_error_and_not_that_a_rank_has_gone(
+def test_ask_ranks_failed_rank_reports_cause_not_lost_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Mapping[str, str]] = []
@@ -509,14 +511,14 @@ def test_of_several_ranks_the_cause_is_the_error_and_not_that_a_rank_has_gone(
     assert ask_ranks("m", {}, {}, 2) == {"x": 1}
 
 
-def test_steps_of_recipe_that_training_refuses_are_refused(work: MethodsWork) -> None:
+def test_recipe_steps_refused_by_training_raise_config_error(work: MethodsWork) -> None:
     """`fresh_process.answer` makes a result of it."""
     changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
     with pytest.raises(ConfigError, match="can't accumulate gradients"):
         training_once(request_of(work, changes))
 
 
-def test_the_peak_is_of_what_came_after_it_was_set_back() -> None:
+def test_peak_resident_bytes_after_reset_excludes_earlier_peak() -> None:
     level = resident_bytes()
     # Straight from the system: the heap may have that much left over from other tests.
     with mmap.mmap(-1, 200_000_000) as large:
@@ -576,7 +578,7 @@ def run_rows(
     return runs
 
 
-def test_rows_take_turns_and_what_stands_in_both_tables_is_run_once(
+def test_bench_runner_alternates_rows_and_runs_shared_rows_once(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {
@@ -598,7 +600,7 @@ def test_rows_take_turns_and_what_stands_in_both_tables_is_run_once(
     assert all(len(outcome.runs) == 2 for outcome in runner.outcomes.values())
 
 
-def test_a_row_that_fails_is_not_tried_again_and_the_ladder_goes_on_without_it(
+def test_bench_runner_failed_row_is_not_retried_and_ladder_continues(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ladder = [row for row in ladder_rows(4, _CPU) if not row.needs_gpu][:5]
@@ -623,7 +625,7 @@ def test_a_row_that_fails_is_not_tried_again_and_the_ladder_goes_on_without_it(
 @pytest.mark.parametrize(
     "kind, refused", [("ConfigError", True), ("MissingDependencyError", True), ("DataError", False)]
 )
-def test_a_refusal_is_no_failure(
+def test_bench_runner_refused_row_is_not_reported_as_failure(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch, kind: str, refused: bool
 ) -> None:
     answer = error_of(kind, "not here: use bf16")
@@ -633,7 +635,7 @@ def test_a_refusal_is_no_failure(
     assert (outcome.problem, outcome.refused) == ("not here: use bf16", refused)
 
 
-def test_keys_that_no_recipe_takes_are_a_refusal_too(
+def test_keys_no_recipe_accepts_are_reported_as_refusal(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {ALONE: [PLAIN, MethodRow("x", {"optimizer.name": "adagrad"})], LADDER: []}
@@ -644,7 +646,9 @@ def test_keys_that_no_recipe_takes_are_a_refusal_too(
     assert len(processes.seen) == 1
 
 
-def test_what_compiles_comes_last(work: MethodsWork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_runner_runs_compiled_rows_last(
+    work: MethodsWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables = {ALONE: alone_rows(4, 16, _CPU), LADDER: ladder_rows(4, _CPU)}
     processes = FakeProcesses({})
     run_rows(work, monkeypatch, processes, tables)
@@ -653,7 +657,7 @@ def test_what_compiles_comes_last(work: MethodsWork, monkeypatch: pytest.MonkeyP
     assert 0 < sum(compiles) < len(compiles)
 
 
-def test_when_the_time_is_over_nothing_more_is_started(
+def test_bench_runner_out_of_time_starts_no_more_rows(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = dataclasses.replace(work, deadline=time.monotonic())
@@ -663,7 +667,7 @@ def test_when_the_time_is_over_nothing_more_is_started(
     assert runner.outcomes[f"{ALONE}: plain"].problem == TIME_IS_UP
 
 
-def test_a_process_that_takes_too_long_is_ended(
+def test_ask_process_past_timeout_returns_timeout_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck = tmp_path / "python"
@@ -674,7 +678,7 @@ def test_a_process_that_takes_too_long_is_ended(
 
 
 @pytest.mark.slow
-def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
+def test_forked_measurement_equals_own_process_and_leaves_none_after_failure(
     work: MethodsWork, one_thread: None
 ) -> None:
     environment = child_environment(False, work.caches)
@@ -691,7 +695,7 @@ def test_forks_measure_as_processes_of_their_own_and_outlive_nobodys_failure(
         os.kill(pid, 0)
 
 
-def test_signal_while_the_fork_server_imports_ends_the_wait(tmp_path: Path) -> None:
+def test_signal_during_fork_server_import_ends_wait(tmp_path: Path) -> None:
     (tmp_path / "slow_module.py").write_text(
         "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(30)\n",
         encoding="utf-8",
@@ -702,7 +706,7 @@ def test_signal_while_the_fork_server_imports_ends_the_wait(tmp_path: Path) -> N
     assert server._server.returncode == -signal.SIGKILL
 
 
-def test_a_signal_while_a_process_is_started_comes_right_after() -> None:
+def test_signal_during_process_start_is_raised_afterwards() -> None:
     steps: list[str] = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the block's end is what raises
         with signals_waiting():
@@ -713,7 +717,7 @@ def test_a_signal_while_a_process_is_started_comes_right_after() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_children_live_in_the_environment_of_training_but_for_what_the_person_has_set(
+def test_child_environment_uses_training_settings_unless_user_set_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("THP_MEM_ALLOC_ENABLE", "GOMP_SPINCOUNT"):
@@ -745,7 +749,7 @@ def outcome_of(
     return MethodOutcome(changes=changes, runs=runs)
 
 
-def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_first_row() -> None:
+def test_rates_are_medians_over_steps_and_ratios_relative_to_first_row() -> None:
     first = outcome_of([[2.0, 4.0, 2.0], [8.0, 2.0, 1.0], [2.0, 4.0, 8.0]], [100, 300, 200], {})
     other = outcome_of([[1.0]], [50], larger_batch(4))
     plain, larger = summarize([(PLAIN, first), (MethodRow("larger"), other)], _HEAD)
@@ -761,7 +765,7 @@ def test_rates_are_medians_over_all_steps_and_ratios_are_to_the_first_row() -> N
     assert (larger["micro_batch_size"], larger["gradient_accumulation_steps"]) == (8, 1)
 
 
-def test_the_rows_of_all_processes_count_and_each_gpu_has_a_ceiling_of_its_own() -> None:
+def test_bench_row_counts_rows_of_all_processes_and_one_ceiling_per_gpu() -> None:
     changes = {**larger_batch(4), PROCESSES: 3}
     for device, mfu in (("cpu", 0.6), ("cuda", 0.2)):
         head = {**_HEAD, "machine": {**_HEAD["machine"], "device": device}}
@@ -771,7 +775,7 @@ def test_the_rows_of_all_processes_count_and_each_gpu_has_a_ceiling_of_its_own()
         assert row["mfu"] == pytest.approx(mfu)
 
 
-def test_without_the_first_row_there_are_no_ratios() -> None:
+def test_bench_without_first_row_has_no_ratios() -> None:
     failed = MethodOutcome(problem="killed")
     rows = [(PLAIN, failed), (MethodRow("a"), outcome_of([[1.0]], [5], {})), (MethodRow("b"), None)]
     plain, measured, waiting = summarize(rows, _HEAD)
@@ -790,7 +794,7 @@ def test_without_the_first_row_there_are_no_ratios() -> None:
     assert draw({**result, ALONE: [waiting]}).startswith(b"\x89PNG")
 
 
-def test_a_median_may_be_rounded_to_outside_of_its_spread() -> None:
+def test_draw_panels_median_rounded_outside_spread_returns_png() -> None:
     panel = Panel("tokens/s", ["a", "b"], [0.1 + 0.2, 1.0], spread=[(0.3, 0.3), (1.0, 1.0)])
     assert draw_panels("a picture", [[panel]]).startswith(b"\x89PNG")
 
@@ -807,7 +811,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_command_prints_tables_for_people_and_one_object_for_programs(
+def test_bench_methods_command_prints_tables_and_one_json_object(
     model: Path, tmp_path: Path, temporary: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -881,7 +885,7 @@ _FOUND = {
     "number, exit_code, rows",
     [(signal.SIGINT, 130, "bf16,fused,sdpa"), (signal.SIGTERM, 143, "sdpa")],
 )
-def test_an_interrupted_bench_leaves_what_was_measured_and_no_process(
+def test_bench_interrupted_keeps_measurements_and_leaves_no_process(
     model: Path, tmp_path: Path, number: signal.Signals, exit_code: int, rows: str
 ) -> None:
     """The plain row is measured, bf16 is killed as where memory runs out, sdpa never ends."""
@@ -915,7 +919,7 @@ def test_an_interrupted_bench_leaves_what_was_measured_and_no_process(
     assert not list(tmp_path.glob("firstlight-bench-*"))
 
 
-def test_quick_runs_without_huge_pages_but_for_their_row(
+def test_quick_bench_disables_huge_pages_except_in_their_row(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Mapping[str, str]] = []
@@ -945,5 +949,5 @@ def test_quick_runs_without_huge_pages_but_for_their_row(
     assert [env["THP_MEM_ALLOC_ENABLE"] for _, env in processes.seen] == ["1"]
 
 
-def test_quick_has_an_end_within_five_minutes() -> None:
+def test_quick_bench_time_limit_is_below_five_minutes() -> None:
     assert methods.QUICK_SECONDS < 300

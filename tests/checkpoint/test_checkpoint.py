@@ -97,14 +97,14 @@ def names(run: Path) -> list[str]:
 # --- saving and loading ----------------------------------------------------------------------
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+def test_checkpoint_saved_and_loaded_is_unchanged(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 7)
     assert folder == tmp_path / CHECKPOINTS / "step-00000007"
     assert is_of_step(folder, 7)
     assert sorted(os.listdir(folder)) == sorted([*_FILES, MANIFEST_NAME])
 
 
-def test_whoever_may_read_the_run_may_read_every_file_of_it(tmp_path: Path) -> None:
+def test_checkpoint_files_have_permissions_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("made as any file is")
     (folder,) = save(tmp_path, 7)
     expected = (tmp_path / "plain").stat().st_mode
@@ -113,7 +113,7 @@ def test_whoever_may_read_the_run_may_read_every_file_of_it(tmp_path: Path) -> N
     )
 
 
-def test_the_manifest_names_every_file_and_is_written_last(
+def test_manifest_lists_every_file_and_is_written_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, bytes]] = []
@@ -136,7 +136,7 @@ def test_the_manifest_names_every_file_and_is_written_last(
     }
 
 
-def test_the_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
+def test_tensor_files_equal_those_of_safetensors(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 3)
     for name, tensors in (
         (WEIGHTS_NAME, content(3).model),
@@ -146,7 +146,7 @@ def test_the_files_of_tensors_are_those_of_the_library(tmp_path: Path) -> None:
         assert (folder / name).read_bytes() == expected
 
 
-def test_everything_is_synced_before_the_checkpoint_gets_its_name(
+def test_checkpoint_is_synced_before_final_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[int] = set()
@@ -169,7 +169,7 @@ def test_everything_is_synced_before_the_checkpoint_gets_its_name(
     assert folder.parent.stat().st_ino in synced
 
 
-def test_loaded_tensors_outlive_their_file(tmp_path: Path) -> None:
+def test_loaded_tensors_survive_deletion_of_their_file(tmp_path: Path) -> None:
     # They may be mapped from the file: overwriting it in place would change them.
     (folder,) = save(tmp_path, 4)
     loaded = load_checkpoint(folder)
@@ -179,7 +179,7 @@ def test_loaded_tensors_outlive_their_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_no_numbers_are_never_published(tmp_path: Path, value: float) -> None:
+def test_save_non_finite_weights_raises_and_publishes_nothing(tmp_path: Path, value: float) -> None:
     save(tmp_path, 4)
     good = content(8)
     weights = dict(good.model)
@@ -194,18 +194,18 @@ def test_weights_that_are_no_numbers_are_never_published(tmp_path: Path, value: 
 # --- which one is the newest -----------------------------------------------------------------
 
 
-def test_there_may_be_none(tmp_path: Path) -> None:
+def test_list_checkpoints_missing_folder_is_empty(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "nowhere") == []
     assert newest_checkpoint(tmp_path) == (None, [])
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+def test_list_checkpoints_orders_steps_numerically(tmp_path: Path) -> None:
     folders = save(tmp_path, 5, 99_999_999, 100_000_000)
     assert list_checkpoints(tmp_path) == folders
     assert newest_checkpoint(tmp_path) == (folders[2], [])
 
 
-def test_what_is_incomplete_or_no_checkpoint_is_not_looked_at(tmp_path: Path) -> None:
+def test_list_checkpoints_ignores_incomplete_and_foreign_folders(tmp_path: Path) -> None:
     old, incomplete = save(tmp_path, 4, 8)
     (incomplete / MANIFEST_NAME).unlink()
     shutil.copytree(old, old.with_name(".tmp-step-00000012-abcdef01"))
@@ -218,7 +218,7 @@ def test_what_is_incomplete_or_no_checkpoint_is_not_looked_at(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [*_FILES, MANIFEST_NAME])
 @pytest.mark.parametrize("damage", ["first byte", "middle byte", "last byte", "short", "long"])
-def test_a_damaged_file_is_named_and_the_older_checkpoint_taken(
+def test_newest_checkpoint_damaged_file_is_named_and_older_used(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     older, newer = save(tmp_path, 4, 8)
@@ -240,14 +240,14 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_taken(
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_a_missing_file_is_named_and_the_older_checkpoint_taken(tmp_path: Path, name: str) -> None:
+def test_newest_checkpoint_missing_file_is_named_and_older_used(tmp_path: Path, name: str) -> None:
     older, newer = save(tmp_path, 4, 8)
     (newer / name).unlink()
     assert newest_checkpoint(tmp_path) == (older, [f"{newer / name} is missing"])
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x20, 0x80])
-def test_no_byte_of_a_manifest_can_be_another(tmp_path: Path, mask: int) -> None:
+def test_manifest_with_any_changed_byte_raises_checkpoint_error(tmp_path: Path, mask: int) -> None:
     (folder,) = save(tmp_path, 8)
     path = folder / MANIFEST_NAME
     original = path.read_bytes()
@@ -267,7 +267,7 @@ def reseal(folder: Path, **changes: Any) -> dict[str, Any]:
     return dict(before)
 
 
-def test_a_state_of_another_step_than_the_manifests_is_refused(tmp_path: Path) -> None:
+def test_trainer_state_of_other_step_than_manifest_raises(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 8)
     reseal(folder, step=9)
     moved = folder.rename(folder.with_name("step-00000009"))
@@ -275,7 +275,7 @@ def test_a_state_of_another_step_than_the_manifests_is_refused(tmp_path: Path) -
         verify_checkpoint(moved)
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_looked_at_gives_way_to_the_newest(
+def test_newest_checkpoint_pruned_during_check_returns_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 4, 8)
@@ -294,7 +294,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_looked_at_gives_way_to_the_newe
     assert (newest.name, problems) == ("step-00000016", [])
 
 
-def test_a_model_that_is_pruned_while_it_is_read_gives_way_to_the_newest(tmp_path: Path) -> None:
+def test_read_model_folder_pruned_during_read_uses_newer_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 4, 8)
     read: list[str] = []
 
@@ -313,7 +313,9 @@ def test_a_model_that_is_pruned_while_it_is_read_gives_way_to_the_newest(tmp_pat
         selection.read_model_folder(tmp_path, lambda folder: (folder / "other").read_bytes())
 
 
-def test_reading_a_model_pruned_before_its_optional_files_reads_the_newest(tmp_path: Path) -> None:
+def test_read_model_folder_pruned_before_optional_files_uses_newer_checkpoint(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 4, 8)
 
     def weights_and_tokenizer(folder: Path) -> tuple[str, bool]:
@@ -354,7 +356,7 @@ _ENTRY = {"bytes": 3, "sha256": "0" * 64}
         ({"files": {CONFIG_NAME: _ENTRY}}, "does not list model.safetensors"),
     ],
 )
-def test_a_manifest_of_another_shape_is_refused(
+def test_manifest_with_invalid_structure_raises_checkpoint_error(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     (folder,) = save(tmp_path, 8)
@@ -369,7 +371,9 @@ def test_a_manifest_of_another_shape_is_refused(
     "content",
     ["[]", "{}", "null", "3", '{"format": "firstlight-checkpoint", "format": "x"}', "[" * 9999],
 )
-def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_manifest_that_cannot_be_parsed_raises_checkpoint_error(
+    tmp_path: Path, content: str
+) -> None:
     (folder,) = save(tmp_path, 8)
     (folder / MANIFEST_NAME).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError):
@@ -380,7 +384,9 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str) -> Non
     "name",
     ["../secret", "/etc/hostname", "", ".", "..", ".hidden", "a/b", "a\\b", "a\0", "a\n", "é", "~"],
 )
-def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) -> None:
+def test_manifest_listing_file_outside_folder_raises_checkpoint_error(
+    tmp_path: Path, name: str
+) -> None:
     (folder,) = save(tmp_path, 8)
     (folder.parent / "secret").write_text("abc")
     before = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
@@ -392,7 +398,9 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", [*_FILES, MANIFEST_NAME])
 @pytest.mark.parametrize("what", ["link", "folder", "pipe"])
-def test_what_is_no_plain_file_is_refused_unread(tmp_path: Path, name: str, what: str) -> None:
+def test_checkpoint_with_non_regular_file_raises_without_reading(
+    tmp_path: Path, name: str, what: str
+) -> None:
     (folder,) = save(tmp_path, 8)
     path = folder / name
     path.rename(tmp_path / "elsewhere")
@@ -406,7 +414,7 @@ def test_what_is_no_plain_file_is_refused_unread(tmp_path: Path, name: str, what
         verify_checkpoint(folder)
 
 
-def test_a_manifest_that_is_far_too_long_is_refused_unread(tmp_path: Path) -> None:
+def test_manifest_above_size_limit_raises_without_reading(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 8)
     os.truncate(folder / MANIFEST_NAME, 1 << 40)
     with pytest.raises(CheckpointError, match="is longer than the"):
@@ -414,7 +422,7 @@ def test_a_manifest_that_is_far_too_long_is_refused_unread(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("state", ["[]", "3", "{", '{"step": 1, "step": 2}'])
-def test_a_state_that_is_no_object_is_refused(tmp_path: Path, state: str) -> None:
+def test_trainer_state_not_an_object_raises_checkpoint_error(tmp_path: Path, state: str) -> None:
     (folder,) = save(tmp_path, 8)
     (folder / STATE_NAME).write_text(state)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
@@ -423,7 +431,7 @@ def test_a_state_that_is_no_object_is_refused(tmp_path: Path, state: str) -> Non
         load_checkpoint(folder)
 
 
-def test_a_checkpoint_under_another_name_is_one(tmp_path: Path) -> None:
+def test_checkpoint_copied_to_other_name_is_valid_but_not_newest(tmp_path: Path) -> None:
     """Somebody's copy of the best one."""
     (folder,) = save(tmp_path, 8)
     shutil.copytree(folder, tmp_path / "best")
@@ -432,7 +440,7 @@ def test_a_checkpoint_under_another_name_is_one(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path)[0] == folder
 
 
-def test_only_damaged_checkpoints_is_an_error_that_names_them_all(tmp_path: Path) -> None:
+def test_newest_checkpoint_all_damaged_raises_and_names_each(tmp_path: Path) -> None:
     folders = save(tmp_path, 4, 8)
     for folder in folders:
         flip(folder / WEIGHTS_NAME, -1)
@@ -444,7 +452,7 @@ def test_only_damaged_checkpoints_is_an_error_that_names_them_all(tmp_path: Path
 # --- which model is meant --------------------------------------------------------------------
 
 
-def test_a_run_folder_means_its_newest_good_checkpoint_and_says_what_is_damaged(
+def test_resolve_model_folder_run_uses_newest_good_checkpoint_and_reports_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, newer = save(tmp_path, 4, 8)
@@ -457,7 +465,7 @@ def test_a_run_folder_means_its_newest_good_checkpoint_and_says_what_is_damaged(
     assert str(newer / WEIGHTS_NAME) in err
 
 
-def test_a_damaged_checkpoint_named_itself_is_refused(tmp_path: Path) -> None:
+def test_resolve_model_folder_damaged_checkpoint_raises(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 4)
     assert resolve_model_folder(folder) == folder
     flip(folder / OPTIMIZER_NAME, -1)
@@ -465,7 +473,7 @@ def test_a_damaged_checkpoint_named_itself_is_refused(tmp_path: Path) -> None:
         resolve_model_folder(folder)
 
 
-def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_resolve_model_folder_run_without_complete_checkpoint_raises(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 4)
     (folder / MANIFEST_NAME).unlink()
     with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
@@ -476,7 +484,7 @@ def test_a_run_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3, 99])
-def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
+def test_prune_keeps_newest_checkpoints(tmp_path: Path, keep_last: int) -> None:
     for step in (4, 8, 12, 16):
         (newest,) = save(tmp_path, step)
         prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=keep_last, keep_best=0))
@@ -485,7 +493,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep_last: int) -> None:
         assert is_of_step(kept[-1], step)
 
 
-def test_nothing_is_deleted_in_a_folder_that_is_no_longer_the_runs(tmp_path: Path) -> None:
+def test_prune_folder_taken_over_by_other_run_deletes_nothing(tmp_path: Path) -> None:
     def gone() -> None:
         raise CheckpointError("taken over")
 
@@ -495,7 +503,7 @@ def test_nothing_is_deleted_in_a_folder_that_is_no_longer_the_runs(tmp_path: Pat
     assert names(tmp_path) == ["step-00000004", "step-00000008"]
 
 
-def test_after_a_rollback_the_new_checkpoint_is_kept_and_the_damaged_ones_go(
+def test_prune_after_rollback_keeps_new_checkpoint_and_removes_damaged(
     tmp_path: Path,
 ) -> None:
     # Retention that only sorts by step would keep the damaged 12 and delete the good 8.
@@ -512,7 +520,7 @@ def test_after_a_rollback_the_new_checkpoint_is_kept_and_the_damaged_ones_go(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "incomplete", "empty"])
-def test_saving_a_step_again_replaces_the_damaged_one(tmp_path: Path, damage: str) -> None:
+def test_save_same_step_again_replaces_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
     (folder,) = save(tmp_path, 8)
     if damage == "flipped":
         flip(folder / WEIGHTS_NAME, -1)
@@ -528,7 +536,7 @@ def test_saving_a_step_again_replaces_the_damaged_one(tmp_path: Path, damage: st
     assert names(tmp_path) == ["step-00000008"]
 
 
-def test_pruning_removes_what_killed_saves_left(tmp_path: Path) -> None:
+def test_prune_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 4)
     shutil.copytree(folder, folder.with_name(".tmp-step-00000008-abcdef01"))
     folder.with_name(".tmp-file").write_text("x")
@@ -559,7 +567,7 @@ class Refusal:
 
 @pytest.mark.parametrize("name", ["make_folder", "create", "write", "sync", "rename"])
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_full_disk_at_any_call_leaves_the_older_checkpoint_and_no_litter(
+def test_save_on_full_disk_at_any_call_keeps_older_checkpoint_and_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacing: bool
 ) -> None:
     for passes in itertools.count():
@@ -589,7 +597,7 @@ def test_a_full_disk_at_any_call_leaves_the_older_checkpoint_and_no_litter(
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_a_manifest_that_leaves_a_file_out_vouches_for_nothing(tmp_path: Path, name: str) -> None:
+def test_manifest_missing_required_file_raises_checkpoint_error(tmp_path: Path, name: str) -> None:
     (folder,) = save(tmp_path, 4)
     files = json.loads((folder / MANIFEST_NAME).read_text())["files"]
     del files[name]

@@ -15,7 +15,7 @@ from firstlight.training import resuming
 from firstlight.training.loop import train
 
 
-def test_a_held_folder_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
+def test_hold_folder_in_use_raises_and_is_free_after_release(tmp_path: Path) -> None:
     for _ in range(2):
         with held(tmp_path):
             for _ in range(2):
@@ -26,12 +26,12 @@ def test_a_held_folder_is_refused_and_free_again_afterwards(tmp_path: Path) -> N
                     pass
 
 
-def test_a_folder_that_can_never_be_made_is_refused() -> None:
+def test_hold_folder_impossible_path_raises_storage_error() -> None:
     with pytest.raises(StorageError, match="/proc"), held(Path("/proc/none/run")):
         pass
 
 
-def test_what_was_made_for_nothing_is_taken_away_again(tmp_path: Path) -> None:
+def test_hold_folder_unused_removes_created_folders(tmp_path: Path) -> None:
     with held(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     assert list(tmp_path.iterdir()) == []
@@ -44,7 +44,7 @@ def test_what_was_made_for_nothing_is_taken_away_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["c"]
 
 
-def test_what_something_was_written_to_stays_and_so_does_an_older_lock(tmp_path: Path) -> None:
+def test_hold_folder_with_new_files_or_older_lock_keeps_them(tmp_path: Path) -> None:
     with held(tmp_path / "a"):
         (tmp_path / "a" / "file").touch()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock", "file"]
@@ -54,7 +54,7 @@ def test_what_something_was_written_to_stays_and_so_does_an_older_lock(tmp_path:
     assert [path.name for path in (tmp_path / "a").iterdir()] == [".lock"]
 
 
-def test_a_lock_that_was_taken_away_while_somebody_waited_is_made_anew(
+def test_hold_folder_lock_removed_while_waiting_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two would hold the folder: one the file that is there, one the file that was."""
@@ -76,13 +76,13 @@ def test_a_lock_that_was_taken_away_while_somebody_waited_is_made_anew(
             pass
 
 
-def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+def test_hold_folder_path_is_file_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file: choose another"), held(tmp_path / "file"):
         pass
 
 
-def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+def test_hold_folder_killed_process_releases_lock(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib\n"
         "from firstlight.checkpoint.run_folder import held\n"
@@ -96,7 +96,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_a_run_holds_its_folder_before_it_looks_at_the_checkpoints(
+def test_run_locks_folder_before_reading_checkpoints(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that resume at the same moment would both go on from the newest."""

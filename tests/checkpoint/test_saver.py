@@ -67,7 +67,7 @@ def weights(run: Path, step: int) -> dict[str, Any]:
     return dict(load_checkpoint(checkpoint_folder(run, step)).model)
 
 
-def test_what_is_saved_is_the_state_at_the_call(
+def test_background_save_writes_state_at_time_of_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, trained = threading.Event(), threading.Event()
@@ -99,7 +99,7 @@ def test_what_is_saved_is_the_state_at_the_call(
     assert (checkpoint_folder(tmp_path, 4) / "config.json").read_text() == "{}"
 
 
-def test_a_save_while_one_is_being_written_waits_for_it(
+def test_background_save_during_pending_write_waits(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of the copy is in use until then."""
@@ -129,7 +129,7 @@ def test_a_save_while_one_is_being_written_waits_for_it(
     assert [weights(tmp_path, step)["a"].tolist() for step in (1, 2)] == [[0.0] * 3, [1.0] * 3]
 
 
-def test_what_is_a_copy_already_is_not_copied(tmp_path: Path) -> None:
+def test_background_save_existing_copy_is_not_copied_again(tmp_path: Path) -> None:
     state = {"events": [1]}
     copy = dataclasses.replace(checkpoint({"a": torch.ones(3)}, state), is_copy=True)
     with closing(saver(tmp_path)) as saves:
@@ -143,7 +143,7 @@ def test_what_is_a_copy_already_is_not_copied(tmp_path: Path) -> None:
     assert weights(tmp_path, 1)["a"].tolist() == [1.0] * 3
 
 
-def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
+def test_background_save_reuses_copy_memory(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(4), "b": torch.zeros(2, 3, dtype=torch.int8)}
     with closing(saver(tmp_path)) as saves:
         saves.save(1, lambda: checkpoint(tensors))
@@ -163,7 +163,7 @@ def test_the_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_views_shared_memory_and_scalars_are_saved_as_their_values(
+def test_background_save_stores_values_of_views_shared_memory_and_scalars(
     tmp_path: Path, asynchronous: bool
 ) -> None:
     base = torch.arange(12.0).reshape(3, 4)
@@ -185,7 +185,9 @@ def test_views_shared_memory_and_scalars_are_saved_as_their_values(
         assert torch.equal(found[name], tensor.detach()), name
 
 
-def test_a_failed_write_is_said_once_at_the_next_step(tmp_path: Path, gate: Gate) -> None:
+def test_background_save_failed_write_is_raised_once_at_next_step(
+    tmp_path: Path, gate: Gate
+) -> None:
     gate.full = True
     with closing(saver(tmp_path)) as saves:
         saves.save(4, lambda: checkpoint({}))
@@ -206,7 +208,7 @@ def test_a_failed_write_is_said_once_at_the_next_step(tmp_path: Path, gate: Gate
 
 
 @pytest.mark.parametrize("call", [CheckpointSaver.wait, CheckpointSaver.close])
-def test_waiting_says_what_failed(
+def test_background_save_wait_raises_write_error(
     tmp_path: Path, gate: Gate, call: Callable[[CheckpointSaver], None]
 ) -> None:
     gate.full = True
@@ -218,7 +220,7 @@ def test_waiting_says_what_failed(
     saves.close()
 
 
-def test_the_next_save_says_what_failed(tmp_path: Path, gate: Gate) -> None:
+def test_background_save_next_save_raises_write_error(tmp_path: Path, gate: Gate) -> None:
     gate.full = True
     gate.open.set()
     saves = saver(tmp_path)
@@ -228,7 +230,7 @@ def test_the_next_save_says_what_failed(tmp_path: Path, gate: Gate) -> None:
     saves.close()
 
 
-def test_a_synchronous_save_fails_at_once(tmp_path: Path, gate: Gate) -> None:
+def test_synchronous_save_failure_raises_immediately(tmp_path: Path, gate: Gate) -> None:
     gate.full = True
     gate.open.set()
     with (
@@ -241,7 +243,7 @@ def test_a_synchronous_save_fails_at_once(tmp_path: Path, gate: Gate) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
-def test_a_value_that_is_no_number_is_never_published(
+def test_save_non_finite_value_is_never_published(
     tmp_path: Path, asynchronous: bool, value: float, dtype: torch.dtype
 ) -> None:
     bad = torch.zeros(70, 70)
@@ -264,7 +266,7 @@ def _save_and_wait(saves: CheckpointSaver, broken: Checkpoint) -> None:
     saves.wait()
 
 
-def test_numbers_whose_sum_is_too_large_are_numbers(tmp_path: Path) -> None:
+def test_save_finite_values_with_overflowing_sum_are_accepted(tmp_path: Path) -> None:
     large = torch.full((9,), torch.finfo(torch.float32).max)
     assert large.sum().isinf()
     with closing(saver(tmp_path)) as saves:
@@ -273,7 +275,7 @@ def test_numbers_whose_sum_is_too_large_are_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("free, expected", [(10**6, True), (2, False)])
-def test_whether_to_copy_is_decided_once_by_the_free_memory(
+def test_background_save_decides_copying_once_from_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool
 ) -> None:
     asked: list[torch.device] = []
@@ -291,7 +293,7 @@ def test_whether_to_copy_is_decided_once_by_the_free_memory(
     assert asked == [torch.device("cpu")]
 
 
-def test_what_was_saved_after_a_rollback_is_of_the_new_branch(tmp_path: Path) -> None:
+def test_checkpoints_saved_after_rollback_belong_to_new_branch(tmp_path: Path) -> None:
     with closing(saver(tmp_path, keep_last=2)) as saves:
         for step in (4, 8, 12):
             saves.save(step, lambda: checkpoint({}))
@@ -327,7 +329,7 @@ raise SystemExit(3)
 """
 
 
-def test_a_process_that_ends_waits_for_what_is_being_written(tmp_path: Path) -> None:
+def test_process_exit_waits_for_pending_write(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _EXIT, str(tmp_path)], capture_output=True, text=True
     )
@@ -356,7 +358,7 @@ saver.close()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
-def test_the_saving_thread_brings_no_threads_of_its_own(tmp_path: Path) -> None:
+def test_saving_thread_starts_no_extra_openmp_threads(tmp_path: Path) -> None:
     """With more OpenMP threads than cores, all of the process's sleep between two operators."""
     command = [sys.executable, "-c", COUNT_THREADS, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}

@@ -51,7 +51,9 @@ def _write(folder: Path, shards: list[TensorShard]) -> None:
 
 
 @given(cut_tensors())
-def test_what_is_cut_comes_back(cut: tuple[Tensor, list[TensorShard]]) -> None:
+def test_read_full_tensors_sharded_file_restores_tensor(
+    cut: tuple[Tensor, list[TensorShard]],
+) -> None:
     tensor, shards = cut
     with tempfile.TemporaryDirectory() as name:
         _write(Path(name), shards)
@@ -59,7 +61,7 @@ def test_what_is_cut_comes_back(cut: tuple[Tensor, list[TensorShard]]) -> None:
 
 
 @given(cut_tensors(), st.data())
-def test_what_is_not_a_whole_is_refused(
+def test_read_incomplete_shards_raises_and_leaves_target_unchanged(
     cut: tuple[Tensor, list[TensorShard]], data: st.DataObject
 ) -> None:
     tensor, shards = cut
@@ -75,14 +77,14 @@ def test_what_is_not_a_whole_is_refused(
         assert torch.equal(target, torch.full_like(tensor, -1))
 
 
-def test_pieces_that_lie_over_each_other_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
+def test_shards_overlapping_with_gap_raise_checkpoint_error(tmp_path: Path) -> None:
     places = [(0, 0), (0, 1), (2, 0)]
     _write(tmp_path, [TensorShard(torch.ones(2, 2), place) for place in places])
     with pytest.raises(CheckpointError, match="shards of 'one' are incomplete"):
         stored_shapes(tmp_path, WEIGHTS)
 
 
-def test_tensors_are_refused_that_are_not_what_is_expected(tmp_path: Path) -> None:
+def test_sharded_tensors_unlike_expected_ones_raise_checkpoint_error(tmp_path: Path) -> None:
     _write(tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(1), (2,))])
     for name, target, problem in (
         ("other", torch.ones(3), "lacks tensor 'other'"),
@@ -113,14 +115,16 @@ def _places(value: object) -> dict[str, str]:
         _places({"one": {"saved_offsets": 3}}),
     ],
 )
-def test_a_file_without_sound_places_is_damaged(tmp_path: Path, metadata: dict[str, str]) -> None:
+def test_shard_file_with_invalid_offsets_raises_damaged(
+    tmp_path: Path, metadata: dict[str, str]
+) -> None:
     path = tmp_path / shard_name(WEIGHTS, 0, 1)
     safetensors.torch.save_file({"one": torch.ones(3)}, path, metadata)
     with pytest.raises(CheckpointError, match=f"{path} is damaged"):
         stored_shapes(tmp_path, WEIGHTS)
 
 
-def test_one_tensor_in_two_formats_is_damaged(tmp_path: Path) -> None:
+def test_sharded_tensor_with_two_dtypes_raises_damaged(tmp_path: Path) -> None:
     _write(
         tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(2).bfloat16(), (2,))]
     )
@@ -130,7 +134,7 @@ def test_one_tensor_in_two_formats_is_damaged(tmp_path: Path) -> None:
         stored_shapes(tmp_path, WEIGHTS)
 
 
-def test_the_names_of_files_say_how_many_there_are(tmp_path: Path) -> None:
+def test_shard_file_names_contain_shard_count(tmp_path: Path) -> None:
     name = shard_name(MOMENTS, 1, 2)
     assert name == "optimizer.shard-00002-of-00002.safetensors"
     assert shard_names(["model.safetensors", "config.json"]) == []

@@ -30,7 +30,7 @@ class _Stream(io.TextIOWrapper):
 
 
 @pytest.mark.parametrize("terminal, written", [(True, TAMED), (False, WILD)])
-def test_stdout_shows_control_characters_in_a_terminal_and_keeps_them_in_a_pipe(
+def test_stdout_escapes_control_characters_in_terminal_but_not_in_pipe(
     terminal: bool, written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = _Stream(terminal=terminal)
@@ -107,11 +107,13 @@ def test_command_out_of_memory_advises_by_verb(
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
     ],
 )
-def test_lack_of_memory_is_told_from_other_errors(error: Exception, expected: bool) -> None:
+def test_lacks_memory_distinguishes_out_of_memory_from_other_errors(
+    error: Exception, expected: bool
+) -> None:
     assert lacks_memory(error) is expected
 
 
-def test_other_error_counts_as_lack_of_memory_only_under_a_low_limit(
+def test_other_error_counts_as_out_of_memory_only_under_low_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -127,7 +129,7 @@ def test_other_error_counts_as_lack_of_memory_only_under_a_low_limit(
 
 
 @pytest.mark.slow
-def test_command_short_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> None:
+def test_command_out_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> None:
     """Libraries report it by errors of many kinds, or abort."""
     script = (
         "import resource, sys; limit = int(sys.argv.pop(1)); "
@@ -155,5 +157,5 @@ def test_command_short_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -
     ("size", "text"),
     [(0, "0.00 GiB"), (1 << 20, "0.0010 GiB"), (3 << 29, "1.50 GiB"), (5 << 40, "5,120.00 GiB")],
 )
-def test_memory_of_every_size_is_in_gib(size: int, text: str) -> None:
+def test_gib_formats_every_memory_size(size: int, text: str) -> None:
     assert gib(size) == text

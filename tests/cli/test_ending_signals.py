@@ -31,14 +31,14 @@ def no_alarm() -> None:
 
 
 @pytest.mark.parametrize("number", _KINDS)
-def test_a_signal_is_raised_where_the_program_is(number: int) -> None:
+def test_ending_signal_is_raised_in_running_code(number: int) -> None:
     handler = signal.getsignal(number)
     with pytest.raises(_KINDS[number]), cleaning_up_when_terminated():
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == handler
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_ending_signal_ignored_by_parent_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with cleaning_up_when_terminated():
@@ -53,7 +53,7 @@ def _import_and_wait(name: str) -> None:
         pass
 
 
-def test_signal_in_internals_of_torch_is_raised_after_them(no_alarm: None) -> None:
+def test_signal_in_torch_internals_is_raised_afterwards(no_alarm: None) -> None:
     """C++ code calls them while a plan is traced, and aborts the process at an exception."""
     name = os.path.join("site-packages", "torch", "_library", "simple_registry.py")
     code = compile("os.kill(os.getpid(), signal.SIGINT); reached.append(1)", name, "exec")
@@ -70,7 +70,7 @@ def test_signal_in_internals_of_torch_is_raised_after_them(no_alarm: None) -> No
 
 
 @pytest.mark.parametrize("number", _KINDS)
-def test_a_signal_in_the_middle_of_an_import_is_raised_after_it(
+def test_ending_signal_during_import_is_raised_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None, number: int
 ) -> None:
     """Also where whoever imports swallows every exception, as C++ code does."""
@@ -88,7 +88,7 @@ def test_a_signal_in_the_middle_of_an_import_is_raised_after_it(
     assert [signal.getsignal(one) for one in (number, signal.SIGALRM)] == handlers
 
 
-def test_a_signal_in_the_last_import_of_a_command_does_not_end_what_comes_after(
+def test_ending_signal_during_last_import_does_not_affect_later_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None
 ) -> None:
     source = f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n"
@@ -103,9 +103,7 @@ def test_a_signal_in_the_last_import_of_a_command_does_not_end_what_comes_after(
 @pytest.mark.parametrize(
     "number, word", [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")]
 )
-def test_signal_in_an_endless_import_ends_the_process(
-    tmp_path: Path, number: int, word: str
-) -> None:
+def test_signal_in_endless_import_ends_process(tmp_path: Path, number: int, word: str) -> None:
     (tmp_path / "endless.py").write_text(
         f"import os\nos.kill(os.getpid(), {int(number)})\nwhile True:\n    pass\n", encoding="utf-8"
     )
@@ -127,7 +125,7 @@ def test_signal_in_an_endless_import_ends_the_process(
     assert json.loads(done.stdout) == {"error": {"type": word.capitalize(), "message": word}}
 
 
-def test_signal_in_an_import_long_after_another_one_is_raised_after_it(
+def test_signal_in_later_import_is_raised_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None
 ) -> None:
     now = 100.0
@@ -145,7 +143,7 @@ def test_signal_in_an_import_long_after_another_one_is_raised_after_it(
             _import_and_wait("later_sender")
 
 
-def test_work_goes_on_where_nobody_reads_its_messages() -> None:
+def test_work_continues_when_stderr_reader_is_gone() -> None:
     program = (
         "import sys\n"
         "from firstlight.console import say\n"

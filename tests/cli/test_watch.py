@@ -65,7 +65,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     return actions
 
 
-def test_it_follows_a_run_to_its_end(
+def test_watch_follows_run_to_its_end(
     run: Path, pauses: list[Callable[[], object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with contextlib.ExitStack() as process:
@@ -87,7 +87,7 @@ def test_it_follows_a_run_to_its_end(
     ]
 
 
-def test_a_run_that_goes_back_is_shown_from_its_beginning(
+def test_watch_run_rolled_back_redraws_from_start(
     run: Path, pauses: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[list[float]] = []
@@ -109,7 +109,7 @@ def test_a_run_that_goes_back_is_shown_from_its_beginning(
 
 
 @pytest.mark.usefixtures("pauses")
-def test_the_share_of_a_run_in_minutes_follows_its_limit_of_steps(
+def test_watch_timed_run_progress_follows_step_limit(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[float] = []
@@ -130,7 +130,7 @@ def test_the_share_of_a_run_in_minutes_follows_its_limit_of_steps(
     assert shares == [0.25, 0.5, 0.75]
 
 
-def test_ctrl_c_ends_the_view_alone(
+def test_watch_ctrl_c_ends_only_the_view(
     run: Path, pauses: list[Callable[[], object]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with held(run):
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_the_view_alone(
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_that_was_stopped_is_told_from_a_complete_one(
+def test_watch_stopped_run_is_reported_as_ended_not_complete(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(run, 1, 2)
@@ -148,7 +148,7 @@ def test_a_run_that_was_stopped_is_told_from_a_complete_one(
     assert capsys.readouterr().err == "the run has ended: step 2/4\n"
 
 
-def test_it_waits_for_a_folder_that_is_not_there_yet(
+def test_watch_missing_folder_waits_for_it(
     tmp_path: Path,
     run: Path,
     pauses: list[Callable[[], object]],
@@ -166,7 +166,7 @@ def test_it_waits_for_a_folder_that_is_not_there_yet(
     ]
 
 
-def test_it_waits_while_texts_are_prepared_in_the_folder(
+def test_watch_waits_while_texts_are_prepared(
     tmp_path: Path,
     run: Path,
     pauses: list[Callable[[], object]],
@@ -189,7 +189,7 @@ def test_it_waits_while_texts_are_prepared_in_the_folder(
     assert capsys.readouterr().err.splitlines()[-1] == "the run is complete: step 4/4"
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_folder_without_run_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for path, said in ((tmp_path, "is not a run folder"), (tmp_path / "file", "is a file")):
         assert main(["watch", str(path)]) == 1

@@ -165,7 +165,9 @@ def assert_nothing_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_folder_goes_through_unchanged(family: str, tmp_path: Path, folder: Folder) -> None:
+def test_convert_model_folder_keeps_files_unchanged(
+    family: str, tmp_path: Path, folder: Folder
+) -> None:
     source = folder(family, with_template=True)
     result = convert(source, tmp_path / "out")
     assert_same_bytes(tensors_of(tmp_path / "out"), tensors_of(source))
@@ -183,7 +185,7 @@ def test_a_model_folder_goes_through_unchanged(family: str, tmp_path: Path, fold
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f64"])
-def test_auto_keeps_the_dtype(dtype: str, tmp_path: Path, folder: Folder) -> None:
+def test_convert_auto_keeps_dtype(dtype: str, tmp_path: Path, folder: Folder) -> None:
     source = folder(dtype={**DTYPES, "f64": torch.float64}[dtype])
     result = convert(source, tmp_path / "out")
     assert (result.dtype, result.largest_difference) == (dtype, 0.0)
@@ -191,7 +193,7 @@ def test_auto_keeps_the_dtype(dtype: str, tmp_path: Path, folder: Folder) -> Non
     assert config_json(tmp_path / "out") == config_json(source)
 
 
-def test_several_dtypes_in_one_model_stay_as_they_are(tmp_path: Path, folder: Folder) -> None:
+def test_convert_mixed_dtypes_are_kept(tmp_path: Path, folder: Folder) -> None:
     source = folder()
     tensors = tensors_of(source)
     mixed = {n: t.bfloat16() if t.dim() > 1 else t for n, t in tensors.items()}
@@ -203,7 +205,7 @@ def test_several_dtypes_in_one_model_stay_as_they_are(tmp_path: Path, folder: Fo
     assert (result.dtype, result.largest_difference) == ("f32", 0.0)
 
 
-def test_shards_become_one_file(tmp_path: Path, folder: Folder) -> None:
+def test_convert_shards_become_one_file(tmp_path: Path, folder: Folder) -> None:
     source = folder("mixtral", shard_bytes=50_000)
     assert len(list(source.glob("*.safetensors"))) > 3
     convert(source, tmp_path / "out")
@@ -215,7 +217,7 @@ def test_shards_become_one_file(tmp_path: Path, folder: Folder) -> None:
     ("family", "dtype"),
     [(family, ("f16", "bf16")[number % 2]) for number, family in enumerate(FAMILIES)],
 )
-def test_weights_are_rounded_where_that_is_asked_for(
+def test_convert_rounds_weights_to_requested_dtype(
     family: str, dtype: str, tmp_path: Path, folder: Folder
 ) -> None:
     source = folder(family)
@@ -232,18 +234,18 @@ def test_weights_are_rounded_where_that_is_asked_for(
     assert result.largest_difference > 0
 
 
-def test_long_names_of_dtypes_are_known(tmp_path: Path, folder: Folder) -> None:
+def test_convert_accepts_long_dtype_names(tmp_path: Path, folder: Folder) -> None:
     assert convert(folder(), tmp_path / "out", dtype="bfloat16").dtype == "bf16"
 
 
-def test_a_widened_model_computes_exactly_the_same(tmp_path: Path, folder: Folder) -> None:
+def test_convert_to_wider_dtype_keeps_logits_exactly(tmp_path: Path, folder: Folder) -> None:
     source = folder(dtype=torch.bfloat16)
     assert convert(source, tmp_path / "out", dtype="f32").largest_difference == 0.0
     tensors = tensors_of(tmp_path / "out")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-def test_nothing_is_added_to_a_folder(tmp_path: Path, folder: Folder) -> None:
+def test_convert_adds_no_files_to_folder(tmp_path: Path, folder: Folder) -> None:
     """A generation_config.json made here would hide the ends of text in config.json."""
     source = folder()
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -252,7 +254,7 @@ def test_nothing_is_added_to_a_folder(tmp_path: Path, folder: Folder) -> None:
     assert sorted(other_files(tmp_path / "out")) == ["config.json", "tokenizer.json"]
 
 
-def test_all_files_of_a_tokenizer_go_along_and_no_others(tmp_path: Path, folder: Folder) -> None:
+def test_convert_copies_all_tokenizer_files_and_no_others(tmp_path: Path, folder: Folder) -> None:
     source = folder()
     (source / "additional_chat_templates").mkdir()
     kept = (
@@ -269,7 +271,7 @@ def test_all_files_of_a_tokenizer_go_along_and_no_others(tmp_path: Path, folder:
     assert set(other_files(source)) - set(found) == {"pytorch_model.bin", "modeling.py"}
 
 
-def test_another_tokenizer_replaces_the_sources(
+def test_convert_given_tokenizer_replaces_that_of_source(
     tmp_path: Path, folder: Folder, tokenizer: Tokenizer
 ) -> None:
     source = folder(with_template=True)
@@ -288,7 +290,7 @@ def test_another_tokenizer_replaces_the_sources(
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
-def test_a_run_is_called_by_its_name(tmp_path: Path, folder: Folder) -> None:
+def test_convert_gguf_file_is_named_after_run(tmp_path: Path, folder: Folder) -> None:
     pytest.importorskip("gguf")
     run = tmp_path / "my first run" / "checkpoints" / "step-00000012"
     run.parent.mkdir(parents=True)
@@ -308,7 +310,9 @@ def test_a_run_is_called_by_its_name(tmp_path: Path, folder: Folder) -> None:
         ("n" * 200, "n" * 60),
     ],
 )
-def test_file_names_are_plain(name: str, expected: str, tmp_path: Path, folder: Folder) -> None:
+def test_convert_gguf_file_names_contain_only_plain_characters(
+    name: str, expected: str, tmp_path: Path, folder: Folder
+) -> None:
     pytest.importorskip("gguf")
     source = folder().rename(tmp_path / name)
     assert gguf_file(convert(source, tmp_path / "out", to="gguf")).name == f"{expected}-f32.gguf"
@@ -317,7 +321,7 @@ def test_file_names_are_plain(name: str, expected: str, tmp_path: Path, folder: 
 # --- to GGUF -----------------------------------------------------------------------------------
 
 
-def test_gguf_file_becomes_the_folder_that_it_was_made_of(tmp_path: Path, folder: Folder) -> None:
+def test_convert_gguf_file_restores_original_folder(tmp_path: Path, folder: Folder) -> None:
     pytest.importorskip("gguf")
     source = folder(with_template=True)
     made = convert(source, tmp_path / "made", to="gguf")
@@ -337,7 +341,7 @@ SAMPLING = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repet
 
 
 @pytest.mark.parametrize("sampling", [{"do_sample": True, **SAMPLING}, {"do_sample": False}])
-def test_sampling_and_end_tokens_are_in_gguf_files_and_modelfiles(
+def test_convert_writes_sampling_and_end_tokens_to_gguf_and_modelfile(
     sampling: dict[str, Any], tmp_path: Path, folder: Folder
 ) -> None:
     pytest.importorskip("gguf")
@@ -359,7 +363,7 @@ def test_sampling_and_end_tokens_are_in_gguf_files_and_modelfiles(
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ARCHITECTURES.keys()))
-def test_a_family_without_gguf_is_refused_in_one_line(
+def test_convert_family_without_gguf_raises_one_line_error(
     family: str, tmp_path: Path, folder: Folder
 ) -> None:
     pytest.importorskip("gguf")
@@ -380,7 +384,7 @@ def test_a_family_without_gguf_is_refused_in_one_line(
         for dtype in ("f32", ("f16", "bf16", "q8_0")[number % 3])
     ],
 )
-def test_every_family_becomes_gguf_in_every_format(
+def test_convert_every_family_to_gguf_in_every_dtype(
     family: str, dtype: str, tmp_path: Path, folder: Folder
 ) -> None:
     pytest.importorskip("gguf")
@@ -395,7 +399,7 @@ def test_every_family_becomes_gguf_in_every_format(
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_gguf_keeps_the_dtype_and_then_every_number(
+def test_convert_gguf_auto_keeps_dtype_and_every_value(
     dtype: str, tmp_path: Path, folder: Folder
 ) -> None:
     pytest.importorskip("gguf")
@@ -416,7 +420,7 @@ def test_gguf_keeps_the_dtype_and_then_every_number(
     [(nanogpt(), None), (book_gpt(), None), (book_llama(), LLAMA_CONFIG)],
     ids=["nanoGPT", "book-gpt", "book-llama"],
 )
-def test_files_of_other_programs_become_models(
+def test_convert_files_of_other_programs_become_models(
     to: Any, content: Any, config: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     if to == "gguf":
@@ -452,7 +456,7 @@ def book_gpt_of(vocab_size: int) -> dict[str, Tensor]:
     return content
 
 
-def test_rows_beyond_the_tokenizer_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_convert_drops_padding_rows_beyond_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save_pretrained(tmp_path / "tok")
     content = book_gpt_of(384)
     path = save(tmp_path / "model.pth", content)
@@ -470,7 +474,9 @@ def test_rows_beyond_the_tokenizer_are_left_out(tmp_path: Path, tokenizer: Token
     }
 
 
-def test_many_rows_beyond_the_tokenizer_stay(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_convert_keeps_many_rows_beyond_tokenizer_with_note(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     tokenizer.save_pretrained(tmp_path / "tok")
     path = save(tmp_path / "model.pth", book_gpt_of(320 + 128))
     result = convert(path, tmp_path / "out", tokenizer=tmp_path / "tok")
@@ -479,7 +485,9 @@ def test_many_rows_beyond_the_tokenizer_stay(tmp_path: Path, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_another_programs_dtype_is_kept_and_said(kind: torch.dtype, tmp_path: Path) -> None:
+def test_convert_dtype_of_other_program_is_kept_and_reported(
+    kind: torch.dtype, tmp_path: Path
+) -> None:
     content = {name: tensor.to(kind) for name, tensor in book_gpt().items()}
     result = convert(save(tmp_path / "model.pth", content), tmp_path / "out")
     name = str(kind).removeprefix("torch.")
@@ -525,7 +533,7 @@ def _not_a_number(tensors: dict[str, Tensor]) -> None:
         (_not_a_number, "model.norm.weight"),
     ],
 )
-def test_a_writer_that_damages_tensors_is_found_out(
+def test_convert_writer_damaging_tensors_raises_model_error(
     to: Any,
     dtype: str,
     damage: Damage,
@@ -560,7 +568,7 @@ def test_a_writer_that_damages_tensors_is_found_out(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "f32"])
-def test_where_nothing_is_rounded_no_rounding_is_allowed(
+def test_convert_without_rounding_allows_no_difference(
     dtype: str, tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder(dtype=torch.bfloat16)
@@ -578,7 +586,7 @@ def test_where_nothing_is_rounded_no_rounding_is_allowed(
     assert_nothing_written(tmp_path)
 
 
-def test_a_file_that_was_written_wrongly_is_found_out(
+def test_convert_file_written_wrongly_raises_model_error(
     tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder()
@@ -594,7 +602,7 @@ def test_a_file_that_was_written_wrongly_is_found_out(
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_setting_that_is_lost_shows_in_the_logits(
+def test_convert_lost_setting_is_detected_in_logits(
     family: str, dtype: str, tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
@@ -612,7 +620,7 @@ def test_a_setting_that_is_lost_shows_in_the_logits(
     assert_nothing_written(tmp_path)
 
 
-def test_the_tolerance_is_kept(tmp_path: Path, folder: Folder) -> None:
+def test_convert_logits_outside_tolerance_raise_model_error(tmp_path: Path, folder: Folder) -> None:
     source = folder()
     result = convert(source, tmp_path / "free", dtype="f16")
     share = result.largest_difference / result.largest_logit
@@ -638,7 +646,7 @@ def test_the_tolerance_is_kept(tmp_path: Path, folder: Folder) -> None:
         ("nanogpt", {"layer_norm_epsilon": 1e-2}, "has layer_norm_epsilon 1e-05"),
     ],
 )
-def test_setting_that_the_other_program_does_not_compute_is_refused(
+def test_convert_setting_unsupported_by_target_raises_model_error(
     program: str, setting: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     contents: dict[str, Any] = {"llama": book_llama(), "gpt": book_gpt(), "nanogpt": nanogpt()}
@@ -652,7 +660,7 @@ def test_setting_that_the_other_program_does_not_compute_is_refused(
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_a_chat_template_that_changes_is_refused(
+def test_convert_changed_chat_template_raises_model_error(
     to: Any, tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if to == "gguf":
@@ -675,7 +683,7 @@ def test_a_chat_template_that_changes_is_refused(
     assert_nothing_written(tmp_path)
 
 
-def test_a_chat_template_that_is_lost_is_refused(
+def test_convert_lost_chat_template_raises_model_error(
     tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder(with_template=True)
@@ -686,7 +694,7 @@ def test_a_chat_template_that_is_lost_is_refused(
     assert_nothing_written(tmp_path)
 
 
-def test_a_tokenizer_that_is_lost_is_refused(
+def test_convert_lost_tokenizer_raises_model_error(
     tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder()
@@ -697,7 +705,7 @@ def test_a_tokenizer_that_is_lost_is_refused(
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('only for poets') }}", "{{ 1 / 0 }}"])
-def test_a_template_that_refuses_the_conversation_is_copied_all_the_same(
+def test_convert_template_refusing_test_conversation_is_still_copied(
     template: str, tmp_path: Path, folder: Folder
 ) -> None:
     source = folder()
@@ -708,7 +716,7 @@ def test_a_template_that_refuses_the_conversation_is_copied_all_the_same(
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_no_numbers_are_refused_by_name(
+def test_convert_non_finite_weights_raises_and_names_tensor(
     to: Any, value: float, tmp_path: Path, folder: Folder
 ) -> None:
     if to == "gguf":
@@ -724,7 +732,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     assert_nothing_written(tmp_path)
 
 
-def test_numbers_too_large_for_f16_are_refused_by_name(tmp_path: Path, folder: Folder) -> None:
+def test_convert_values_too_large_for_f16_raises_and_names_tensor(
+    tmp_path: Path, folder: Folder
+) -> None:
     source = folder()
     tensors = tensors_of(source)
     tensors[QUERY][0, 0] = 1e6
@@ -734,7 +744,7 @@ def test_numbers_too_large_for_f16_are_refused_by_name(tmp_path: Path, folder: F
     assert_nothing_written(tmp_path)
 
 
-def test_without_memory_for_fp32_both_are_computed_in_bf16(
+def test_convert_check_without_memory_for_fp32_computes_both_in_bf16(
     tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -754,7 +764,7 @@ def test_without_memory_for_fp32_both_are_computed_in_bf16(
 
 
 @pytest.mark.parametrize("context, count", [(5, 5), (64, 64), (1000, 64)])
-def test_the_prompt_fills_the_context(context: int, count: int, tokenizer: Tokenizer) -> None:
+def test_convert_check_prompt_fills_context(context: int, count: int, tokenizer: Tokenizer) -> None:
     for own in (tokenizer, None):
         ids = check.prompt_ids(own, 320, context)
         assert ids.shape == (1, count)
@@ -764,7 +774,7 @@ def test_the_prompt_fills_the_context(context: int, count: int, tokenizer: Token
     assert check.prompt_ids(tokenizer, 320, context)[0, :5].tolist() == prompt[:5]
 
 
-def test_a_common_offset_of_all_logits_neither_counts_nor_hides_anything() -> None:
+def test_logit_difference_ignores_common_offset_without_hiding_others() -> None:
     source = torch.randn(1, 8, 50, generator=torch.Generator().manual_seed(0))
     difference, largest = check.require_same_logits(source, source + 100, 1e-4)
     assert difference < 1e-4
@@ -774,7 +784,7 @@ def test_a_common_offset_of_all_logits_neither_counts_nor_hides_anything() -> No
         check.require_same_logits(source - 100, source.roll(1, -1) - 100, 0.12)
 
 
-def test_a_few_tokens_may_visit_other_experts_and_most_may_not() -> None:
+def test_logit_difference_few_tokens_may_switch_experts_but_not_most() -> None:
     source = torch.randn(1, 9, 50, generator=torch.Generator().manual_seed(0))
     result = source.clone()
     result[0, :4] = source[0, :4].roll(1, -1)
@@ -787,7 +797,7 @@ def test_a_few_tokens_may_visit_other_experts_and_most_may_not() -> None:
         check.require_same_logits(source, result, 0.12, is_routed=True)
 
 
-def test_tensors_that_only_one_of_them_has_are_named() -> None:
+def test_compare_tensors_present_on_one_side_are_named() -> None:
     one, two = {"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(2)}
     for source, result in ((one, two), (two, one)):
         with pytest.raises(ModelError, match="only one of them has b"):
@@ -797,7 +807,7 @@ def test_tensors_that_only_one_of_them_has_are_named() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 9999])
-def test_a_number_that_became_nan_is_refused_wherever_it_is(row: int) -> None:
+def test_compare_tensors_value_turned_nan_raises(row: int) -> None:
     source = torch.ones(10_000, 2)
     result = source.clone()
     result[row, 1] = float("nan")
@@ -807,7 +817,7 @@ def test_a_number_that_became_nan_is_refused_wherever_it_is(row: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("scale", [1e4, 1.0, 1e-5, 1e-7])
-def test_rounding_itself_is_never_refused(dtype: str, scale: float) -> None:
+def test_compare_tensors_rounding_alone_is_accepted(dtype: str, scale: float) -> None:
     source = scale * torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))
     result = source.to(DTYPES[dtype]).float()
     assert not torch.equal(source, result)
@@ -819,7 +829,7 @@ def test_rounding_itself_is_never_refused(dtype: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e4, 1.0, 1e-5, 1e-7])
-def test_rounding_to_q8_0_itself_is_never_refused(scale: float) -> None:
+def test_compare_tensors_q8_0_rounding_alone_is_accepted(scale: float) -> None:
     gguf = pytest.importorskip("gguf")
     source = scale * torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -846,7 +856,7 @@ def test_rounding_to_q8_0_itself_is_never_refused(scale: float) -> None:
         ({"config": "given.json"}, "--config applies only to other programs"),
     ],
 )
-def test_options_that_cant_be_meant_are_refused(
+def test_convert_invalid_options_raise_config_error(
     options: dict[str, Any], problem: str, tmp_path: Path, folder: Folder
 ) -> None:
     source = folder()
@@ -856,7 +866,9 @@ def test_options_that_cant_be_meant_are_refused(
 
 
 @pytest.mark.parametrize("inside", [".", "new", "a/b", "../source"])
-def test_nothing_is_written_into_the_source(inside: str, tmp_path: Path, folder: Folder) -> None:
+def test_convert_into_source_raises_and_leaves_source_unchanged(
+    inside: str, tmp_path: Path, folder: Folder
+) -> None:
     source = folder()
     before = other_files(source)
     with pytest.raises(InputError, match="is the source or is inside it"):
@@ -867,7 +879,9 @@ def test_nothing_is_written_into_the_source(inside: str, tmp_path: Path, folder:
     assert other_files(source) == before
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, folder: Folder) -> None:
+def test_convert_into_non_empty_folder_raises_and_leaves_it_unchanged(
+    tmp_path: Path, folder: Folder
+) -> None:
     source = folder()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "letter.txt").write_text("dear")
@@ -878,7 +892,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, folder: Fol
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["letter.txt"]
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path, folder: Folder) -> None:
+def test_convert_into_empty_folder_writes_model(tmp_path: Path, folder: Folder) -> None:
     (tmp_path / "out").mkdir()
     convert(folder(), tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -897,7 +911,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path, folder: Folder) -> None:
         ("empty", ModelError, "is not a model folder: it has no config.json"),
     ],
 )
-def test_a_source_that_is_none_is_refused(
+def test_convert_invalid_source_raises(
     source: str, error: type[Exception], problem: str, tmp_path: Path, folder: Folder
 ) -> None:
     folder()
@@ -919,7 +933,7 @@ def test_a_source_that_is_none_is_refused(
         ('{"n_head": 7}', ModelError, "n_head is 7, but must be a divisor"),
     ],
 )
-def test_a_config_that_cant_be_used_is_refused(
+def test_convert_unusable_config_raises(
     content: str | None, error: type[Exception], problem: str, tmp_path: Path
 ) -> None:
     given = tmp_path / "given.json"
@@ -931,7 +945,7 @@ def test_a_config_that_cant_be_used_is_refused(
     assert_nothing_written(tmp_path)
 
 
-def test_a_tokenizer_of_another_model_is_refused(
+def test_convert_tokenizer_of_other_model_raises_model_error(
     tmp_path: Path, folder: Folder, tokenizer: Tokenizer
 ) -> None:
     source = folder()
@@ -963,7 +977,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     ],
     ids=["missing", "extra", "misshapen", "wrongly tied"],
 )
-def test_tensors_that_arent_the_configs_are_refused_by_name(
+def test_convert_tensors_not_matching_config_raise_and_are_named(
     change: Callable[[dict[str, Tensor]], Any], problem: str, tmp_path: Path, folder: Folder
 ) -> None:
     source = folder(tie_word_embeddings=True)
@@ -975,7 +989,7 @@ def test_tensors_that_arent_the_configs_are_refused_by_name(
     assert_nothing_written(tmp_path)
 
 
-def test_without_the_package_gguf_the_install_command_is_told(
+def test_convert_without_gguf_package_names_install_command(
     tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder()
@@ -986,7 +1000,7 @@ def test_without_the_package_gguf_the_install_command_is_told(
     convert(source, tmp_path / "out")
 
 
-def test_a_gpt2_without_qkv_biases_is_read_trained_and_written_without(tmp_path: Path) -> None:
+def test_gpt2_without_qkv_biases_is_read_trained_and_exported(tmp_path: Path) -> None:
     """A book's file as it is; its export has zeros, which transformers and llama.cpp ask for."""
     weights = book_gpt()
     source = save(tmp_path / "model.pth", weights)

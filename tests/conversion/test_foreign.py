@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> Save:
     return functools.partial(save, tmp_path / "model.pth")
 
 
-def test_nanogpts_file_tells_the_whole_config(saved: Save) -> None:
+def test_read_foreign_nanogpt_file_gives_complete_config(saved: Save) -> None:
     foreign = read_foreign(saved(nanogpt()))
     expected = {
         "model_type": "gpt2",
@@ -62,7 +62,7 @@ def test_nanogpts_file_tells_the_whole_config(saved: Save) -> None:
     assert "exact GELU" in note
 
 
-def test_nanogpts_linear_weights_are_transposed_and_the_tied_head_left_out(saved: Save) -> None:
+def test_read_foreign_nanogpt_transposes_linear_weights_and_drops_tied_head(saved: Save) -> None:
     checkpoint = nanogpt()
     foreign = read_foreign(saved(checkpoint))
     linear = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -77,7 +77,7 @@ def test_nanogpts_linear_weights_are_transposed_and_the_tied_head_left_out(saved
         assert tensor.is_contiguous(), name
 
 
-def test_a_nanogpt_without_biases_gets_zeros_and_a_note(saved: Save) -> None:
+def test_read_foreign_nanogpt_without_biases_adds_zeros_and_note(saved: Save) -> None:
     foreign = read_foreign(saved(nanogpt(bias=False)))
     biases = {name: t for name, t in foreign.tensors.items() if name.endswith(".bias")}
     assert len(biases) == 6 * LAYERS + 1
@@ -87,7 +87,7 @@ def test_a_nanogpt_without_biases_gets_zeros_and_a_note(saved: Save) -> None:
     assert "transformer.ln_f: they are set to zero" in foreign.notes[-1]
 
 
-def test_a_nanogpt_that_lacks_one_bias_is_refused(saved: Save) -> None:
+def test_read_foreign_nanogpt_missing_one_bias_raises(saved: Save) -> None:
     checkpoint = nanogpt()
     del checkpoint["model"]["transformer.h.1.ln_2.bias"]
     with pytest.raises(ModelError, match=r"lacks tensors: transformer\.h\.1\.ln_2\.bias$"):
@@ -95,9 +95,7 @@ def test_a_nanogpt_that_lacks_one_bias_is_refused(saved: Save) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_prefixes_of_compiled_and_distributed_models_are_taken_off(
-    saved: Save, prefix: str
-) -> None:
+def test_read_foreign_strips_compile_and_ddp_prefixes(saved: Save, prefix: str) -> None:
     checkpoint = nanogpt()
     plain = read_foreign(saved(checkpoint))
     checkpoint["model"] = {prefix + name: t for name, t in checkpoint["model"].items()}
@@ -106,7 +104,7 @@ def test_prefixes_of_compiled_and_distributed_models_are_taken_off(
     assert prefixed.tensors.keys() == plain.tensors.keys()
 
 
-def test_the_padded_vocabulary_is_kept_and_noted(saved: Save) -> None:
+def test_read_foreign_padded_vocabulary_is_kept_with_note(saved: Save) -> None:
     checkpoint = nanogpt(vocab_size=50304)
     wide = torch.zeros(50304, WIDTH)
     checkpoint["model"] |= {"transformer.wte.weight": wide, "lm_head.weight": wide}
@@ -126,14 +124,14 @@ def test_the_padded_vocabulary_is_kept_and_noted(saved: Save) -> None:
         ({"dropout": 2.0}, r"embd_pdrop"),
     ],
 )
-def test_model_args_that_dont_fit_are_refused(
+def test_read_foreign_inconsistent_model_args_raise_model_error(
     saved: Save, args: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read_foreign(saved(nanogpt(**args)))
 
 
-def test_a_bare_nanogpt_state_dict_has_its_heads_guessed_or_given(saved: Save) -> None:
+def test_read_foreign_bare_nanogpt_state_dict_guesses_heads_unless_given(saved: Save) -> None:
     path = saved(nanogpt()["model"])
     guessed = read_foreign(path)
     assert guessed.config["n_head"] == 1
@@ -143,7 +141,7 @@ def test_a_bare_nanogpt_state_dict_has_its_heads_guessed_or_given(saved: Save) -
     assert not any("heads" in note for note in given.notes)
 
 
-def test_the_books_queries_keys_and_values_become_one(saved: Save) -> None:
+def test_read_foreign_book_gpt_merges_queries_keys_and_values(saved: Save) -> None:
     weights = book_gpt(qkv_bias=True)
     tensors = read_foreign(saved(weights)).tensors
     parts = [weights[f"trf_blocks.1.att.W_{name}.weight"] for name in ("query", "key", "value")]
@@ -160,7 +158,7 @@ def test_the_books_queries_keys_and_values_become_one(saved: Save) -> None:
     assert torch.equal(tensors["lm_head.weight"], weights["out_head.weight"])
 
 
-def test_the_books_missing_qkv_biases_stay_missing(saved: Save) -> None:
+def test_read_foreign_book_gpt_without_qkv_biases_adds_none(saved: Save) -> None:
     path = saved(book_gpt())
     foreign = read_foreign(path)
     assert foreign.config["qkv_bias"] is False
@@ -172,7 +170,7 @@ def test_the_books_missing_qkv_biases_stay_missing(saved: Save) -> None:
     assert "qkv_bias" not in read_foreign(saved(book_gpt(qkv_bias=True))).config
 
 
-def test_a_head_equal_to_the_embedding_is_tied(saved: Save) -> None:
+def test_read_foreign_head_equal_to_embedding_is_tied(saved: Save) -> None:
     weights = book_gpt()
     weights["out_head.weight"] = weights["tok_emb.weight"].clone()
     foreign = read_foreign(saved(weights))
@@ -180,14 +178,14 @@ def test_a_head_equal_to_the_embedding_is_tied(saved: Save) -> None:
     assert "lm_head.weight" not in foreign.tensors
 
 
-def test_heads_that_cant_be_guessed_are_asked_for(saved: Save) -> None:
+def test_read_foreign_unknown_head_count_raises_and_asks_for_it(saved: Save) -> None:
     path = saved(book_gpt(C=48))
     with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*set "n_head"'):
         read_foreign(path)
     assert read_foreign(path, config={"n_head": 3}).config["n_head"] == 3
 
 
-def test_the_books_llama_takes_what_it_lacks_from_the_config(saved: Save) -> None:
+def test_read_foreign_book_llama_takes_missing_values_from_config(saved: Save) -> None:
     weights = book_llama()
     foreign = read_foreign(saved(weights), config={**LLAMA_CONFIG, "eos_token_id": 3})
     expected = {
@@ -226,7 +224,7 @@ def test_the_books_llama_takes_what_it_lacks_from_the_config(saved: Save) -> Non
         (set(LLAMA_CONFIG), "num_attention_heads, max_position_embeddings, rope_parameters"),
     ],
 )
-def test_what_a_llamas_file_doesnt_say_is_asked_for_by_name(
+def test_read_foreign_llama_missing_values_raise_and_are_named(
     saved: Save, lacking: set[str], named: str
 ) -> None:
     config = {key: value for key, value in LLAMA_CONFIG.items() if key not in lacking}
@@ -234,7 +232,7 @@ def test_what_a_llamas_file_doesnt_say_is_asked_for_by_name(
         read_foreign(saved(book_llama()), config=config)
 
 
-def test_a_llama_with_tables_tells_heads_and_context_and_checks_the_base(saved: Save) -> None:
+def test_read_foreign_llama_tables_give_heads_and_context_and_verify_base(saved: Save) -> None:
     turns = torch.arange(12)[:, None] * rope_frequencies(16, 2000.0, None)
     tables = {"att.cos": turns.cos().repeat(1, 2), "att.sin": turns.sin().repeat(1, 2)}
     weights = book_llama()
@@ -264,7 +262,7 @@ def test_a_llama_with_tables_tells_heads_and_context_and_checks_the_base(saved: 
         ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon"),
     ],
 )
-def test_a_config_that_contradicts_the_file_or_means_nothing_is_refused(
+def test_read_foreign_config_contradicting_file_raises_model_error(
     saved: Save, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -282,14 +280,14 @@ def test_a_config_that_contradicts_the_file_or_means_nothing_is_refused(
         ({"sliding_window": 4}, "no key 'sliding_window'"),
     ],
 )
-def test_a_llamas_config_that_cant_be_is_refused(
+def test_read_foreign_llama_impossible_config_raises_model_error(
     saved: Save, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read_foreign(saved(book_llama()), config={**LLAMA_CONFIG, **change})
 
 
-def test_a_whole_config_json_of_gpt2_may_be_given(saved: Save) -> None:
+def test_read_foreign_accepts_complete_gpt2_config_json(saved: Save) -> None:
     config = {
         "n_inner": None,
         "eos_token_id": 2,
@@ -306,7 +304,7 @@ def test_a_whole_config_json_of_gpt2_may_be_given(saved: Save) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells mapped files on Linux")
-def test_the_file_is_mapped_not_copied(saved: Save) -> None:
+def test_read_foreign_maps_file_without_copying(saved: Save) -> None:
     path = saved(book_llama())
     model = read_foreign(path, config=LLAMA_CONFIG)
     assert str(path) in Path("/proc/self/maps").read_text()

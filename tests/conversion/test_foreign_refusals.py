@@ -38,7 +38,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+def test_read_foreign_code_in_pickle_raises_and_is_not_run(tmp_path: Path, zipped: bool) -> None:
     marker, path = tmp_path / "marker", tmp_path / "ckpt.pt"
     checkpoint = {**nanogpt(), "config": Trap(marker)}
     torch.save(checkpoint, path, _use_new_zipfile_serialization=zipped)
@@ -49,7 +49,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -
     assert marker.exists(), "the trap is none"
 
 
-def test_a_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_read_foreign_bare_pickle_raises_and_is_not_run(tmp_path: Path) -> None:
     marker, path = tmp_path / "marker", tmp_path / "ckpt.pt"
     path.write_bytes(pickle.dumps(Trap(marker), protocol=2))
     with pytest.raises(ModelError, match=r"torch\.save didn't write it"):
@@ -57,16 +57,16 @@ def test_a_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_whole_pickled_model_is_refused(saved: Save) -> None:
+def test_read_foreign_pickled_model_object_raises(saved: Save) -> None:
     with pytest.raises(ModelError, match=r"\(torch\.nn\.modules\.linear\.Linear\).*state_dict"):
         read_foreign(saved(torch.nn.Linear(2, 2)))
 
 
-def test_the_environment_cant_make_unpickling_unsafe(
+def test_read_foreign_environment_cannot_disable_safe_unpickling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped=True)
+    test_read_foreign_code_in_pickle_raises_and_is_not_run(tmp_path, zipped=True)
 
 
 def _safetensors(path: Path) -> None:
@@ -90,7 +90,7 @@ def _other_zip(path: Path) -> None:
     ],
     ids=["empty", "text", "safetensors", "folder", "missing", "zip"],
 )
-def test_what_is_no_checkpoint_is_refused(
+def test_read_foreign_not_a_checkpoint_raises_one_line_error(
     tmp_path: Path, write: Callable[[Path], Any], message: str
 ) -> None:
     path = tmp_path / "model.pth"
@@ -103,7 +103,7 @@ def test_what_is_no_checkpoint_is_refused(
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
-def test_a_file_cut_short_is_refused(tmp_path: Path, zipped: bool, share: float) -> None:
+def test_read_foreign_truncated_file_raises(tmp_path: Path, zipped: bool, share: float) -> None:
     path = tmp_path / "ckpt.pt"
     torch.save(nanogpt(), path, _use_new_zipfile_serialization=zipped)
     content = path.read_bytes()
@@ -124,7 +124,9 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, zipped: bool, share: float)
         ({"epoch": 3}, "the first tensor is 'epoch'"),
     ],
 )
-def test_checkpoints_of_other_programs_are_refused(saved: Save, content: Any, message: str) -> None:
+def test_read_foreign_checkpoints_of_other_programs_raise_model_error(
+    saved: Save, content: Any, message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         read_foreign(saved(content))
 
@@ -177,7 +179,7 @@ def test_checkpoints_of_other_programs_are_refused(saved: Save, content: Any, me
         ({"out_head.weight": 3.5}, r"not plain floating point: out_head\.weight is no tensor$"),
     ],
 )
-def test_tensors_that_dont_fit_are_refused_by_name(
+def test_read_foreign_mismatched_tensors_raise_and_are_named(
     saved: Save, change: dict[str, Any], message: str
 ) -> None:
     weights = {**book_gpt(), **change}
@@ -185,7 +187,7 @@ def test_tensors_that_dont_fit_are_refused_by_name(
         read_foreign(saved({name: t for name, t in weights.items() if t is not None}))
 
 
-def test_hugging_faces_own_pickled_gpt2_is_not_taken_for_nanogpts(saved: Save) -> None:
+def test_read_foreign_pickled_hugging_face_gpt2_is_not_taken_for_nanogpt(saved: Save) -> None:
     weights = nanogpt()["model"]
     for name in list(weights):
         if name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
@@ -194,7 +196,7 @@ def test_hugging_faces_own_pickled_gpt2_is_not_taken_for_nanogpts(saved: Save) -
         read_foreign(saved(weights))
 
 
-def test_rotary_tables_that_are_none_are_refused_or_ignored(saved: Save) -> None:
+def test_read_foreign_invalid_rotary_tables_raise_or_are_ignored(saved: Save) -> None:
     weights: dict[str, Any] = {**book_llama(), "trf_blocks.0.att.sin": torch.ones(12, 5)}
     with pytest.raises(ModelError, match=r"rotary tables have the impossible shape \[12, 5\]"):
         read_foreign(saved(weights), config=LLAMA_CONFIG)
@@ -203,13 +205,13 @@ def test_rotary_tables_that_are_none_are_refused_or_ignored(saved: Save) -> None
     assert foreign.config["num_attention_heads"] == 8
 
 
-def test_tensors_of_fewer_numbers_than_their_shape_says_are_refused(saved: Save) -> None:
+def test_read_foreign_tensors_smaller_than_their_shape_raise(saved: Save) -> None:
     content = {n: torch.zeros(1).expand(t.shape) for n, t in nanogpt()["model"].items()}
     with pytest.raises(ModelError, match="fewer elements than their shape requires: transformer"):
         read_foreign(saved({"model": content}))
 
 
-def test_a_pickle_that_is_far_too_long_is_refused(tmp_path: Path) -> None:
+def test_read_foreign_oversized_pickle_raises(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02(" + b"]" * 2_000_000 + b"l.")
@@ -217,7 +219,7 @@ def test_a_pickle_that_is_far_too_long_is_refused(tmp_path: Path) -> None:
         read_foreign(path)
 
 
-def test_a_long_pickle_from_before_pytorch_1_6_is_refused(
+def test_read_foreign_long_pickle_before_pytorch_1_6_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looking at each of its opcodes would take long."""
@@ -228,7 +230,7 @@ def test_a_long_pickle_from_before_pytorch_1_6_is_refused(
         read_foreign(path)
 
 
-def test_settings_of_lists_that_hold_each_other_are_refused(saved: Save) -> None:
+def test_read_foreign_settings_with_nested_lists_raise(saved: Save) -> None:
     """A list that holds another twice, and so on: a few bytes each, and messages without end."""
     value: Any = 1
     for _ in range(21):

@@ -175,9 +175,7 @@ def chatting(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", JINJA)
-def test_template_in_go_renders_what_the_tokenizers_template_does(
-    tokenizer: Tokenizer, name: str
-) -> None:
+def test_go_template_renders_like_tokenizer_template(tokenizer: Tokenizer, name: str) -> None:
     own = chatting(tokenizer, JINJA[name])
     template = ollama_template(own)
     assert template is not None
@@ -201,7 +199,7 @@ def test_template_in_go_renders_what_the_tokenizers_template_does(
         ("{{ raise_exception('no') }}", []),
     ],
 )
-def test_other_templates_are_left_out_with_a_note(
+def test_ollama_template_unsupported_template_is_omitted_with_note(
     tokenizer: Tokenizer, template: str, ends: list[str]
 ) -> None:
     own = chatting(tokenizer, template)
@@ -213,19 +211,19 @@ def test_other_templates_are_left_out_with_a_note(
     assert "does more than add texts around the messages" in note
 
 
-def test_modelfile_of_a_template_with_the_date_asks_ollama_for_it(tokenizer: Tokenizer) -> None:
+def test_modelfile_template_with_date_uses_ollama_date(tokenizer: Tokenizer) -> None:
     content, notes = modelfile("a.gguf", chatting(tokenizer, JINJA["gpt-oss"]), 512)
     assert content.count("Current date: {{ currentDate }}<|end|>") == 2
     assert notes == []
 
 
-def test_modelfile_of_a_template_without_system_messages_has_a_note(tokenizer: Tokenizer) -> None:
+def test_modelfile_template_without_system_messages_has_note(tokenizer: Tokenizer) -> None:
     content, (note,) = modelfile("a.gguf", chatting(tokenizer, JINJA["without system"]), 512)
     assert "$.System" not in content
     assert note == "the chat template does not support system messages: Ollama omits them"
 
 
-def test_the_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> None:
+def test_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> None:
     content, notes = modelfile("a.gguf", chatting(tokenizer, JINJA["ChatML"]), 131_072)
     assert notes == []
     assert content == (
@@ -245,9 +243,7 @@ def test_the_modelfile_has_template_stops_and_context(tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_token_that_llama_cpp_puts_first_is_not_in_the_template(
-    tokenizer: Tokenizer, adds: bool
-) -> None:
+def test_ollama_template_omits_token_added_by_llama_cpp(tokenizer: Tokenizer, adds: bool) -> None:
     own = chatting(tokenizer, JINJA["Gemma"])
     own.add_bos = adds
     template = ollama_template(own)
@@ -255,7 +251,7 @@ def test_token_that_llama_cpp_puts_first_is_not_in_the_template(
     assert go(template.go, LONG).startswith("<start_of_turn>" if adds else "<s><start_of_turn>")
 
 
-def test_a_model_without_chat_gets_the_prompt_as_it_is(tokenizer: Tokenizer) -> None:
+def test_modelfile_without_chat_template_passes_prompt_through(tokenizer: Tokenizer) -> None:
     for own in (None, chatting(tokenizer, None)):
         content, (note,) = modelfile("a.gguf", own, 64)
         assert 'TEMPLATE """{{ .Prompt }}"""\n' in content

@@ -88,7 +88,7 @@ def of_the_decoder_alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
     ids=["one file", "tied head", "before torch 1.6", "shards"],
 )
-def test_pickled_weights_become_the_same_safetensors(
+def test_convert_pickled_weights_gives_same_safetensors(
     sound: Path, folder: Path, tmp_path: Path, save: Callable[[Path, dict[str, Tensor]], object]
 ) -> None:
     save(folder, weights(sound))
@@ -101,7 +101,7 @@ def test_pickled_weights_become_the_same_safetensors(
         assert (tmp_path / "out" / name).read_bytes() == (sound / name).read_bytes()
 
 
-def test_other_verbs_name_the_command_that_converts(
+def test_pickled_model_in_other_commands_suggests_convert(
     sound: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(weights(sound), folder / BIN)
@@ -114,7 +114,7 @@ def test_other_verbs_name_the_command_that_converts(
         convert(folder / BIN, folder / "out")
 
 
-def test_stacked_experts_are_converted_one_by_one(folder: Path, tmp_path: Path) -> None:
+def test_convert_pickled_stacked_experts_one_at_a_time(folder: Path, tmp_path: Path) -> None:
     config = MoEConfig(
         vocab_size=320, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=3
     )
@@ -205,7 +205,7 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
         ),
     ],
 )
-def test_what_is_no_models_weights_is_refused(
+def test_pickled_file_without_model_weights_raises(
     sound: Path,
     folder: Path,
     tmp_path: Path,

@@ -29,13 +29,13 @@ def stories(shared: Path) -> Path:
     return shared / "models" / "stories260K"
 
 
-def test_every_format_has_a_limit_that_falls_with_its_bits() -> None:
+def test_perplexity_limits_fall_with_more_bits() -> None:
     limits = [perplexity_limit(name) for name in sorted(QUANTISED, key=lambda n: n.strip("iq")[0])]
     assert limits == sorted(limits, reverse=True)
     assert set(limits) == set(PERPLEXITY_LIMITS.values())
 
 
-def test_perplexity_is_that_of_all_tokens_but_the_first() -> None:
+def test_perplexity_covers_all_tokens_but_the_first() -> None:
     ids = torch.tensor([[3, 1, 2]])
     logits = torch.zeros(1, 3, 4)
     assert perplexity(logits, ids) == pytest.approx(4.0)
@@ -44,7 +44,7 @@ def test_perplexity_is_that_of_all_tokens_but_the_first() -> None:
     assert perplexity(-1e3 * logits, ids) == math.inf
 
 
-def test_the_importance_is_the_mean_square_of_a_matrixs_inputs(stories: Path) -> None:
+def test_importance_is_mean_square_of_matrix_inputs(stories: Path) -> None:
     model = read_source(stories, None, None, lambda source: source)
     tokenizer = model.tokenizer
     assert tokenizer is not None
@@ -63,14 +63,14 @@ def test_the_importance_is_the_mean_square_of_a_matrixs_inputs(stories: Path) ->
         importance_matrix(model.config, model.tensors, tokenizer, "a b c d")
 
 
-def test_the_text_is_as_long_as_the_context(stories: Path) -> None:
+def test_evaluation_text_fills_context(stories: Path) -> None:
     tokenizer = read_source(stories, None, None, lambda source: source.tokenizer)
     assert tokenizer is not None
     assert evaluation_ids(tokenizer, 100).shape == (1, 100)
     assert evaluation_ids(tokenizer, 10_000).shape == (1, 512)
 
 
-def test_what_quantising_needs_is_asked_for_first(
+def test_quantize_missing_requirements_raise_before_work(
     stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_what_quantising_needs_is_asked_for_first(
 
 
 @pytest.mark.slow
-def test_llama_cpp_quantises_and_the_perplexity_is_told(stories: Path, tmp_path: Path) -> None:
+def test_quantize_with_llama_cpp_reports_perplexity(stories: Path, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     result = convert(stories, tmp_path / "out", to="ollama", dtype="Q4_K_M")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -107,7 +107,7 @@ def test_llama_cpp_quantises_and_the_perplexity_is_told(stories: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_calibration_text_changes_the_weights_and_lowers_the_loss(
+def test_quantize_with_calibration_text_changes_weights_and_lowers_loss(
     stories: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -120,7 +120,7 @@ def test_a_calibration_text_changes_the_weights_and_lowers_the_loss(
 
 
 @pytest.mark.slow
-def test_a_perplexity_above_the_bound_is_refused_and_nothing_written(
+def test_quantize_perplexity_above_limit_raises_and_writes_nothing(
     stories: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

@@ -33,12 +33,12 @@ DATA, INDEX = "model.ckpt.data-00000-of-00001", "model.ckpt.index"
         (b"123456789", 0xE3069283),
     ],
 )
-def test_the_checksum_is_crc32c(content: bytes, expected: int) -> None:
+def test_crc32c_matches_known_values(content: bytes, expected: int) -> None:
     assert crc32c(np.frombuffer(content, np.uint8)) == expected
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, 4, 4 * _LANES - 1, 4 * _LANES + 7])
-def test_the_checksum_of_long_content_is_that_of_its_bytes(extra: int) -> None:
+def test_crc32c_long_content_matches_bytewise_result(extra: int) -> None:
     content = random.Random(extra).randbytes(4 * _LANES + extra)
     state = 0xFFFFFFFF
     for byte in content:
@@ -46,7 +46,7 @@ def test_the_checksum_of_long_content_is_that_of_its_bytes(extra: int) -> None:
     assert crc32c(np.frombuffer(content, np.uint8)) == state ^ 0xFFFFFFFF
 
 
-def test_tensors_are_read_by_name(tmp_path: Path) -> None:
+def test_tensor_bundle_tensors_are_read_by_name(tmp_path: Path) -> None:
     write_bundle(tmp_path / "model.ckpt", TENSORS)
     found = read_bundle(tmp_path / "model.ckpt")
     assert found.keys() == TENSORS.keys()
@@ -56,7 +56,7 @@ def test_tensors_are_read_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [INDEX, DATA])
-def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path, name: str) -> None:
+def test_tensor_bundle_changed_byte_raises_or_changes_nothing(tmp_path: Path, name: str) -> None:
     write_bundle(tmp_path / "model.ckpt", TENSORS)
     content = (tmp_path / name).read_bytes()
     silent = 0
@@ -76,7 +76,7 @@ def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("name", [INDEX, DATA])
-def test_files_cut_short_are_refused(tmp_path: Path, name: str, share: float) -> None:
+def test_tensor_bundle_truncated_files_raise(tmp_path: Path, name: str, share: float) -> None:
     write_bundle(tmp_path / "model.ckpt", TENSORS)
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[: int(share * len(content))])
@@ -85,7 +85,7 @@ def test_files_cut_short_are_refused(tmp_path: Path, name: str, share: float) ->
 
 
 @pytest.mark.parametrize("name", [INDEX, DATA])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+def test_tensor_bundle_missing_file_is_named(tmp_path: Path, name: str) -> None:
     write_bundle(tmp_path / "model.ckpt", TENSORS)
     (tmp_path / name).unlink()
     with pytest.raises(FirstlightError, match=name):
@@ -126,7 +126,7 @@ def message(dtype: int, sizes: list[bytes], size: int, *more: bytes) -> bytes:
         (HEADER, entry(torch.zeros(4), 0, bytes(16)), "numbers of x that don't match"),
     ],
 )
-def test_entries_that_cant_be_are_refused(
+def test_tensor_bundle_invalid_entries_raise(
     tmp_path: Path, header: bytes, value: bytes, problem: str
 ) -> None:
     (tmp_path / DATA).write_bytes(BYTES)
@@ -135,7 +135,7 @@ def test_entries_that_cant_be_are_refused(
         read_bundle(tmp_path / "model.ckpt")
 
 
-def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+def test_tensor_bundle_overlapping_tensors_raise(tmp_path: Path) -> None:
     (tmp_path / DATA).write_bytes(BYTES)
     whole = entry(FOUR, 0, BYTES)
     (tmp_path / INDEX).write_bytes(table({b"": HEADER, b"x": whole, b"y": whole}))
@@ -143,7 +143,7 @@ def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
         read_bundle(tmp_path / "model.ckpt")
 
 
-def test_compressed_blocks_are_refused(tmp_path: Path) -> None:
+def test_tensor_bundle_compressed_blocks_raise(tmp_path: Path) -> None:
     write_bundle(tmp_path / "model.ckpt", TENSORS)
     content = bytearray((tmp_path / INDEX).read_bytes())
     # The first block ends where its restarts do: after its two numbers.
@@ -154,7 +154,7 @@ def test_compressed_blocks_are_refused(tmp_path: Path) -> None:
         read_bundle(tmp_path / "model.ckpt")
 
 
-def test_an_index_of_many_long_names_is_refused(tmp_path: Path) -> None:
+def test_tensor_bundle_index_with_many_long_names_raises(tmp_path: Path) -> None:
     (tmp_path / DATA).write_bytes(BYTES)
     name = b"x" * 1001
     (tmp_path / INDEX).write_bytes(table({b"": HEADER, name: entry(FOUR, 0, BYTES)}))
@@ -162,7 +162,7 @@ def test_an_index_of_many_long_names_is_refused(tmp_path: Path) -> None:
         read_bundle(tmp_path / "model.ckpt")
 
 
-def test_blocks_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+def test_tensor_bundle_overlapping_blocks_raise(tmp_path: Path) -> None:
     (tmp_path / DATA).write_bytes(BYTES)
     data = block({b"": HEADER, b"x": entry(FOUR, 0, BYTES)})
     # A block without entries, a hundred times.

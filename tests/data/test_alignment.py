@@ -30,7 +30,7 @@ _EOS, _BOS = 1, 2
     st.integers(1, 12),
     st.booleans(),
 )
-def test_every_token_is_predicted_once_and_rows_begin_with_documents(
+def test_aligned_rows_predict_every_token_once_and_start_with_documents(
     sizes: list[int], seq_len: int, predicts_first: bool
 ) -> None:
     offsets = np.cumsum([0, *sizes])
@@ -66,7 +66,7 @@ def _cut(size: int, seq_len: int) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 500), min_size=200, max_size=600))
-def test_rows_are_nearly_full(sizes: list[int]) -> None:
+def test_aligned_rows_are_nearly_full(sizes: list[int]) -> None:
     rows = align_rows(np.cumsum([0, *sizes]), 64, predicts_first=True)
     # Best-fit decreasing takes at most 11/9 of the fewest rows there could be, and 4 ninths.
     assert len(rows) <= 11 / 9 * -(-sum(sizes) // 64) + 1
@@ -108,7 +108,7 @@ def pairs_of(dataset: AlignedDataset, seq_len: int) -> list[list[tuple[int, int,
     return found
 
 
-def test_an_eos_opens_documents_without_a_bos(tmp_path: Path) -> None:
+def test_aligned_rows_without_bos_split_documents_at_eos(tmp_path: Path) -> None:
     documents = [[10, 11, _EOS], [20, _EOS], [30, 31, 32, 33, 34, _EOS], [40, 41, 42, _EOS]]
     dataset = make_dataset(tmp_path, documents, eos=_EOS)
     assert pairs_of(dataset, 5) == [
@@ -124,7 +124,7 @@ def test_an_eos_opens_documents_without_a_bos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(_BOS, _EOS), (None, None)])
-def test_a_first_token_that_nothing_comes_before_is_not_predicted(
+def test_aligned_rows_first_token_without_context_is_not_predicted(
     tmp_path: Path, bos: int | None, eos: int | None
 ) -> None:
     documents = [[_BOS, 10, 11, _EOS], [_BOS, 20], [_BOS], [_BOS, 30, 31, 32, 33, _EOS]]
@@ -138,7 +138,7 @@ def test_a_first_token_that_nothing_comes_before_is_not_predicted(
     assert dataset.bits_a_nat(document_masking=False) == pytest.approx(9 / 99 / np.log(2))
 
 
-def test_a_loader_goes_on_anywhere_by_one_number(data: Path) -> None:
+def test_aligned_loader_resumes_anywhere_from_one_number(data: Path) -> None:
     dataset = open_training_split(data, verify=True, long="refuse", row_alignment="document")
     assert isinstance(dataset, AlignedDataset)
     epoch = dataset.num_rows(32)
@@ -156,7 +156,7 @@ def test_a_loader_goes_on_anywhere_by_one_number(data: Path) -> None:
     assert torch.equal(seen[seen != -100].sort().values, torch.from_numpy(np.sort(stream[0:])))
 
 
-def test_a_run_goes_on_as_it_was_and_only_with_the_same_rows(
+def test_aligned_run_resumes_unchanged_and_only_with_same_alignment(
     tmp_path: Path, recipe: dict[str, Any]
 ) -> None:
     recipe["data"]["row_alignment"] = "document"

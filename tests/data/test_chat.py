@@ -86,7 +86,7 @@ def examples(folder: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     return texts
 
 
-def test_prepare_chat_of_tools_in_any_spelling_gives_same_examples(
+def test_prepare_chat_tools_in_any_format_give_same_examples(
     tmp_path: Path, qwen: Tokenizer
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", _SPELLINGS)
@@ -105,7 +105,9 @@ def test_prepare_chat_of_tools_in_any_spelling_gives_same_examples(
 @pytest.mark.parametrize(
     "place", ["Tools", "system", "chat_template_kwargs"], ids=["field", "message", "variable"]
 )
-def test_prepare_chat_finds_tools_at_any_place(tmp_path: Path, qwen: Tokenizer, place: str) -> None:
+def test_prepare_chat_finds_tools_in_every_supported_field(
+    tmp_path: Path, qwen: Tokenizer, place: str
+) -> None:
     tools = [{"name": "find", "description": "finds"}]
     messages = say("where", "Here.", system="s")
     record: dict[str, Any] = {"messages": messages}
@@ -123,7 +125,7 @@ def test_prepare_chat_finds_tools_at_any_place(tmp_path: Path, qwen: Tokenizer, 
         assert '"description": "finds"' in examples(tmp_path / "out", qwen)[0][0]
 
 
-def test_prepare_chat_of_parquet_gives_calls_no_arguments_of_other_calls(
+def test_prepare_chat_parquet_calls_have_only_their_own_arguments(
     tmp_path: Path, qwen: Tokenizer
 ) -> None:
     pyarrow = pytest.importorskip("pyarrow")
@@ -141,7 +143,7 @@ def test_prepare_chat_of_parquet_gives_calls_no_arguments_of_other_calls(
     assert '"arguments": {"day": "x"}' in second
 
 
-def test_prepare_chat_of_preference_pairs_with_tools_learns_calls(
+def test_prepare_chat_preference_pairs_with_tools_learn_calls(
     tmp_path: Path, qwen: Tokenizer
 ) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": _CALL}]}
@@ -172,9 +174,7 @@ _LOSSY = [
 ]
 
 
-def test_prepare_chat_with_lost_reasoning_refuses_with_place(
-    tmp_path: Path, qwen: Tokenizer
-) -> None:
+def test_prepare_chat_lost_reasoning_raises_with_line(tmp_path: Path, qwen: Tokenizer) -> None:
     path = write_lines(tmp_path / "a.jsonl", _LOSSY)
     with pytest.raises(DataError) as caught:
         prepare_chat([path], qwen, tmp_path / "out")
@@ -184,7 +184,7 @@ def test_prepare_chat_with_lost_reasoning_refuses_with_place(
     assert "keep trains on the rest" in str(caught.value)
 
 
-def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
+def test_prepare_chat_on_bad_counts_lost_reasoning_with_first_line(
     tmp_path: Path, qwen: Tokenizer
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", _LOSSY)
@@ -208,7 +208,7 @@ def test_prepare_chat_with_on_bad_counts_lost_reasoning_with_first_place(
 
 
 @pytest.mark.parametrize("key", ["train", "loss", "weight"])
-def test_prepare_chat_with_answer_outside_loss_learns_others_only(
+def test_prepare_chat_answer_outside_loss_is_not_learned(
     tmp_path: Path, tokenizer: Tokenizer, key: str
 ) -> None:
     chatml = with_template(tokenizer, "chatml")
@@ -222,15 +222,13 @@ def test_prepare_chat_with_answer_outside_loss_learns_others_only(
     assert labels == "two<|im_end|>"
 
 
-def test_prepare_chat_with_invalid_tools_refuses_with_place(
-    tmp_path: Path, qwen: Tokenizer
-) -> None:
+def test_prepare_chat_invalid_tools_raise_with_line(tmp_path: Path, qwen: Tokenizer) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b"), "tools": "find"}])
     with pytest.raises(DataError, match=r"a.jsonl:1: `tools` is not a list of functions"):
         prepare_chat([path], qwen, tmp_path / "out")
 
 
-def test_prepare_chat_warns_of_blocks_that_begin_before_the_prompt_ends(
+def test_prepare_chat_warns_if_blocks_start_before_prompt_ends(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b")}])

@@ -34,7 +34,7 @@ def documents(text: str, size: int = 1 << 20, *, is_code: bool = False) -> list[
         (f"\n{_END}\n", [""]),
     ],
 )
-def test_separators_between_texts_end_documents(text: str, expected: list[str]) -> None:
+def test_clean_separators_between_texts_split_documents(text: str, expected: list[str]) -> None:
     assert documents(text) == expected
     assert documents(text, 5) == expected
 
@@ -54,13 +54,13 @@ def test_separators_between_texts_end_documents(text: str, expected: list[str]) 
         "some <s>struck</s> words",
     ],
 )
-def test_mentions_of_separators_are_text(text: str) -> None:
+def test_clean_mentions_of_separators_stay_text(text: str) -> None:
     (part,) = split_documents([text.encode()])
     assert part.content == text.encode()
     assert part.changes[0].startswith("kept <")
 
 
-def test_in_code_only_a_separator_on_its_own_line_ends_a_document() -> None:
+def test_clean_code_splits_documents_only_at_separator_on_own_line() -> None:
     code = f'x = "a.{_END}b"\n{_END}\ny = 1\n'
     assert documents(code, is_code=True) == [f'x = "a.{_END}b"', "y = 1"]
 
@@ -69,18 +69,18 @@ _PIECES = st.sampled_from([_END, "</s>", "\n", " ", "a", "B.", '"', "word " * 20
 
 
 @given(st.lists(_PIECES, max_size=14).map("".join), st.integers(1, 100))
-def test_documents_do_not_depend_on_the_blocks(text: str, size: int) -> None:
+def test_clean_documents_do_not_depend_on_block_size(text: str, size: int) -> None:
     assert documents(text, size) == documents(text)
 
 
-def test_a_document_that_is_too_long_is_left_out_alone() -> None:
+def test_clean_too_long_document_is_skipped_alone() -> None:
     text = f"a\n{_END}\n{'b' * 100}\n{_END}\nc".encode()
     blocks = [text[place : place + 10] for place in range(0, len(text), 10)]
     found = [(part.line, part.content) for part in split_documents(blocks, 50)]
     assert found == [(1, b"a"), (2, None), (5, b"c")]
 
 
-def test_changes_are_counted_by_document_and_file() -> None:
+def test_clean_changes_are_counted_by_document_and_file() -> None:
     assert cleaned("a\r\nb") == ("a\nb", ("crlf",))
     header = "*** START OF THE PROJECT GUTENBERG EBOOK A ***"
     assert cleaned(f"{header}\r\na\n") == ("a\n", ("crlf", "gutenberg"))
@@ -114,7 +114,7 @@ def test_changes_are_counted_by_document_and_file() -> None:
         ("Hi." + "\n" * 10**6 + "1\n00:00:01,000 --> 00:00:02,500\nBye.\n", "Hi.\nBye.\n"),
     ],
 )
-def test_subtitles_cleaned_lose_numbers_and_times(text: str, expected: str) -> None:
+def test_clean_subtitles_removes_numbers_and_times(text: str, expected: str) -> None:
     found, changes = cleaned(text, is_subtitles=True)
     assert (found, changes[-1]) == (expected, "subtitles")
     assert "-->" in cleaned(text)[0]

@@ -110,17 +110,19 @@ def chatml(tokenizer: Tokenizer) -> Tokenizer:
         ),
     ],
 )
-def test_all_forms_become_messages(record: dict[str, Any], expected: list[dict[str, Any]]) -> None:
+def test_to_conversation_every_format_becomes_messages(
+    record: dict[str, Any], expected: list[dict[str, Any]]
+) -> None:
     assert to_conversation(record).messages == expected
 
 
-def test_further_entries_of_messages_are_kept_for_the_template() -> None:
+def test_to_conversation_keeps_additional_message_fields() -> None:
     message = {"role": "assistant", "content": "b", "reasoning_content": "hm"}
     record = {"messages": [{"role": "user", "content": "a"}, message]}
     assert to_conversation(record).messages[1] == message
 
 
-def test_a_weight_of_0_leaves_an_answer_out() -> None:
+def test_to_conversation_weight_0_masks_answer() -> None:
     messages = say("a", "b", "c", "d")
     messages[1]["weight"] = 0
     conversation = to_conversation({"messages": messages})
@@ -154,7 +156,7 @@ def test_a_weight_of_0_leaves_an_answer_out() -> None:
         ("<\uff5cUser\uff5c>a<\uff5cAssistant\uff5c>b", say("a", "b")),
     ],
 )
-def test_chat_written_out_with_control_tokens_becomes_messages(
+def test_to_conversation_parses_text_with_control_tokens(
     text: str, expected: list[dict[str, Any]]
 ) -> None:
     assert is_written(text)
@@ -165,7 +167,7 @@ def test_chat_written_out_with_control_tokens_becomes_messages(
         assert to_conversation(record).messages == expected
 
 
-def test_text_outside_of_written_turns_is_refused() -> None:
+def test_written_conversation_with_text_outside_turns_raises() -> None:
     text = "<|im_start|>user\na<|im_end|>and more<|im_start|>assistant\nb<|im_end|>"
     with pytest.raises(BadRecordError, match="'and more' outside of its turns"):
         to_conversation({"text": text})
@@ -175,12 +177,12 @@ def test_text_outside_of_written_turns_is_refused() -> None:
 @pytest.mark.parametrize(
     "roles", ["assistant user assistant", "user user assistant", "user assistant system user"]
 )
-def test_messages_in_any_order_are_kept(roles: str) -> None:
+def test_to_conversation_keeps_messages_in_any_order(roles: str) -> None:
     messages = [{"role": role, "content": f"{i}"} for i, role in enumerate(roles.split())]
     assert to_conversation({"messages": messages}).messages == messages
 
 
-def test_tools_and_their_results_are_passed_on() -> None:
+def test_to_conversation_passes_on_tools_and_results() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
     messages = [*say("a"), call, {"role": "tool", "tool_call_id": "1", "content": ""}]
     record = {"messages": [*say("a"), {**call, "content": None}, messages[-1]]}
@@ -239,14 +241,16 @@ BAD: list[tuple[object, str, str]] = [
 
 
 @pytest.mark.parametrize("record, reason, message", BAD)
-def test_what_is_no_conversation_is_told(record: object, reason: str, message: str) -> None:
+def test_to_conversation_invalid_record_raises_with_reason(
+    record: object, reason: str, message: str
+) -> None:
     with pytest.raises(BadRecordError, match=message) as caught:
         to_conversation(record)
     assert caught.value.reason == reason
     assert reason in REASONS
 
 
-def test_a_given_form_is_not_guessed() -> None:
+def test_to_conversation_given_format_is_not_guessed() -> None:
     both = {"instruction": "a", "output": "b", "messages": say("c", "d")}
     assert to_conversation(both).messages == say("c", "d")
     assert to_conversation(both, "alpaca").messages == say("a", "b")
@@ -257,7 +261,7 @@ def test_a_given_form_is_not_guessed() -> None:
 # Files
 
 
-def test_a_bad_record_stops_the_preparation_with_file_and_line(
+def test_prepare_chat_bad_record_raises_with_file_and_line(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     lines = write_lines(tmp_path / "a.jsonl", [GOOD, GOOD, {"messages": say("a")}])
@@ -282,7 +286,7 @@ def test_a_bad_record_stops_the_preparation_with_file_and_line(
         (b'{"messages": "' + b"x" * (65 << 20) + b'"}', "the line has more than 67,108,864 bytes"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named(
+def test_prepare_chat_unreadable_line_is_named(
     tmp_path: Path, chatml: Tokenizer, line: bytes, message: str
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -307,7 +311,7 @@ def test_a_line_that_cannot_be_read_is_named(
         ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each to a separate"),
     ],
 )
-def test_a_json_file_of_something_else_is_refused(
+def test_prepare_chat_json_file_without_records_raises(
     tmp_path: Path, chatml: Tokenizer, content: str, message: str
 ) -> None:
     path = tmp_path / "a.json"
@@ -318,7 +322,7 @@ def test_a_json_file_of_something_else_is_refused(
 
 @pytest.mark.parametrize("size", [2, 40_000])
 @pytest.mark.parametrize("begin, between, end", [('{"data": [', ",", "]}"), ("", "\n", "\n")])
-def test_json_file_with_lines_or_one_list_in_an_object_is_read(
+def test_read_records_json_file_with_lines_or_one_list_in_an_object(
     tmp_path: Path, begin: str, between: str, end: str, size: int
 ) -> None:
     path = tmp_path / "a.json"
@@ -334,14 +338,14 @@ def test_json_file_with_lines_or_one_list_in_an_object_is_read(
     "record",
     [{"instruction": "a", "output": "b", "role": "Gandalf"}, {"text": "a", "from": "wiki"}],
 )
-def test_json_list_of_records_with_a_role_field_yields_each_record(
+def test_read_records_list_with_role_field_yields_each_record(
     tmp_path: Path, record: dict[str, str]
 ) -> None:
     (tmp_path / "a.json").write_text(json.dumps([record] * 3))
     assert len(list(read_records(find_records([tmp_path / "a.json"])))) == 3
 
 
-def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_json_file_may_hold_one_record(tmp_path: Path, chatml: Tokenizer) -> None:
     for number in range(3):
         (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
     options = ChatOptions(val_fraction=0)
@@ -365,7 +369,7 @@ def test_a_json_file_may_be_one_record(tmp_path: Path, chatml: Tokenizer) -> Non
         ('"messages", {"messages": []}', None),
     ],
 )
-def test_the_kind_of_a_long_json_file_is_told_by_its_head(
+def test_kind_of_records_long_json_file_is_detected_from_its_start(
     tmp_path: Path, begin: str, kind: str | None
 ) -> None:
     path = tmp_path / "a.json.gz"
@@ -375,7 +379,7 @@ def test_the_kind_of_a_long_json_file_is_told_by_its_head(
     assert kind_of_records(find_records([path])[0]) == kind
 
 
-def test_reading_a_short_json_file_takes_little_memory(tmp_path: Path) -> None:
+def test_kind_of_records_short_json_file_uses_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"messages": []}]')
     tracemalloc.start()
@@ -387,7 +391,9 @@ def test_reading_a_short_json_file_takes_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_bad_records_are_skipped_counted_and_listed(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_bad_records_are_skipped_counted_and_listed(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     bad = [record for record, _, _ in BAD[1:-5]]
     path = write_lines(tmp_path / "a.jsonl", [GOOD, *bad, GOOD])
     out = tmp_path / "out"
@@ -402,7 +408,9 @@ def test_bad_records_are_skipped_counted_and_listed(tmp_path: Path, chatml: Toke
     assert (out / "train-examples.txt").read_text() == f"{path}:1\n{path}:{len(bad) + 2}\n"
 
 
-def test_only_bad_records_are_no_corpus(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_only_bad_records_raises_input_error(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": say("a")}, 3])
     with pytest.raises(InputError, match=r"no conversation to train on: 1 no answer, 1 an entry"):
         prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(on_bad="skip"))
@@ -411,9 +419,7 @@ def test_only_bad_records_are_no_corpus(tmp_path: Path, chatml: Tokenizer) -> No
         prepare_chat([empty], chatml, tmp_path / "out")
 
 
-def test_a_template_that_refuses_a_conversation_is_told_with_its_line(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_prepare_chat_template_error_names_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
     template = (
         "{%- if messages[0].role == 'system' -%}{{- raise_exception('no system') -}}{%- endif -%}"
     )
@@ -424,7 +430,9 @@ def test_a_template_that_refuses_a_conversation_is_told_with_its_line(
         prepare_chat([path], ours, tmp_path / "out")
 
 
-def test_all_kinds_of_files_hold_the_same_conversations(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_same_records_in_every_file_type_give_same_conversations(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     records = [record for record in draw_records(30) if "messages" in record]
@@ -441,7 +449,7 @@ def test_all_kinds_of_files_hold_the_same_conversations(tmp_path: Path, chatml: 
     assert places.startswith(f"{tmp_path / 'd.parquet'} record 1\n")
 
 
-def test_tables_and_saved_datasets_have_the_same_conversations(
+def test_prepare_chat_tables_and_saved_datasets_give_same_conversations(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     pyarrow = pytest.importorskip("pyarrow")
@@ -469,7 +477,9 @@ def test_tables_and_saved_datasets_have_the_same_conversations(
         prepare_chat([tmp_path / "b"], chatml, tmp_path / "out")
 
 
-def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_broken_table_row_is_skipped_and_its_line_reported(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     (tmp_path / "a.csv").write_text("prompt;response;a, b, c, d\na;b;\n\nc\nd;e;\n")
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
@@ -481,7 +491,9 @@ def test_broken_row_of_a_table_is_left_out_with_its_line(tmp_path: Path, chatml:
     )
 
 
-def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_rejected_records_are_counted_by_reason_and_file(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     bad = {"messages": [{"role": "wizard", "content": "a"}]}
     first = write_lines(tmp_path / "a.jsonl", [GOOD, bad, bad])
     second = write_lines(tmp_path / "b.jsonl", [{"q": "a"}, bad])
@@ -507,7 +519,7 @@ def test_records_left_out_are_counted_by_reason_and_file(tmp_path: Path, chatml:
         *[("train_sft-00000-of-00001.jsonl", "VAL-00000-of-00001.jsonl", "testing.jsonl")],
     ],
 )
-def test_split_files_of_a_folder_are_its_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_find_splits_uses_split_files_of_folder(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in (*names, "more.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / name, [GOOD])
@@ -525,7 +537,7 @@ def test_split_files_of_a_folder_are_its_splits(tmp_path: Path, names: tuple[str
     assert f"{val} excluded, because other validation data was specified" in own.note
 
 
-def test_validation_and_test_files_without_others_are_no_splits(tmp_path: Path) -> None:
+def test_find_splits_validation_and_test_files_alone_are_training_data(tmp_path: Path) -> None:
     paths = [write_lines(tmp_path / name, [GOOD]) for name in ("test.jsonl", "valid.jsonl")]
     assert len(find_splits([tmp_path]).train) == 2
     write_lines(tmp_path / "train.jsonl", [GOOD])
@@ -534,7 +546,7 @@ def test_validation_and_test_files_without_others_are_no_splits(tmp_path: Path) 
     assert [len(glob.train), len(glob.val), len(glob.test)] == [1, 1, 1]
 
 
-def test_questions_of_the_validation_data_are_not_trained(
+def test_prepare_chat_questions_of_validation_data_are_not_trained_on(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     asked = [say(f"What is {i}?", f"It is {i}.") for i in range(10)]
@@ -549,7 +561,9 @@ def test_questions_of_the_validation_data_are_not_trained(
     assert not {f"{tmp_path}/train.jsonl:{line}" for line in (4, 5)} & set(origins.splitlines())
 
 
-def test_answers_to_one_question_are_in_one_split(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_answers_to_same_question_share_one_split(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     records = [{"messages": say(f"q {i % 8}", f"answer {i}")} for i in range(40)]
     path = write_lines(tmp_path / "a.jsonl", [*records, *records[:2]])
     manifest = prepare_chat([path], chatml, tmp_path / "out")
@@ -566,7 +580,7 @@ def test_answers_to_one_question_are_in_one_split(tmp_path: Path, chatml: Tokeni
     assert not lines["train"] & lines["val"]
 
 
-def test_control_tokens_inside_of_messages_and_texts_are_counted(
+def test_prepare_chat_control_tokens_in_messages_are_counted(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     records = [GOOD, {"messages": say("a <|python_tag|>", "b")}]
@@ -589,7 +603,9 @@ def test_control_tokens_inside_of_messages_and_texts_are_counted(
     )
 
 
-def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_bad_parquet_record_is_named_by_number(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     records = [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}]
@@ -598,7 +614,7 @@ def test_a_bad_parquet_record_is_named_by_its_number(tmp_path: Path, chatml: Tok
         prepare_chat([tmp_path / "d.parquet"], chatml, tmp_path / "out")
 
 
-def test_inputs_are_files_of_records_only(tmp_path: Path) -> None:
+def test_prepare_chat_accepts_only_record_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
         find_records([tmp_path / "a.txt"])
@@ -610,7 +626,7 @@ def test_inputs_are_files_of_records_only(tmp_path: Path) -> None:
     assert record.value == GOOD
 
 
-def test_the_longest_conversation_that_is_taken_is_prepared(
+def test_prepare_chat_longest_allowed_conversation_is_accepted(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     text = "star " * (MAX_CONVERSATION_CHARS // 5 - 1)
@@ -619,13 +635,15 @@ def test_the_longest_conversation_that_is_taken_is_prepared(
     assert ExampleDataset(tmp_path / "out", "train").num_documents == 1
 
 
-def test_shared_instructions_are_read(shared: Path, tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_reads_records_sharing_instructions(
+    shared: Path, tmp_path: Path, chatml: Tokenizer
+) -> None:
     manifest = prepare_chat([shared / "data" / "instruction-data.json"], chatml, tmp_path / "out")
     assert manifest["documents"] == {"read": 1100, "written": 1100, "rejected": {}}
     assert manifest["splits"]["val"]["documents"] == 110
 
 
-def test_damaged_utf16_is_rejected_under_its_own_reason(tmp_path: Path) -> None:
+def test_damaged_utf16_record_is_rejected_with_own_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     # A line, and half of a surrogate pair.
     path.write_bytes('{"messages": []}\n'.encode("utf-16") + b"\x00\xd8a\x00")

@@ -109,12 +109,14 @@ def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
     "num_tokens, seq_len, rows",
     [(0, 4, 0), (1, 4, 0), (2, 4, 1), (5, 4, 1), (6, 4, 2), (9, 4, 2), (10, 4, 3), (3, 1, 2)],
 )
-def test_number_of_rows(num_tokens: int, seq_len: int, rows: int) -> None:
+def test_num_rows_matches_expected_values(num_tokens: int, seq_len: int, rows: int) -> None:
     assert num_rows(num_tokens, seq_len) == rows
 
 
 @given(num_tokens=st.integers(0, 300), seq_len=st.integers(1, 40))
-def test_rows_predict_every_token_but_the_first_exactly_once(num_tokens: int, seq_len: int) -> None:
+def test_loader_rows_predict_every_token_but_first_exactly_once(
+    num_tokens: int, seq_len: int
+) -> None:
     stream = list(range(num_tokens))
     rows = [stream[row_span(row, seq_len)] for row in range(num_rows(num_tokens, seq_len))]
     assert [token for row in rows for token in row[1:]] == stream[1:]
@@ -129,7 +131,7 @@ def test_shuffled_index_is_a_permutation(length: int, seed: int, epoch: int) -> 
 
 
 @given(data=st.data(), length=st.integers(1, 2**48), seed=SEEDS)
-def test_shuffled_index_stays_inside_and_apart_for_huge_corpora(
+def test_shuffled_index_of_huge_corpus_is_in_range_and_unique(
     data: st.DataObject, length: int, seed: int
 ) -> None:
     places = st.integers(0, length - 1)
@@ -140,7 +142,7 @@ def test_shuffled_index_stays_inside_and_apart_for_huge_corpora(
 
 
 @given(seed=SEEDS, epoch=st.integers(0, 1000))
-def test_each_epoch_and_each_seed_has_its_own_order(seed: int, epoch: int) -> None:
+def test_shuffle_order_differs_by_epoch_and_seed(seed: int, epoch: int) -> None:
     def order(seed: int, epoch: int) -> list[int]:
         return [shuffled_index(position, 200, seed, epoch) for position in range(200)]
 
@@ -151,7 +153,7 @@ def test_each_epoch_and_each_seed_has_its_own_order(seed: int, epoch: int) -> No
     assert this == order(seed, epoch)
 
 
-def test_the_order_is_the_one_that_runs_were_started_with() -> None:
+def test_shuffle_order_matches_pinned_values() -> None:
     """A change of these numbers would change the data of every run that is resumed."""
     assert [shuffled_index(i, 10, 0, 0) for i in range(10)] == [7, 6, 8, 2, 9, 5, 0, 4, 1, 3]
     assert [shuffled_index(i, 10, 0, 1) for i in range(10)] == [6, 1, 8, 2, 3, 0, 9, 5, 7, 4]
@@ -159,7 +161,7 @@ def test_the_order_is_the_one_that_runs_were_started_with() -> None:
     assert far == [847376485, 993224937, 908877576]
 
 
-def test_the_order_is_well_mixed() -> None:
+def test_shuffle_order_is_well_mixed() -> None:
     """Neighbours land far apart, and no place prefers an index, over many epochs."""
     length, epochs = 64, 2000
     orders = np.array(
@@ -172,7 +174,7 @@ def test_the_order_is_well_mixed() -> None:
     assert ((counts - expected) ** 2 / expected).sum() / (length - 1) ** 2 < 1.2
 
 
-def test_an_epoch_hands_out_every_token_once(tmp_path: Path) -> None:
+def test_loader_epoch_yields_every_token_once(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 121)  # 15 rows of 8, in batches of 3
     for epoch in range(3):
         batches = take(dataset, 5, rows_seen=15 * epoch)
@@ -181,14 +183,14 @@ def test_an_epoch_hands_out_every_token_once(tmp_path: Path) -> None:
         assert all(batch.num_valid == 24 for batch in batches)
 
 
-def test_labels_are_the_tokens_that_follow(tmp_path: Path) -> None:
+def test_loader_labels_are_next_tokens(tmp_path: Path) -> None:
     for batch in take(make_dataset(tmp_path, 121), 5):
         assert batch.input_ids.shape == batch.labels.shape == (3, 8)
         assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
         assert torch.equal(batch.labels, batch.input_ids + 1)
 
 
-def test_the_short_last_row_is_filled_and_not_predicted(tmp_path: Path) -> None:
+def test_loader_short_last_row_is_padded_and_padding_not_predicted(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 20)
     batch = rows_to_batch(dataset, [2, 0], 8, fill_id=7)
     assert batch.input_ids.tolist() == [[17, 18, 19, *[7] * 5], list(range(1, 9))]
@@ -196,7 +198,7 @@ def test_the_short_last_row_is_filled_and_not_predicted(tmp_path: Path) -> None:
     assert batch.num_valid == 11
 
 
-def test_an_epoch_with_a_short_row_still_predicts_every_token_once(tmp_path: Path) -> None:
+def test_loader_epoch_with_short_row_predicts_every_token_once(tmp_path: Path) -> None:
     batches = take(make_dataset(tmp_path, 124), 16, micro_batch_size=1)
     labels = [label for batch in batches for label in batch.labels.flatten().tolist()]
     assert sorted(label for label in labels if label != -100) == list(range(2, 125))
@@ -205,9 +207,7 @@ def test_an_epoch_with_a_short_row_still_predicts_every_token_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 7, 40])
-def test_a_batch_may_begin_in_one_epoch_and_end_in_the_next(
-    tmp_path: Path, micro_batch_size: int
-) -> None:
+def test_loader_batch_may_span_two_epochs(tmp_path: Path, micro_batch_size: int) -> None:
     """The rows are one endless sequence, cut into batches of any size."""
     dataset = make_dataset(tmp_path, 121)
     single = take(dataset, 80, micro_batch_size=1)
@@ -216,20 +216,20 @@ def test_a_batch_may_begin_in_one_epoch_and_end_in_the_next(
     assert torch.equal(together, torch.cat([b.input_ids for b in single])[: len(together)])
 
 
-def test_epochs_come_in_different_orders(tmp_path: Path) -> None:
+def test_loader_epochs_have_different_orders(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 121)
     assert not same(take(dataset, 5), take(dataset, 5, rows_seen=15))
     assert not same(take(dataset, 5), take(dataset, 5, seed=2))
 
 
-def test_resuming_at_any_batch_continues_exactly(tmp_path: Path) -> None:
+def test_loader_resumed_at_any_batch_yields_same_rows(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 124)  # 16 rows, the last one short; 3 do not divide 16
     whole = take(dataset, 14)
     for done in range(14):
         assert same(whole[done:], take(dataset, 14 - done, rows_seen=3 * done))
 
 
-def test_resuming_twice_is_resuming_once(tmp_path: Path) -> None:
+def test_loader_resumed_several_times_yields_same_rows(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 124)
     state = {"rows_seen": 0}
     parts: list[Batch] = []
@@ -241,7 +241,7 @@ def test_resuming_twice_is_resuming_once(tmp_path: Path) -> None:
     assert same(parts, take(dataset, 13))
 
 
-def test_a_position_far_along_is_reached_at_once(tmp_path: Path) -> None:
+def test_loader_distant_position_is_reached_immediately(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 121)
     epoch, position = 10**12, 14  # the last row of an epoch and the first of the next
     rows = [shuffled_index(position, 15, 1, epoch), shuffled_index(0, 15, 1, epoch + 1)]
@@ -251,7 +251,7 @@ def test_a_position_far_along_is_reached_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 7])
-def test_what_was_read_ahead_does_not_count_as_seen(tmp_path: Path, prefetch: int) -> None:
+def test_loader_state_excludes_rows_read_ahead(tmp_path: Path, prefetch: int) -> None:
     with TokenLoader(make_dataset(tmp_path, 121), 8, 4, 1, prefetch=prefetch) as loader:
         assert loader.state_dict() == {"rows_seen": 0}
         loader.next_batch()
@@ -265,7 +265,7 @@ def test_what_was_read_ahead_does_not_count_as_seen(tmp_path: Path, prefetch: in
     document_masking=st.booleans(),
 )
 @settings(max_examples=60)
-def test_threads_and_reading_ahead_change_nothing(
+def test_loader_threads_and_prefetch_change_nothing(
     whole: tuple[TokenDataset, dict[bool, list[Batch]]],
     workers: int,
     prefetch: int,
@@ -284,7 +284,7 @@ def test_threads_and_reading_ahead_change_nothing(
     assert same(found, expected[document_masking][done:])
 
 
-def test_batches_come_in_order_though_the_first_is_read_last(
+def test_loader_batches_keep_order_if_first_is_read_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = make_dataset(tmp_path, 124)
@@ -307,7 +307,7 @@ def test_batches_come_in_order_though_the_first_is_read_last(
 
 
 @pytest.mark.parametrize("workers, prefetch, running", [(1, 8, 1), (3, 8, 3), (8, 3, 3)])
-def test_as_many_threads_read_as_asked_for(
+def test_loader_uses_requested_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int, running: int
 ) -> None:
     dataset, together = make_dataset(tmp_path, 121), threading.Barrier(running)
@@ -324,7 +324,7 @@ def test_as_many_threads_read_as_asked_for(
         together.abort()
 
 
-def test_closing_leaves_no_thread(tmp_path: Path) -> None:
+def test_loader_close_leaves_no_thread(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 121)
     for count in (0, 1, 5):
         with TokenLoader(dataset, 8, 3, 1, workers=4, prefetch=8) as loader:
@@ -333,7 +333,7 @@ def test_closing_leaves_no_thread(tmp_path: Path) -> None:
         assert not reading_threads()
 
 
-def test_an_error_of_the_caller_leaves_no_thread(tmp_path: Path) -> None:
+def test_loader_error_in_caller_leaves_no_thread(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 121)
 
     def interrupted() -> None:
@@ -346,7 +346,7 @@ def test_an_error_of_the_caller_leaves_no_thread(tmp_path: Path) -> None:
     assert not reading_threads()
 
 
-def test_what_is_pinned_is_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loader_pins_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, pinned = make_dataset(tmp_path, 121), []
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -362,7 +362,7 @@ def test_what_is_pinned_is_the_whole_batch(tmp_path: Path, monkeypatch: pytest.M
     assert len(pinned) in (5, 7), "two tensors a batch, and perhaps the batch read ahead"
 
 
-def test_batches_once_handed_out_do_not_change(tmp_path: Path) -> None:
+def test_loader_returned_batches_do_not_change(tmp_path: Path) -> None:
     with TokenLoader(make_dataset(tmp_path, 121), 8, 3, 1) as loader:
         first = loader.next_batch()
         copy = first.input_ids.clone()
@@ -374,7 +374,7 @@ def test_batches_once_handed_out_do_not_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers, prefetch", [(1, 1), (1, 2), (4, 6)])
-def test_an_error_while_reading_ahead_reaches_the_caller(
+def test_loader_error_during_prefetch_reaches_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, prefetch: int
 ) -> None:
     dataset = make_dataset(tmp_path, 121)
@@ -399,7 +399,7 @@ def test_an_error_while_reading_ahead_reaches_the_caller(
 
 
 @pytest.mark.parametrize("num_tokens, refused", [(0, True), (8, True), (9, False)])
-def test_a_split_shorter_than_one_row_is_refused(
+def test_loader_split_shorter_than_one_row_raises_data_error(
     tmp_path: Path, num_tokens: int, refused: bool
 ) -> None:
     dataset = make_dataset(tmp_path, num_tokens)

@@ -118,24 +118,24 @@ def rows_of(
         ([1.5, 0.25], [6, 1]),
     ],
 )
-def test_weights_are_taken_as_they_are_written(weights: list[float], whole: list[int]) -> None:
+def test_whole_weights_keep_written_integers(weights: list[float], whole: list[int]) -> None:
     assert whole_weights(weights) == whole
 
 
 @given(weights=st.lists(st.integers(1, 10**4), min_size=1, max_size=6), scale=st.integers(-6, 6))
-def test_whole_weights_keep_the_ratio_and_are_the_smallest(weights: list[int], scale: int) -> None:
+def test_whole_weights_keep_ratio_and_are_minimal(weights: list[int], scale: int) -> None:
     whole = whole_weights([float(f"{weight}e{scale}") for weight in weights])
     assert math.gcd(*whole) == 1
     assert [Fraction(w, weights[0]) for w in weights] == [Fraction(w, whole[0]) for w in whole]
 
 
 @pytest.mark.parametrize("weights", [[], [0.0], [1, -1], [1, math.inf], [1, math.nan]])
-def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
+def test_mix_non_positive_weights_raise_config_error(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="the weights of a mix must be above 0"):
         whole_weights(weights)
 
 
-def test_weights_with_too_many_digits_are_refused_with_some_that_work() -> None:
+def test_mix_weights_with_too_many_digits_raise_and_suggest_working_ones() -> None:
     assert sum(whole_weights([MAX_PERIOD - 1, 1])) == MAX_PERIOD
     with pytest.raises(ConfigError, match="round them, for example to 1000, 1"):
         whole_weights([MAX_PERIOD, 1])
@@ -148,7 +148,7 @@ def test_weights_with_too_many_digits_are_refused_with_some_that_work() -> None:
 
 
 @given(parts=PARTS, periods=st.integers(1, 2))
-def test_shares_are_exact_at_every_position(parts: list[int], periods: int) -> None:
+def test_mix_shares_are_exact_at_every_position(parts: list[int], periods: int) -> None:
     turns, period = Turns(parts), sum(parts)
     given_rows = [0] * len(parts)
     for position in range(min(periods * period, 300)):
@@ -163,7 +163,7 @@ def test_shares_are_exact_at_every_position(parts: list[int], periods: int) -> N
 
 
 @given(parts=PARTS, start=st.integers(0, 10**15))
-def test_any_position_is_looked_up_without_those_before(parts: list[int], start: int) -> None:
+def test_mix_position_is_found_without_earlier_ones(parts: list[int], start: int) -> None:
     turns, period = Turns(parts), sum(parts)
     before = turns.counts(start)
     assert sum(before) == start
@@ -176,7 +176,7 @@ def test_any_position_is_looked_up_without_those_before(parts: list[int], start:
 
 @settings(max_examples=5)
 @given(st.lists(st.integers(1, 3 * 10**4), min_size=30, max_size=30))
-def test_shares_are_exact_with_many_corpora_and_a_long_period(parts: list[int]) -> None:
+def test_mix_shares_are_exact_with_many_corpora_and_long_period(parts: list[int]) -> None:
     period = sum(parts)
     turns = Turns(parts)
     corpora = np.array([turns.at(position)[0] for position in range(0, period, 997)])
@@ -186,11 +186,11 @@ def test_shares_are_exact_with_many_corpora_and_a_long_period(parts: list[int]) 
             assert abs(count * period - position * part) < period
 
 
-def test_equal_weights_take_turns() -> None:
+def test_mix_equal_weights_alternate() -> None:
     assert [Turns([1, 1, 1]).at(position)[0] for position in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_the_order_of_a_mix_is_known() -> None:
+def test_mix_order_matches_pinned_values() -> None:
     """Pinned: another order would change the data of runs that are resumed."""
     turns = Turns([7, 3])
     assert "".join(str(turns.at(n)[0]) for n in range(20)) == "00100100010010010001"
@@ -198,7 +198,7 @@ def test_the_order_of_a_mix_is_known() -> None:
     assert "".join(str(turns.at(n)[0]) for n in range(10)) == "0102010102"
 
 
-def test_each_corpus_is_a_permutation_of_its_own_in_each_of_its_epochs(
+def test_mix_each_corpus_is_permuted_per_epoch(
     datasets: list[TokenDataset],
 ) -> None:
     dataset = mixed(datasets, 3, 1, 2)
@@ -215,13 +215,13 @@ def test_each_corpus_is_a_permutation_of_its_own_in_each_of_its_epochs(
         assert own[:length] != own[length : 2 * length], "another order in each epoch"
 
 
-def test_a_mix_of_one_corpus_is_that_corpus(datasets: list[TokenDataset]) -> None:
+def test_mix_of_one_corpus_equals_that_corpus(datasets: list[TokenDataset]) -> None:
     assert rows_of(mixed(datasets[:1], 4), 30) == rows_of(datasets[0], 30)
 
 
 @pytest.mark.parametrize("micro_batch_size, world_size", [(1, 1), (3, 1), (2, 4), (5, 3)])
 @pytest.mark.parametrize("workers", [0, 3])
-def test_the_order_does_not_depend_on_how_it_is_cut(
+def test_mix_order_does_not_depend_on_batch_size_or_resume(
     datasets: list[TokenDataset], micro_batch_size: int, world_size: int, workers: int
 ) -> None:
     dataset = mixed(datasets, 7, 3, 5)
@@ -237,7 +237,7 @@ def test_the_order_does_not_depend_on_how_it_is_cut(
     assert rows_of(dataset, 60, rows_seen=47) == expected[47:107]
 
 
-def test_the_last_short_row_of_a_corpus_is_filled_up(datasets: list[TokenDataset]) -> None:
+def test_mix_short_last_row_of_corpus_is_padded(datasets: list[TokenDataset]) -> None:
     dataset = mixed(datasets, 1, 1, 1)
     with TokenLoader(dataset, SEQ_LEN, 24, 7) as loader:
         batch = loader.next_batch()
@@ -247,7 +247,7 @@ def test_the_last_short_row_of_a_corpus_is_filled_up(datasets: list[TokenDataset
     assert batch.num_valid == 24 * SEQ_LEN - 2
 
 
-def test_an_epoch_is_as_many_rows_as_there_are(datasets: list[TokenDataset]) -> None:
+def test_mix_epoch_length_is_number_of_rows(datasets: list[TokenDataset]) -> None:
     dataset = mixed(datasets, 5, 13, 8)
     assert dataset.num_rows(SEQ_LEN) == 26
     with TokenLoader(dataset, SEQ_LEN, 1, 7) as loader:
@@ -259,14 +259,14 @@ def test_an_epoch_is_as_many_rows_as_there_are(datasets: list[TokenDataset]) -> 
     assert dataset.epochs_by_corpus(52, SEQ_LEN) == {"c0": 2.0, "c1": 2.0, "c2": 2.0}
 
 
-def test_document_masking_is_that_of_each_corpus(datasets: list[TokenDataset]) -> None:
+def test_mix_document_masking_is_that_of_each_corpus(datasets: list[TokenDataset]) -> None:
     with TokenLoader(mixed(datasets, 1, 1, 1), SEQ_LEN, 12, 7, document_masking=True) as loader:
         batch = loader.next_batch()
     assert batch.document_ids is not None
     assert batch.document_ids.dtype == torch.int32
 
 
-def test_corpora_of_different_tokenizers_are_refused(
+def test_mix_corpora_with_different_tokenizers_raise_data_error(
     datasets: list[TokenDataset], tmp_path: Path
 ) -> None:
     other = make_dataset(tmp_path / "other", 0, 40, tokenizer="u")
@@ -276,14 +276,14 @@ def test_corpora_of_different_tokenizers_are_refused(
     assert str(datasets[0].folder) in str(caught.value)
 
 
-def test_a_corpus_that_is_named_twice_is_refused(
+def test_mix_corpus_named_twice_raises_data_error(
     datasets: list[TokenDataset], tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="is in the mix twice"):
         mixed([datasets[0], datasets[0]], 1, 1)
 
 
-def test_every_corpus_has_to_hold_a_row(datasets: list[TokenDataset]) -> None:
+def test_mix_corpus_without_a_full_row_raises_data_error(datasets: list[TokenDataset]) -> None:
     dataset = mixed(datasets, 1, 1, 1)
     dataset.require_row(20)
     message = rf"of {datasets[0].folder} has 21 tokens, .*seq_len 21 needs \(22\)"
@@ -293,7 +293,7 @@ def test_every_corpus_has_to_hold_a_row(datasets: list[TokenDataset]) -> None:
         TokenLoader(dataset, 21, 1, 1)
 
 
-def test_the_manifest_of_a_mix_tells_corpora_and_weights(datasets: list[TokenDataset]) -> None:
+def test_mix_manifest_contains_corpora_and_weights(datasets: list[TokenDataset]) -> None:
     manifests = [mixed(datasets, *parts).manifest for parts in ((1, 1, 1), (2, 1, 1), (2, 2, 2))]
     manifests.append(mixed([datasets[1], datasets[0], datasets[2]], 1, 1, 1).manifest)
     assert len({str(manifest) for manifest in manifests}) == 4

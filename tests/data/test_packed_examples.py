@@ -78,7 +78,7 @@ def make_examples(
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), capacity=st.integers(20, 40))
-def test_every_item_lies_in_one_row_that_holds_it(lengths: list[int], capacity: int) -> None:
+def test_packing_places_every_item_in_one_row_that_fits(lengths: list[int], capacity: int) -> None:
     items, starts = pack_best_fit(np.array(lengths, dtype=np.int64), capacity)
     assert sorted(items.tolist()) == list(range(len(lengths)))
     rows = [items[a:b].tolist() for a, b in itertools.pairwise(starts)]
@@ -104,7 +104,7 @@ def test_packing_is_best_fit_decreasing(lengths: list[int]) -> None:
     assert sorted(12 - sum(lengths[i] for i in row) for row in rows) == sorted(rooms)
 
 
-def test_known_rows() -> None:
+def test_packing_matches_known_rows() -> None:
     items, starts = pack_best_fit(np.array([2, 7, 3, 5, 3]), 10)
     assert items.tolist() == [1, 2, 3, 4, 0]
     assert starts.tolist() == [0, 2, 5]
@@ -114,7 +114,7 @@ def test_known_rows() -> None:
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 25, 10**6])
-def test_rows_hold_whole_examples_as_documents_with_their_labels(
+def test_packed_rows_hold_whole_examples_as_documents_with_labels(
     tmp_path: Path, shard_tokens: int
 ) -> None:
     lengths = [5, 9, 3, 17, 2, 8]
@@ -143,7 +143,7 @@ def test_rows_hold_whole_examples_as_documents_with_their_labels(
 
 
 @pytest.mark.parametrize("config", _MODELS, ids=["gpt2", "llama"])
-def test_a_packed_batch_has_the_gradient_of_the_examples_one_by_one(
+def test_packed_batch_gradient_equals_that_of_single_examples(
     tmp_path: Path, config: ModelConfig
 ) -> None:
     dataset = make_examples(tmp_path, [5, 9, 3, 17, 2, 8, 30, 12])
@@ -172,7 +172,7 @@ def test_a_packed_batch_has_the_gradient_of_the_examples_one_by_one(
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_an_epoch_has_every_example_once_in_another_order_and_the_state_is_one_number(
+def test_packed_epoch_reshuffles_every_example_and_resumes_from_one_number(
     tmp_path: Path,
 ) -> None:
     dataset = make_examples(tmp_path, [2 + i % 13 for i in range(50)])
@@ -199,7 +199,7 @@ def test_an_epoch_has_every_example_once_in_another_order_and_the_state_is_one_n
 # Long examples
 
 
-def test_long_examples_are_refused_with_the_longest_ones_place(tmp_path: Path) -> None:
+def test_packing_too_long_examples_raise_and_name_longest(tmp_path: Path) -> None:
     dataset = make_examples(tmp_path, [5, 18, 30, 17])
     (tmp_path / "train-examples.txt").write_text("a:1\na:2\na:9\nb:1\n")
     with pytest.raises(DataError) as caught:
@@ -213,7 +213,7 @@ def test_long_examples_are_refused_with_the_longest_ones_place(tmp_path: Path) -
         ExampleDataset(tmp_path, "train").packing(16)
 
 
-def test_long_examples_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
+def test_packing_long_examples_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
     lengths = [5, 18, 30, 17]
     make_examples(tmp_path, lengths)
     dropped = ExampleDataset(tmp_path, "train", long="drop")
@@ -232,7 +232,7 @@ def test_long_examples_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
         assert packing.num_inputs == round(packing.filled * batch.input_ids.numel())
 
 
-def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -> None:
+def test_packing_example_without_labels_in_its_start_is_dropped(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, "train", np.dtype("<u2"), labelled=True) as writer:
         for length in (4, 9):
             learned = np.arange(length) == length - 1
@@ -253,7 +253,7 @@ def test_an_example_whose_beginning_teaches_nothing_is_dropped(tmp_path: Path) -
 # Folders
 
 
-def test_text_and_conversations_are_not_taken_for_each_other(tmp_path: Path, data: Path) -> None:
+def test_open_split_distinguishes_text_from_conversations(tmp_path: Path, data: Path) -> None:
     make_examples(tmp_path, [4, 5])
     with pytest.raises(DataError, match="contains conversations, not text"):
         TokenDataset(tmp_path, "train")
@@ -263,7 +263,7 @@ def test_text_and_conversations_are_not_taken_for_each_other(tmp_path: Path, dat
     assert not isinstance(open_split(data, "train"), ExampleDataset)
 
 
-def test_damaged_labels_are_found(tmp_path: Path) -> None:
+def test_example_dataset_damaged_labels_raise(tmp_path: Path) -> None:
     make_examples(tmp_path, [4, 5])
     path = tmp_path / "train-00000.bin"
     content = bytearray(path.read_bytes())
@@ -277,7 +277,7 @@ def test_damaged_labels_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"learned": 99}, {"learned": None}])
-def test_a_manifest_that_does_not_fit_its_labels_is_refused(
+def test_packing_manifest_not_matching_labels_raises_data_error(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     manifest = make_examples(tmp_path, [4, 5]).manifest
@@ -287,7 +287,7 @@ def test_a_manifest_that_does_not_fit_its_labels_is_refused(
         ExampleDataset(tmp_path, "train")
 
 
-def test_conversations_with_different_templates_are_not_mixed(tmp_path: Path) -> None:
+def test_mix_conversations_with_different_templates_raises(tmp_path: Path) -> None:
     one = make_examples(tmp_path / "a", [4, 5])
     make_examples(tmp_path / "b", [4, 6], seed=2)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
@@ -306,7 +306,7 @@ def chatml(tokenizer: Tokenizer) -> Tokenizer:
     return with_template(tokenizer, "chatml")
 
 
-def test_a_prepared_folder_has_the_tokens_of_inference(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepared_chat_tokens_match_inference(tmp_path: Path, chatml: Tokenizer) -> None:
     records = draw_records(40)
     path = write_lines(tmp_path / "a.jsonl", records)
     manifest = prepare_chat([path], chatml, tmp_path / "out")
@@ -325,7 +325,9 @@ def test_a_prepared_folder_has_the_tokens_of_inference(tmp_path: Path, chatml: T
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_equal_conversations_are_held_out_together(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_equal_conversations_are_held_out_together(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     records = draw_records(20) * 3
     path = write_lines(tmp_path / "a.jsonl", records)
     prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(val_fraction=0.25))
@@ -335,7 +337,7 @@ def test_equal_conversations_are_held_out_together(tmp_path: Path, chatml: Token
     assert [split.num_documents for split in splits] == [45, 15]
 
 
-def test_own_files_to_validate_on(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_accepts_validation_files(tmp_path: Path, chatml: Tokenizer) -> None:
     train = write_lines(tmp_path / "a.jsonl", draw_records(6))
     val = write_lines(tmp_path / "b.jsonl", draw_records(3, seed=1))
     manifest = prepare_chat([train], chatml, tmp_path / "out", val_inputs=[val])
@@ -346,7 +348,9 @@ def test_own_files_to_validate_on(tmp_path: Path, chatml: Tokenizer) -> None:
         prepare_chat([train], chatml, tmp_path / "none", val_inputs=[empty])
 
 
-def test_all_tokens_are_learned_where_that_is_asked_for(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_prepare_chat_learning_all_tokens_counts_them_as_learned(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
     path = write_lines(tmp_path / "a.jsonl", draw_records(5))
     options = ChatOptions(train_on="all", val_fraction=0)
     manifest = prepare_chat([path], chatml, tmp_path / "out", options=options)
@@ -354,7 +358,9 @@ def test_all_tokens_are_learned_where_that_is_asked_for(tmp_path: Path, chatml: 
     assert split["learned"] == split["tokens"] - split["documents"]
 
 
-def test_a_template_that_ends_no_turn_is_warned_of(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_prepare_chat_template_without_end_of_turn_warns(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     template = "{%- for m in messages -%}{{- m.role ~ ':' ~ m.content ~ '\\n' -}}{%- endfor -%}"
     template += "{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}"
     path = write_lines(tmp_path / "a.jsonl", draw_records(3))
@@ -365,7 +371,7 @@ def test_a_template_that_ends_no_turn_is_warned_of(tmp_path: Path, tokenizer: To
 # The cache
 
 
-def test_conversations_are_prepared_once(
+def test_prepare_chat_same_conversations_are_prepared_once(
     tmp_path: Path, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -401,7 +407,7 @@ def test_conversations_are_prepared_once(
 # The command
 
 
-def test_the_command_prepares_conversations(
+def test_prepare_chat_command_prepares_conversations(
     tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tok")

@@ -38,7 +38,7 @@ def values_of(path: Path, key: str | None = "text") -> list[Any]:
     return [record.value for record in read_records(find_sources([path], (".parquet",)), key)]
 
 
-def test_short_texts_are_read_in_large_batches(tmp_path: Path) -> None:
+def test_parquet_plan_short_texts_use_large_batches(tmp_path: Path) -> None:
     # The dictionary's page has 1.6 MB, its texts have 16 characters each.
     path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(80_000)])
     assert plan_of(path) == (1024, [])
@@ -53,7 +53,7 @@ def test_short_texts_are_read_in_large_batches(tmp_path: Path) -> None:
     ("size", "rows", "columns"), [(1, 64, []), (4, 16, []), (9, 1024, ["text"])]
 )
 @pytest.mark.parametrize("first", [0, None])
-def test_a_long_text_is_shared_by_few_rows_or_in_memory(
+def test_parquet_plan_long_text_uses_few_rows_or_memory(
     tmp_path: Path, size: int, rows: int, columns: list[str], first: int | None
 ) -> None:
     # Four bytes less, so that the page of the dictionary has the size. A null hides the dictionary.
@@ -62,7 +62,7 @@ def test_a_long_text_is_shared_by_few_rows_or_in_memory(
     assert plan_of(path) == (rows, columns)
 
 
-def test_long_texts_share_values_in_memory(tmp_path: Path) -> None:
+def test_parquet_plan_long_texts_share_values_in_memory(tmp_path: Path) -> None:
     # Nulls first, so that the first page does not show the shared text.
     rows = [None, *[0] * 2000]
     path = write(tmp_path / "a.parquet", shared("a" * 20 * _MEGABYTE, rows), compression="zstd")
@@ -80,7 +80,7 @@ def test_long_texts_share_values_in_memory(tmp_path: Path) -> None:
 _COUNTED = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
 
 
-def test_distinct_texts_of_a_large_row_group_take_the_memory_of_a_batch(tmp_path: Path) -> None:
+def test_parquet_distinct_texts_of_large_row_group_use_memory_of_one_batch(tmp_path: Path) -> None:
     texts = [f"{row:06}" + "a" * 4000 for row in range(10_000)]
     path = write(tmp_path / "a.parquet", texts)
     assert parquet.read_metadata(path).num_row_groups == 1
@@ -94,14 +94,14 @@ def test_distinct_texts_of_a_large_row_group_take_the_memory_of_a_batch(tmp_path
     assert _MEGABYTE < _COUNTED.max_memory() < 16 * _MEGABYTE
 
 
-def test_another_column_counts_where_it_is_read(tmp_path: Path) -> None:
+def test_parquet_plan_counts_other_columns_only_if_read(tmp_path: Path) -> None:
     table = {"text": ["x"] * 3, "other": shared("a" * 20 * _MEGABYTE, [0, 0, 0])}
     parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet", store_schema=False)
     assert plan_of(tmp_path / "a.parquet", ["text"]) == (1024, [])
     assert plan_of(tmp_path / "a.parquet") == (1024, ["other"])
 
 
-def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path: Path) -> None:
+def test_parquet_plan_shares_list_texts_if_rows_may_hold_many(tmp_path: Path) -> None:
     lists = pyarrow.ListArray.from_arrays([0, 5000], shared("a" * _MEGABYTE, [0] * 5000))
     path = write(tmp_path / "a.parquet", lists, compression="zstd")
     assert plan_of(path) == (1024, ["text.list.element"])
@@ -118,7 +118,7 @@ def test_texts_of_lists_are_shared_in_memory_where_a_row_may_have_many(tmp_path:
         pyarrow.ListArray.from_arrays([0, 100_000], shared("a", [0] * 100_000)),
     ],
 )
-def test_rows_and_values_that_take_no_bytes_are_counted(
+def test_parquet_rows_and_values_of_zero_bytes_are_counted(
     tmp_path: Path, column: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", column)
@@ -128,7 +128,7 @@ def test_rows_and_values_that_take_no_bytes_are_counted(
         values_of(path, None)
 
 
-def test_numbers_of_lists_are_counted(tmp_path: Path) -> None:
+def test_parquet_values_of_lists_are_counted(tmp_path: Path) -> None:
     numbers = pyarrow.ListArray.from_arrays([0, 7_000_000], pyarrow.array([7] * 7_000_000))
     path = write(tmp_path / "a.parquet", numbers)
     with pytest.raises(OSError, match="unpacks to more than 100 times its size"):
@@ -138,14 +138,14 @@ def test_numbers_of_lists_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
-def test_texts_that_are_stored_as_differences_are_read(tmp_path: Path, encoding: str) -> None:
+def test_parquet_delta_encoded_texts_are_read(tmp_path: Path, encoding: str) -> None:
     texts = [f"a text and {number}" for number in range(3000)]
     options = {"use_dictionary": False, "column_encoding": {"text": encoding}}
     path = write(tmp_path / "a.parquet", texts, **options)
     assert [value["text"] for value in values_of(path)] == texts
 
 
-def test_texts_that_share_their_beginnings_are_read_in_small_batches(tmp_path: Path) -> None:
+def test_parquet_texts_with_shared_prefixes_use_small_batches(tmp_path: Path) -> None:
     text = "a" * _MEGABYTE
     options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
     path = write(tmp_path / "a.parquet", [text] * 200, **options)
@@ -161,7 +161,7 @@ def test_texts_that_share_their_beginnings_are_read_in_small_batches(tmp_path: P
         values_of(path, None)
 
 
-def test_values_of_a_fixed_width_are_read_in_small_batches(tmp_path: Path) -> None:
+def test_parquet_fixed_width_values_use_small_batches(tmp_path: Path) -> None:
     wide = pyarrow.array([b"a" * _MEGABYTE] * 100, pyarrow.binary(_MEGABYTE))
     assert plan_of(write(tmp_path / "a.parquet", wide, compression="zstd")) == (64, [])
 
@@ -176,5 +176,5 @@ def test_values_of_a_fixed_width_are_read_in_small_batches(tmp_path: Path) -> No
         (b"", (None, 0)),
     ],
 )
-def test_the_head_of_a_page_has_its_type_and_size(head: bytes, found: tuple[Any, int]) -> None:
+def test_parquet_page_header_gives_type_and_size(head: bytes, found: tuple[Any, int]) -> None:
     assert _page_head(head) == found

@@ -88,7 +88,7 @@ def names(folder: Path) -> list[str]:
 # What is written
 
 
-def test_the_manifest_says_exactly_what_was_written(tmp_path: Path) -> None:
+def test_manifest_records_exactly_what_was_written(tmp_path: Path) -> None:
     texts = ["ab ab", "é 日本", "the light\n", "x"]
     source = write_jsonl(tmp_path / "a.jsonl", [*texts, "", "  "])
     out = tmp_path / "deep" / "out"
@@ -154,7 +154,7 @@ def test_the_manifest_says_exactly_what_was_written(tmp_path: Path) -> None:
     assert sources == {"inputs": ["a.jsonl"], "options": [], "cleaned": True}
 
 
-def test_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path) -> None:
+def test_prepare_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"eins\nGr\xfcn\n")
     lines = [b'{"text": "gut"}', b"kaputt", b"", b'{"titel": "x"}', b'{"text": " "}', b""]
     (tmp_path / "b.jsonl").write_bytes(b"\n".join(lines))
@@ -177,7 +177,7 @@ def test_every_document_is_written_or_rejected_with_file_and_line(tmp_path: Path
     assert all(entry["detail"] for entry in log)
 
 
-def test_files_of_other_kinds_are_counted_and_listed(tmp_path: Path) -> None:
+def test_prepare_files_of_other_types_are_counted_and_listed(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "pictures").mkdir(parents=True)
     (folder / "a.txt").write_text("some text", encoding="utf-8")
@@ -190,13 +190,13 @@ def test_files_of_other_kinds_are_counted_and_listed(tmp_path: Path) -> None:
     assert listed.splitlines() == [str(file) for file in others]
 
 
-def test_the_list_of_rejected_documents_is_there_only_if_there_are_some(tmp_path: Path) -> None:
+def test_prepare_without_rejections_writes_no_rejection_list(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["a text", "b text"])
     prepare([source], TOKENIZER, tmp_path / "out")
     assert not (tmp_path / "out" / "rejected.jsonl").exists()
 
 
-def test_a_file_name_that_is_no_unicode_can_be_rejected(tmp_path: Path) -> None:
+def test_prepare_rejects_file_with_non_unicode_name(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/caf\xe9.txt"
     try:
         Path(os.fsdecode(path)).write_bytes(b"\xff")
@@ -209,7 +209,9 @@ def test_a_file_name_that_is_no_unicode_can_be_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "ranks", "pieces"])
-def test_documents_stand_between_the_tokens_the_tokenizer_names(tmp_path: Path, kind: str) -> None:
+def test_prepare_documents_are_enclosed_in_bos_and_eos_of_tokenizer(
+    tmp_path: Path, kind: str
+) -> None:
     tokenizer = tiny(kind)
     texts = ["ab ab", "the <|endoftext|> <s> text", "é"]
     out = tmp_path / "out"
@@ -222,14 +224,14 @@ def test_documents_stand_between_the_tokens_the_tokenizer_names(tmp_path: Path, 
     assert manifest["bos_token_id"] == tokenizer.bos_token_id
 
 
-def test_a_tokenizer_without_end_token_writes_none(tmp_path: Path) -> None:
+def test_prepare_tokenizer_without_end_token_writes_none(tmp_path: Path) -> None:
     bare = train_tokenizer(["ab"], 256, special_tokens=())
     source = write_jsonl(tmp_path / "a.jsonl", ["x", "yz"])
     prepare([source], bare, tmp_path / "out", val_fraction=0)
     assert documents_of(tmp_path / "out", "train") == [bare.encode("x"), bare.encode("yz")]
 
 
-def test_the_tokenizer_may_be_given_as_a_path(tmp_path: Path) -> None:
+def test_prepare_accepts_tokenizer_path(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     source = write_jsonl(tmp_path / "a.jsonl", ["the light", "ab"])
     prepare([source], TOKENIZER, tmp_path / "object")
@@ -248,7 +250,7 @@ def word_tokenizer(vocab_size: int) -> Tokenizer:
 @pytest.mark.parametrize(
     "vocab_size, dtype", [(65536, "uint16"), (65537, "uint32"), (70000, "uint32")]
 )
-def test_ids_above_65535_survive(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+def test_prepare_ids_above_65535_are_kept(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     ids = [number for number in (5, 65535, 65536, 69999) if number < vocab_size]
     source = write_jsonl(tmp_path / "a.jsonl", [" ".join(f"w{number}" for number in ids)])
     manifest = prepare(
@@ -260,7 +262,7 @@ def test_ids_above_65535_survive(tmp_path: Path, vocab_size: int, dtype: str) ->
     assert dataset[0 : dataset.num_tokens].tolist() == [*ids, 1]
 
 
-def test_several_shards_hold_what_one_would(tmp_path: Path, corpus: Path) -> None:
+def test_prepare_several_shards_equal_one_shard(tmp_path: Path, corpus: Path) -> None:
     prepare([corpus], TOKENIZER, tmp_path / "one")
     manifest = prepare([corpus], TOKENIZER, tmp_path / "many", shard_tokens=1000)
     for split in ("train", "val"):
@@ -273,7 +275,7 @@ def test_several_shards_hold_what_one_would(tmp_path: Path, corpus: Path) -> Non
         assert np.array_equal(one[0 : one.num_tokens], many[0 : many.num_tokens])
 
 
-def test_a_dataset_is_prepared_like_files(
+def test_prepare_hub_dataset_equals_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
 ) -> None:
     fake = types.ModuleType("datasets")
@@ -287,7 +289,7 @@ def test_a_dataset_is_prepared_like_files(
 # Workers
 
 
-def test_the_number_of_workers_changes_no_byte(
+def test_prepare_output_does_not_depend_on_worker_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     # Many batches, and documents in many pieces, also from a corpus this small.
@@ -303,13 +305,13 @@ def test_the_number_of_workers_changes_no_byte(
     assert contents(tmp_path / "3") == one
 
 
-def test_one_run_gives_the_bytes_of_another(tmp_path: Path, corpus: Path) -> None:
+def test_prepare_twice_gives_identical_bytes(tmp_path: Path, corpus: Path) -> None:
     for name in ("first", "second"):
         prepare([corpus], TOKENIZER, tmp_path / name)
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
 
 
-def test_workers_begin_texts_with_the_special_tokens_off(tmp_path: Path) -> None:
+def test_prepare_workers_start_with_special_tokens_disabled(tmp_path: Path) -> None:
     tokenizer, text = tiny("ranks"), "ab <|begin_of_text|><|eot_id|> the"
     source = write_jsonl(tmp_path / "a.jsonl", [text])
     prepare([source], tokenizer, tmp_path / "out", val_fraction=0, workers=2)
@@ -318,7 +320,7 @@ def test_workers_begin_texts_with_the_special_tokens_off(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("megabytes, cpus, workers", [(15, 8, 1), (17, 8, 8), (17, 1, 1)])
-def test_the_size_of_the_corpus_chooses_the_number_of_workers(
+def test_prepare_worker_count_follows_corpus_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, megabytes: int, cpus: int, workers: int
 ) -> None:
     seen: list[int] = []
@@ -359,7 +361,7 @@ def killing(after: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return killed
 
 
-def test_killed_workers_change_no_byte(
+def test_prepare_killed_workers_change_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
 ) -> None:
     prepare([corpus], TOKENIZER, tmp_path / "one", workers=1)
@@ -376,7 +378,7 @@ def test_killed_workers_change_no_byte(
     assert multiprocessing.active_children() == []
 
 
-def test_a_batch_that_kills_each_worker_is_one_clear_error_and_leaves_nothing(
+def test_prepare_batch_killing_every_worker_raises_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     texts = [*(f"document {number}" for number in range(20)), "fatal", "last"]
@@ -403,7 +405,7 @@ class Panic(BaseException):
         raise TypeError("can't be pickled")
 
 
-def test_an_error_of_the_tokenizer_is_not_taken_for_a_killed_worker(
+def test_prepare_tokenizer_error_is_not_reported_as_killed_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -423,7 +425,7 @@ def exit_at_once(_: Any) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_killed_while_it_starts_is_replaced(
+def test_prepare_worker_killed_during_start_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     """Its start's bytes are more than a pipe holds, and nobody would ever read them."""
@@ -448,7 +450,7 @@ def test_a_worker_killed_while_it_starts_is_replaced(
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-def test_workers_that_never_begin_are_not_started_again(
+def test_prepare_workers_that_never_start_are_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
 ) -> None:
     monkeypatch.setattr(encoding, "_work", exit_at_once)
@@ -460,7 +462,7 @@ def test_workers_that_never_begin_are_not_started_again(
     assert capsys.readouterr().err == ""
 
 
-def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_prepare_input_changed_during_read_raises_input_error(tmp_path: Path) -> None:
     sources = [write_jsonl(tmp_path / f"{name}.jsonl", ["one", "two", "three"]) for name in "ab"]
     documents = read_documents(find_sources(sources))
     assert next(documents).value == "one"
@@ -490,7 +492,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
         list(documents)
 
 
-def test_a_file_of_records_that_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
+def test_prepare_records_truncated_during_read_raise_input_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     records = read_records(find_sources([path]))
     assert next(records).value == {"text": "one"}
@@ -499,7 +501,7 @@ def test_a_file_of_records_that_is_cut_while_it_is_read_is_refused(tmp_path: Pat
         list(records)
 
 
-def test_an_input_that_changes_after_it_was_read_is_named(
+def test_prepare_input_changed_after_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
@@ -535,9 +537,7 @@ LINES = st.tuples(
 
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
 @given(text=LINES, size=st.integers(1, 20))
-def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
-    pattern: str, text: str, size: int
-) -> None:
+def test_encode_long_document_in_pieces_equals_whole(pattern: str, text: str, size: int) -> None:
     tokenizer = TRAINED[pattern]
     assert tokenizer.encodes_in_pieces
     with pytest.MonkeyPatch.context() as patch:
@@ -554,9 +554,7 @@ def test_pieces_of_a_long_document_encode_to_what_the_whole_does(
     [(" ", 16), *(pytest.param(c, 1, marks=pytest.mark.slow) for c in "\n -'_")],
 )
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
-def test_split_at_any_boundary_of_pieces_begins_a_part(
-    pattern: str, after: str, every: int
-) -> None:
+def test_cut_long_at_any_boundary_starts_new_piece(pattern: str, after: str, every: int) -> None:
     """All of Unicode, which has new letters in blocks of at least 16: Python and the tokenizer
     library may not know the same ones."""
     codes = itertools.chain(range(0x3400), range(0x3400, 0x110000, every))
@@ -570,7 +568,9 @@ def test_split_at_any_boundary_of_pieces_begins_a_part(
     assert not any(after in part[1:] for part in parts)
 
 
-def test_run_without_a_boundary_is_cut_into_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_long_run_without_boundary_gives_bounded_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 10)
     monkeypatch.setattr(formats, "_BOUNDARY_CHARACTERS", 5)
     assert formats.cut_long("a" * 12 + " " + "b" * 40) == [
@@ -584,7 +584,7 @@ def test_run_without_a_boundary_is_cut_into_bounded_pieces(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
-def test_a_document_prepared_in_pieces_is_the_same_document(
+def test_prepare_document_in_pieces_equals_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str], pattern: str
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["".join(texts), "short", "\n".join(texts[:40])])
@@ -606,7 +606,7 @@ def test_a_document_prepared_in_pieces_is_the_same_document(
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
 
 
-def test_a_tokenizer_of_which_nothing_is_known_gets_documents_whole(
+def test_prepare_unknown_tokenizer_receives_whole_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: list[str]
 ) -> None:
     monkeypatch.setattr(module, "cut_long", lambda text: pytest.fail("cut"))
@@ -623,7 +623,9 @@ def test_a_tokenizer_of_which_nothing_is_known_gets_documents_whole(
     sizes=st.lists(st.integers(1, 60), min_size=20, max_size=80),
     percent=st.integers(5, 95),
 )
-def test_validation_gets_its_share_in_whole_documents(sizes: list[int], percent: int) -> None:
+def test_prepare_validation_fraction_is_met_with_whole_documents(
+    sizes: list[int], percent: int
+) -> None:
     fraction = Fraction(percent, 100)
     documents = [Record("", 1, "x" * size) for size in sizes]
     run = _preparation(fraction)
@@ -636,12 +638,12 @@ def test_validation_gets_its_share_in_whole_documents(sizes: list[int], percent:
     assert fraction * (sum(sizes) - max(sizes)) <= held_out <= fraction * sum(sizes) + max(sizes)
 
 
-def test_a_tenth_is_every_tenth_of_equal_documents() -> None:
+def test_prepare_fraction_one_tenth_takes_every_tenth_equal_document() -> None:
     found = list(_preparation(Fraction("0.1"))._pieces(Record("", 1, "x" * 10) for _ in range(42)))
     assert [i for i, piece in enumerate(found) if piece.split == "val"] == [1, 11, 21, 31, 41]
 
 
-def test_a_document_too_short_to_share_goes_to_one_split_only(tmp_path: Path) -> None:
+def test_prepare_document_too_short_to_split_goes_to_one_split(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["x", "0123456789" * 2])
     manifest = prepare([source], TOKENIZER, tmp_path / "out")
     assert texts_of(tmp_path / "out", "train") == ["012345678901234567"]
@@ -664,7 +666,7 @@ def _preparation(fraction: Fraction) -> Any:
         (1, 0, "none"),
     ],
 )
-def test_documents_are_split_where_there_are_enough(
+def test_prepare_splits_by_document_if_there_are_enough(
     tmp_path: Path, documents: int, fraction: float, split_by: str
 ) -> None:
     texts = [f"document {number}\n" * 20 for number in range(documents)]
@@ -683,7 +685,7 @@ def test_documents_are_split_where_there_are_enough(
         assert (train, val) == (texts, [])
 
 
-def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus: Path) -> None:
+def test_prepare_without_validation_writes_no_val_split(tmp_path: Path, corpus: Path) -> None:
     manifest = prepare([corpus], TOKENIZER, tmp_path / "out", val_fraction=0)
     assert list(manifest["splits"]) == ["train"]
     assert manifest["split_by"] == "none"
@@ -705,19 +707,19 @@ def test_without_validation_there_is_no_validation_split(tmp_path: Path, corpus:
         ("a\nb\n", "1/2", "b\n"),
     ],
 )
-def test_the_tail_begins_at_a_line_where_one_is_near(text: str, fraction: str, tail: str) -> None:
+def test_cut_tail_starts_at_nearby_line_break(text: str, fraction: str, tail: str) -> None:
     assert cut_tail(text, Fraction(fraction)) == (text[: len(text) - len(tail)], tail)
 
 
 @given(text=LINES, percent=st.integers(1, 99))
-def test_a_tail_loses_nothing_and_is_at_most_twice_its_share(text: str, percent: int) -> None:
+def test_cut_tail_loses_no_text_and_stays_within_twice_its_share(text: str, percent: int) -> None:
     fraction = Fraction(percent, 100)
     head, tail = cut_tail(text, fraction)
     assert head + tail == text
     assert math.floor(len(text) * fraction) <= len(tail) <= 2 * math.ceil(len(text) * fraction)
 
 
-def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
+def test_prepare_corpus_too_large_to_buffer_is_split_by_tail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOOKAHEAD_CHARACTERS", 1000)
@@ -727,7 +729,7 @@ def test_a_corpus_too_large_to_read_ahead_is_split_by_what_was_seen(
     assert manifest["documents"] == {"read": 30, "written": 30, "rejected": {}}
 
 
-def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
+def test_prepare_text_bytes_and_gzip_bytes_match_held_out_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 150)
@@ -763,7 +765,7 @@ def test_bytes_and_gzip_bytes_are_exactly_those_of_the_held_out_text(
         ),
     ],
 )
-def test_arguments_out_of_range_are_refused(
+def test_prepare_arguments_out_of_range_raise_config_error(
     tmp_path: Path, corpus: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -772,7 +774,7 @@ def test_arguments_out_of_range_are_refused(
     assert names(tmp_path) == []
 
 
-def test_a_missing_input_or_tokenizer_is_refused(tmp_path: Path, corpus: Path) -> None:
+def test_prepare_missing_input_or_tokenizer_raises(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(InputError, match="none does not exist"):
         prepare([tmp_path / "none"], TOKENIZER, tmp_path / "out")
     with pytest.raises(TokenizerError, match="none does not exist"):
@@ -806,7 +808,7 @@ def _damaged_after_good_documents(folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
-def test_inputs_without_text_or_damaged_leave_nothing(
+def test_prepare_empty_or_damaged_inputs_leave_nothing(
     tmp_path: Path, make: Callable[[Path], None], message: str, workers: int
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -821,7 +823,7 @@ def full_disk(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
+def test_prepare_on_full_disk_raises_storage_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, refused: str
 ) -> None:
     monkeypatch.setattr(seam.disk, refused, full_disk)
@@ -830,7 +832,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(
     assert names(tmp_path) == []
 
 
-def test_text_of_one_repeated_character_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_prepare_text_of_one_repeated_character_raises_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
     said = r"100\.0% of the text is the single character 'b'"
     with pytest.raises(InputError, match=said):
@@ -841,7 +843,7 @@ def test_text_of_one_repeated_character_is_refused_and_leaves_nothing(tmp_path: 
     assert prepare([tmp_path], TOKENIZER, tmp_path / "out")
 
 
-def test_tokenizer_of_one_repeated_character_is_refused_and_leaves_nothing(
+def test_train_tokenizer_on_one_repeated_character_fails_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000)
@@ -852,7 +854,7 @@ def test_tokenizer_of_one_repeated_character_is_refused_and_leaves_nothing(
     assert not Path(out).exists()
 
 
-def test_an_interruption_leaves_nothing(
+def test_prepare_interrupted_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -874,7 +876,9 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_an_existing_corpus_is_not_overwritten_unless_asked(prepared: Path, corpus: Path) -> None:
+def test_prepare_existing_corpus_is_overwritten_only_when_asked(
+    prepared: Path, corpus: Path
+) -> None:
     before = contents(prepared)
     with pytest.raises(InputError, match=r"out already exists .* or add --overwrite"):
         prepare([corpus], TOKENIZER, prepared)
@@ -884,7 +888,7 @@ def test_an_existing_corpus_is_not_overwritten_unless_asked(prepared: Path, corp
     assert names(prepared.parent) == ["old.jsonl", "out"]
 
 
-def test_overwriting_leaves_nothing_of_the_old_corpus(prepared: Path, corpus: Path) -> None:
+def test_prepare_overwrite_removes_old_corpus_completely(prepared: Path, corpus: Path) -> None:
     prepare([corpus], TOKENIZER, prepared, overwrite=True, shard_tokens=1000)
     assert (prepared / "train-00003.bin").exists()
     prepare([corpus], TOKENIZER, prepared, overwrite=True, val_fraction=0)
@@ -898,7 +902,7 @@ def test_overwriting_leaves_nothing_of_the_old_corpus(prepared: Path, corpus: Pa
 
 
 @pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
-def test_a_failed_overwrite_keeps_the_old_corpus(
+def test_prepare_failed_overwrite_keeps_old_corpus(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, refused: str
 ) -> None:
     before = contents(prepared)
@@ -909,7 +913,7 @@ def test_a_failed_overwrite_keeps_the_old_corpus(
     assert names(prepared.parent) == ["old.jsonl", "out"]
 
 
-def test_a_corpus_can_be_prepared_again_from_itself_only_when_it_has_text(prepared: Path) -> None:
+def test_prepare_corpus_from_its_own_folder_requires_text(prepared: Path) -> None:
     before = contents(prepared)
     with pytest.raises(InputError, match="contains no text files"):
         prepare([prepared], TOKENIZER, prepared, overwrite=True)
@@ -917,7 +921,7 @@ def test_a_corpus_can_be_prepared_again_from_itself_only_when_it_has_text(prepar
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"format": "firstlight-tokens", "version": 9}'])
-def test_overwrite_does_not_touch_what_is_no_corpus(
+def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
     tmp_path: Path, corpus: Path, content: str | None
 ) -> None:
     out = tmp_path / "thesis"
@@ -932,7 +936,7 @@ def test_overwrite_does_not_touch_what_is_no_corpus(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_is_never_overwritten_and_an_empty_folder_always(
+def test_prepare_overwrite_spares_file_but_uses_empty_folder(
     tmp_path: Path, corpus: Path, overwrite: bool
 ) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")

@@ -77,7 +77,7 @@ def unreadable(folder: Path) -> Path:
     return folder / "z.jsonl.gz"
 
 
-def test_so_many_documents_are_those_documents_alone(tmp_path: Path) -> None:
+def test_prepare_max_documents_writes_first_documents_only(tmp_path: Path) -> None:
     texts = [f"document {number}\n" * 20 for number in range(12)]
     (tmp_path / "a.jsonl").write_text(f"broken\n{json.dumps({'text': texts[0]})}\n")
     write_jsonl(tmp_path / "b.jsonl", texts[1:])
@@ -97,7 +97,7 @@ def test_so_many_documents_are_those_documents_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens, fraction", [(1000, 0.1), (2503, 0.25), (777, 0), (4, 0.5)])
-def test_so_many_tokens_are_shared_by_both_splits(
+def test_prepare_max_tokens_is_shared_by_both_splits(
     tmp_path: Path, corpus: Path, max_tokens: int, fraction: float
 ) -> None:
     out = tmp_path / "out"
@@ -128,7 +128,7 @@ def test_so_many_tokens_are_shared_by_both_splits(
     assert documents["read"] == documents["written"] + sum(documents["rejected"].values())
 
 
-def test_the_number_of_workers_changes_no_byte_of_a_part(
+def test_prepare_limited_output_does_not_depend_on_worker_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
@@ -144,7 +144,7 @@ def test_the_number_of_workers_changes_no_byte_of_a_part(
     assert contents(tmp_path / "3") == one
 
 
-def test_one_long_text_gives_both_splits_their_share(tmp_path: Path) -> None:
+def test_prepare_limited_long_text_fills_both_splits(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("the river of stone\n" * 4000, encoding="utf-8")
     out = tmp_path / "out"
     manifest = prepare([tmp_path / "book.txt"], TOKENIZER, out, max_tokens=2000)
@@ -153,7 +153,7 @@ def test_one_long_text_gives_both_splits_their_share(tmp_path: Path) -> None:
     assert texts_of(out, "train")[0].startswith("the river of stone\nthe river")
 
 
-def test_more_tokens_than_there_are_change_nothing_but_the_manifest(
+def test_prepare_limit_above_corpus_size_changes_only_manifest(
     tmp_path: Path, corpus: Path
 ) -> None:
     prepare([corpus], TOKENIZER, tmp_path / "all")
@@ -167,7 +167,7 @@ def test_more_tokens_than_there_are_change_nothing_but_the_manifest(
     assert one == other
 
 
-def test_too_few_tokens_for_any_text_are_refused(tmp_path: Path, corpus: Path) -> None:
+def test_prepare_limit_too_small_for_text_raises_config_error(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(ConfigError, match="max_tokens 1 has no room for text: raise it"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=1)
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, not 0"):
@@ -178,7 +178,7 @@ def test_too_few_tokens_for_any_text_are_refused(tmp_path: Path, corpus: Path) -
 
 
 @given(text=st.text(min_size=1, max_size=60), room=st.integers(0, 200))
-def test_the_beginning_of_a_text_is_as_long_as_its_tokens_allow(text: str, room: int) -> None:
+def test_longest_prefix_is_as_long_as_token_limit_allows(text: str, room: int) -> None:
     def count(part: str) -> int:
         return len(part.encode("utf-8", "surrogatepass"))
 
@@ -189,7 +189,7 @@ def test_the_beginning_of_a_text_is_as_long_as_its_tokens_allow(text: str, room:
     assert count(found) <= room < count(text[: len(found) + 1])
 
 
-def test_the_beginning_is_short_of_tokens_where_a_character_changes_how_others_are_merged() -> None:
+def test_longest_prefix_with_later_merges_stays_below_token_limit() -> None:
     tokens = {"t": 1, "th": 1, "tha": 3, "thai": 2}
     assert longest_prefix("thai", 1, 2, tokens.__getitem__) == "th"
     tokens["thai"] = 4
@@ -226,24 +226,24 @@ _ENDS = [
 
 
 @pytest.mark.parametrize("start", _STARTS)
-def test_every_form_of_the_header_is_left_out(start: str) -> None:
+def test_without_gutenberg_removes_every_header_format(start: str) -> None:
     text = f"{_HEADER}{start}{_BOOK}\n\n{_ENDS[0]}{_LICENCE}"
     assert without_gutenberg(text) == _BOOK + "\n"
 
 
 @pytest.mark.parametrize("end", _ENDS)
-def test_every_form_of_the_licence_is_left_out(end: str) -> None:
+def test_without_gutenberg_removes_every_licence_format(end: str) -> None:
     text = f"{_HEADER}{_STARTS[0]}\n\n{_BOOK}\n\n\n{end}{_LICENCE}"
     assert without_gutenberg(text) == _BOOK + "\n"
 
 
-def test_texts_without_the_marks_are_as_they_were() -> None:
+def test_without_gutenberg_text_without_markers_is_unchanged() -> None:
     quoted = 'The line "*** START OF THE PROJECT GUTENBERG EBOOK" comes first.\n'
     for text in ("", "  \n", _BOOK, f"{quoted}{_BOOK}\r\n ", _HEADER + _BOOK, _LICENCE):
         assert without_gutenberg(text) == text
 
 
-def test_several_books_in_one_file_are_all_kept() -> None:
+def test_without_gutenberg_keeps_every_book_in_one_file() -> None:
     one = f"{_HEADER}{_STARTS[6]}First.\n\n{_ENDS[3]}{_LICENCE}"
     two = f"{_HEADER}{_STARTS[1]}Second.\n"  # whose end has no mark
     three = f"{_STARTS[0]}Third.\n{_ENDS[0]}"
@@ -253,7 +253,7 @@ def test_several_books_in_one_file_are_all_kept() -> None:
     assert without_gutenberg(f"{_HEADER}{_STARTS[0]}\n\n{_ENDS[0]}{_LICENCE}") == ""
 
 
-def test_books_are_prepared_without_header_and_licence(
+def test_prepare_gutenberg_books_omit_header_and_licence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "books"
@@ -285,7 +285,7 @@ def test_books_are_prepared_without_header_and_licence(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_validation_inputs_are_the_validation_split(tmp_path: Path, workers: int) -> None:
+def test_prepare_validation_inputs_become_validation_split(tmp_path: Path, workers: int) -> None:
     texts, held = tmp_path / "texts", tmp_path / "texts" / "held.txt"
     texts.mkdir()
     (texts / "a.txt").write_text("one two three\n<|endoftext|>\nheld out\n<|endoftext|>\nfour")
@@ -303,7 +303,7 @@ def test_validation_inputs_are_the_validation_split(tmp_path: Path, workers: int
     assert len(texts_of(tmp_path / "out", "train")) == 1
 
 
-def test_validation_inputs_without_text_or_with_all_of_it_are_refused(tmp_path: Path) -> None:
+def test_prepare_validation_inputs_without_text_or_with_all_of_it_raise(tmp_path: Path) -> None:
     for name, text in (("a.txt", "a text"), ("b.txt", "a text"), ("c.txt", " ")):
         (tmp_path / name).write_text(text)
     for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs have no")):
@@ -325,7 +325,7 @@ def test_validation_inputs_without_text_or_with_all_of_it_are_refused(tmp_path: 
 # Random tokens
 
 
-def test_random_tokens_are_as_many_as_asked_for_and_uniform(tmp_path: Path) -> None:
+def test_prepare_random_tokens_have_requested_count_and_are_uniform(tmp_path: Path) -> None:
     manifest = prepare(["random:200k"], TOKENIZER, tmp_path / "a")
     assert tokens_of(manifest) == {"train": 180_000, "val": 20_000}
     dataset = TokenDataset(tmp_path / "a", "train")
@@ -342,7 +342,7 @@ def test_random_tokens_are_as_many_as_asked_for_and_uniform(tmp_path: Path) -> N
     assert manifest["splits"]["train"]["text_bytes"] > 100_000
 
 
-def test_random_tokens_are_those_of_their_seed(tmp_path: Path) -> None:
+def test_prepare_random_tokens_depend_on_seed(tmp_path: Path) -> None:
     for name, drawn in (("a", "random:5000"), ("b", "random:5e3:0"), ("c", "random:5k:1")):
         prepare([drawn], TOKENIZER, tmp_path / name)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -378,7 +378,7 @@ def test_random_tokens_are_those_of_their_seed(tmp_path: Path) -> None:
         (["random:10"], {"max_tokens": 5}, ConfigError, "random:10 already specifies"),
     ],
 )
-def test_random_tokens_that_make_no_sense_are_refused(
+def test_prepare_invalid_random_tokens_raise_and_leave_nothing(
     tmp_path: Path,
     inputs: list[str],
     arguments: dict[str, Any],
@@ -392,7 +392,7 @@ def test_random_tokens_that_make_no_sense_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_limits_are_given_as_people_write_them(tmp_path: Path, corpus: Path) -> None:
+def test_prepare_limits_accept_unit_suffixes(tmp_path: Path, corpus: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     place = ["--tokenizer", str(tmp_path / "tokenizer"), "--out", str(tmp_path / "out")]
     limits = ["--max-documents", "0.2k", "--max-tokens", "1k"]

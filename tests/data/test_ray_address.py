@@ -41,7 +41,7 @@ def free_port() -> int:
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of itself
 @pytest.mark.parametrize("by", ["argument", "RAY_ADDRESS"])
-def test_a_cluster_that_is_not_there_is_refused_at_once(
+def test_prepare_unreachable_ray_cluster_raises_immediately(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -59,7 +59,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(
     assert names(tmp_path) == []
 
 
-def test_without_ray_the_install_command_is_named(
+def test_prepare_without_ray_names_install_command(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,

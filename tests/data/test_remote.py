@@ -98,19 +98,17 @@ def change_manifest(source: Path, change: Any) -> None:
         ("./a://b", False),
     ],
 )
-def test_urls_are_told_from_folders(location: str, expected: bool) -> None:
+def test_is_url_distinguishes_urls_from_folders(location: str, expected: bool) -> None:
     assert is_url(location) is expected
 
 
-def test_a_folder_here_is_used_where_it_is(cache: Path) -> None:
+def test_local_folder_local_path_is_returned_unchanged(cache: Path) -> None:
     assert local_folder("data/corpus") == Path("data/corpus")
     assert local_folder("~/corpus") == Path.home() / "corpus"
     assert not cache.exists()
 
 
-def test_the_cache_is_where_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cache_folder_follows_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("FIRSTLIGHT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -119,7 +117,7 @@ def test_the_cache_is_where_the_environment_says(
     assert cache_folder() == Path.home() / ".cache" / "firstlight"
 
 
-def test_a_corpus_of_another_file_system_becomes_the_same_folder(prepared: Path) -> None:
+def test_local_folder_remote_corpus_equals_original(prepared: Path) -> None:
     system = fsspec.filesystem("memory")
     system.put(str(prepared), "/remote-corpus", recursive=True)
     try:
@@ -132,7 +130,7 @@ def test_a_corpus_of_another_file_system_becomes_the_same_folder(prepared: Path)
         system.rm("/remote-corpus", recursive=True)
 
 
-def test_a_corpus_over_http_is_fetched_once(server: RemoteServer, source: Path) -> None:
+def test_local_folder_http_corpus_is_fetched_once(server: RemoteServer, source: Path) -> None:
     folder = local_folder(server.url)
     assert contents(folder) == contents(source)
     assert sorted(server.requests) == sorted(contents(source)), "each file once"
@@ -142,7 +140,7 @@ def test_a_corpus_over_http_is_fetched_once(server: RemoteServer, source: Path) 
     assert server.requests == ["manifest.json"]
 
 
-def test_only_the_splits_that_are_needed_are_fetched(server: RemoteServer) -> None:
+def test_local_folder_fetches_only_needed_splits(server: RemoteServer) -> None:
     folder = local_folder(server.url, ("val",))
     assert [name for name in contents(folder) if name.endswith(".bin")] == ["val-00000.bin"]
     TokenDataset(folder, "val")
@@ -154,7 +152,7 @@ def test_only_the_splits_that_are_needed_are_fetched(server: RemoteServer) -> No
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json", SHARD])
 @pytest.mark.parametrize("fault", ["cut", 500, 429])
-def test_a_transfer_that_broke_off_is_tried_again(
+def test_local_folder_interrupted_transfer_is_retried(
     server: RemoteServer, source: Path, name: str, fault: Fault
 ) -> None:
     server.fail(name, [fault] * 3)
@@ -163,7 +161,7 @@ def test_a_transfer_that_broke_off_is_tried_again(
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", "long", "wrong"])
-def test_wrong_bytes_are_never_kept(
+def test_local_folder_wrong_bytes_are_never_kept(
     server: RemoteServer, source: Path, cache: Path, fault: Fault
 ) -> None:
     server.fail(SHARD, [fault] * 4)
@@ -185,7 +183,9 @@ def test_wrong_bytes_are_never_kept(
     assert server.requests.count(SHARD) == 1
 
 
-def test_no_more_than_a_file_s_size_is_taken(server: RemoteServer, cache: Path) -> None:
+def test_local_folder_reads_no_more_than_declared_file_size(
+    server: RemoteServer, cache: Path
+) -> None:
     server.fail(SHARD, ["endless"] * 4)
     assert f"{SHARD} has more than its " in refusal(server.url)
     assert server.requests.count(SHARD) == 4
@@ -193,7 +193,7 @@ def test_no_more_than_a_file_s_size_is_taken(server: RemoteServer, cache: Path) 
     assert all(path.stat().st_size < 10**6 for path in cache.rglob("*"))
 
 
-def test_a_refusal_is_not_tried_again(server: RemoteServer) -> None:
+def test_local_folder_http_refusal_is_not_retried(server: RemoteServer) -> None:
     server.fail(SHARD, [403])
     assert f"{server.url}/{SHARD} can't be read: 403" in refusal(server.url)
     assert server.requests.count(SHARD) == 1
@@ -210,7 +210,7 @@ class Forbidden(MemoryFileSystem):  # type: ignore[misc]
         raise PermissionError("access denied for you")
 
 
-def test_what_may_not_be_read_is_not_tried_again() -> None:
+def test_local_folder_access_denied_is_not_retried() -> None:
     fsspec.register_implementation("forbidden", Forbidden, clobber=True)
     assert refusal("forbidden://x") == (
         "access to forbidden://x/manifest.json was denied: access denied for you; "
@@ -219,7 +219,7 @@ def test_what_may_not_be_read_is_not_tried_again() -> None:
     assert Forbidden.opened == 1
 
 
-def test_a_tokenizer_of_other_shards_is_refused(
+def test_local_folder_tokenizer_not_matching_shards_fails(
     server: RemoteServer, source: Path, texts: list[str]
 ) -> None:
     train_tokenizer(texts, 300).save_pretrained(source)
@@ -228,7 +228,7 @@ def test_a_tokenizer_of_other_shards_is_refused(
     assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
 
 
-def test_a_damaged_manifest_of_the_cache_is_written_again(
+def test_local_folder_damaged_cached_manifest_is_rewritten(
     server: RemoteServer, source: Path
 ) -> None:
     folder = local_folder(server.url)
@@ -238,7 +238,7 @@ def test_a_damaged_manifest_of_the_cache_is_written_again(
 
 
 @pytest.mark.parametrize("same_size", [True, False])
-def test_a_damaged_file_of_the_cache_is_fetched_again(
+def test_local_folder_damaged_cached_file_is_fetched_again(
     server: RemoteServer, source: Path, same_size: bool
 ) -> None:
     folder = local_folder(server.url)
@@ -250,7 +250,7 @@ def test_a_damaged_file_of_the_cache_is_fetched_again(
     assert contents(local_folder(server.url)) == contents(source)
 
 
-def test_a_corpus_that_was_prepared_anew_is_another_folder(
+def test_local_folder_reprepared_corpus_gets_new_folder(
     server: RemoteServer, source: Path, corpus: Path, tokenizer: Tokenizer
 ) -> None:
     before = local_folder(server.url)
@@ -267,7 +267,7 @@ def test_a_corpus_that_was_prepared_anew_is_another_folder(
     "name",
     ["../train-00000.bin", "/etc/x.bin", "..", ".lock", "a/b.bin", "tokenizer.json", "x?.bin"],
 )
-def test_names_that_lead_elsewhere_are_refused(
+def test_local_folder_shard_names_outside_folder_fail(
     server: RemoteServer, source: Path, cache: Path, name: str
 ) -> None:
     def change(manifest: Any) -> None:
@@ -279,7 +279,7 @@ def test_names_that_lead_elsewhere_are_refused(
     assert whole_files_only(cache, source)
 
 
-def test_a_shard_that_is_named_twice_is_refused(server: RemoteServer, source: Path) -> None:
+def test_local_folder_shard_listed_twice_fails(server: RemoteServer, source: Path) -> None:
     def change(manifest: Any) -> None:
         manifest["splits"]["val"]["shards"][0]["file"] = SHARD
 
@@ -288,19 +288,21 @@ def test_a_shard_that_is_named_twice_is_refused(server: RemoteServer, source: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": "firstlight-tokens"}', b"\xff"])
-def test_what_is_no_manifest_is_refused(server: RemoteServer, source: Path, content: bytes) -> None:
+def test_local_folder_invalid_manifest_fails(
+    server: RemoteServer, source: Path, content: bytes
+) -> None:
     (source / "manifest.json").write_bytes(content)
     assert refusal(server.url).startswith(f"{server.url}: ")
 
 
-def test_an_endless_manifest_is_not_read_to_its_end(
+def test_local_folder_endless_manifest_is_read_to_limit_only(
     server: RemoteServer, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "MAX_JSON_BYTES", 100)
     assert refusal(server.url) == f"{server.url}/manifest.json is longer than 100 bytes"
 
 
-def test_a_disk_too_small_is_said_before_anything_is_fetched(
+def test_local_folder_full_disk_raises_before_fetching(
     server: RemoteServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type(shutil.disk_usage("/"))
@@ -326,7 +328,7 @@ def test_a_disk_too_small_is_said_before_anything_is_fetched(
         ("http://127.0.0.1:1/data", DataError, r"could not be fetched: .*\(tried 4 times\)"),
     ],
 )
-def test_places_that_can_not_be_read_are_refused(
+def test_local_folder_unreadable_locations_raise_without_secrets(
     url: str, kind: type[FirstlightError], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
@@ -356,7 +358,7 @@ def wait_for(server: RemoteServer, name: str, count: int = 1) -> None:
     )
 
 
-def test_processes_that_ask_at_once_fetch_it_once(server: RemoteServer, source: Path) -> None:
+def test_local_folder_simultaneous_processes_fetch_once(server: RemoteServer, source: Path) -> None:
     server.gate[SHARD] = threading.Event()
     processes = [fetching(server.url) for _ in range(3)]
     try:
@@ -377,7 +379,7 @@ def test_processes_that_ask_at_once_fetch_it_once(server: RemoteServer, source: 
     assert counts == {**dict.fromkeys(counts, 1), "manifest.json": 3}
 
 
-def test_a_killed_process_leaves_whole_files_and_no_lock(
+def test_local_folder_killed_process_leaves_whole_files_and_no_lock(
     server: RemoteServer, source: Path, cache: Path
 ) -> None:
     server.gate[SHARD] = threading.Event()
@@ -396,7 +398,7 @@ def test_a_killed_process_leaves_whole_files_and_no_lock(
     assert sorted(os.listdir(folder)) == sorted([".lock", *contents(source)])
 
 
-def test_a_dataset_of_the_hub_is_fetched(
+def test_local_folder_hub_dataset_is_fetched(
     server: RemoteServer,
     source: Path,
     corpus: Path,
@@ -413,7 +415,7 @@ def test_a_dataset_of_the_hub_is_fetched(
     assert contents(local_folder("hf://datasets/owner/name/data")) == contents(source)
 
 
-def test_a_bucket_is_fetched(
+def test_local_folder_s3_bucket_is_fetched(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     moto = pytest.importorskip("moto.server")

@@ -75,7 +75,7 @@ def few_files() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_corpus_may_have_more_shards_than_the_soft_limit_of_open_files(
+def test_dataset_may_have_more_shards_than_soft_open_file_limit(
     tmp_path: Path, few_files: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_corpus(tmp_path, [[number] for number in range(40)], shard_tokens=1)
@@ -89,7 +89,7 @@ def test_a_corpus_may_have_more_shards_than_the_soft_limit_of_open_files(
 
 
 @pytest.mark.parametrize("dtype, letter, itemsize", [("<u2", "H", 2), ("<u4", "I", 4)])
-def test_a_shard_lies_on_disk_as_documented(
+def test_shard_file_matches_documented_layout(
     tmp_path: Path, dtype: str, letter: str, itemsize: int
 ) -> None:
     ids = [1, 2, 65535, 3] if itemsize == 2 else [1, 2, 65536, 4294967295]
@@ -123,7 +123,7 @@ def test_a_shard_lies_on_disk_as_documented(
 
 
 @pytest.mark.parametrize("count", range(9))
-def test_offsets_follow_the_tokens_at_a_multiple_of_eight(tmp_path: Path, count: int) -> None:
+def test_shard_offsets_follow_tokens_at_multiple_of_eight(tmp_path: Path, count: int) -> None:
     with ShardWriter(tmp_path, "train", np.dtype("<u2")) as writer:
         writer.write(np.arange(count, dtype="<u2"))
     content = (tmp_path / "train-00000.bin").read_bytes()
@@ -139,13 +139,13 @@ def test_offsets_follow_the_tokens_at_a_multiple_of_eight(tmp_path: Path, count:
 @pytest.mark.parametrize(
     "vocab_size, itemsize", [(1, 2), (65535, 2), (65536, 2), (65537, 4), (128256, 4)]
 )
-def test_sixteen_bits_are_used_while_every_id_fits(vocab_size: int, itemsize: int) -> None:
+def test_shard_dtype_is_16_bit_while_every_id_fits(vocab_size: int, itemsize: int) -> None:
     dtype = token_dtype(vocab_size)
     assert dtype.itemsize == itemsize
     assert np.array([vocab_size - 1], dtype)[0] == vocab_size - 1
 
 
-def test_a_shard_is_closed_when_it_holds_enough_and_never_inside_a_document(tmp_path: Path) -> None:
+def test_shard_writer_closes_full_shard_only_between_documents(tmp_path: Path) -> None:
     write_corpus(tmp_path, shard_tokens=4)
     shards = [Shard(path) for path in sorted(tmp_path.glob("train-*.bin"))]
     assert [shard.tokens().tolist() for shard in shards] == [
@@ -158,14 +158,14 @@ def test_a_shard_is_closed_when_it_holds_enough_and_never_inside_a_document(tmp_
     assert [entry["documents"] for entry in entries] == [2, 2, 1]
 
 
-def test_a_split_without_documents_has_no_shards(tmp_path: Path) -> None:
+def test_shard_writer_split_without_documents_writes_no_shards(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, "val", np.dtype("<u2")) as writer:
         pass
     assert writer.shards == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_fails_leaves_nothing_that_looks_like_a_shard(tmp_path: Path) -> None:
+def test_shard_writer_failure_leaves_no_valid_shard(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "train", np.dtype("<u2"))
 
     def fail_half_way() -> None:
@@ -181,7 +181,7 @@ def test_a_writer_that_fails_leaves_nothing_that_looks_like_a_shard(tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_the_dataset_is_all_documents_in_order(tmp_path: Path, dtype: str) -> None:
+def test_dataset_yields_all_documents_in_order(tmp_path: Path, dtype: str) -> None:
     top = 65535 if dtype == "<u2" else 69999
     write_corpus(tmp_path, [*DOCUMENTS, [top]], dtype=dtype)
     dataset = TokenDataset(tmp_path, "train")
@@ -210,7 +210,7 @@ def _dataset(sizes: tuple[int, ...], shard_tokens: int) -> tuple[TokenDataset, l
     start=st.none() | st.integers(-40, 40),
     stop=st.none() | st.integers(-40, 40),
 )
-def test_slices_are_those_of_one_long_list(
+def test_dataset_slices_equal_those_of_one_list(
     sizes: tuple[int, ...], shard_tokens: int, start: int | None, stop: int | None
 ) -> None:
     dataset, ids = _dataset(sizes, shard_tokens)
@@ -225,7 +225,7 @@ def _flip(path: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 8, 12, 16, 24, 40, 64, 70, -1])
-def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, position: int) -> None:
+def test_dataset_one_flipped_bit_anywhere_raises(tmp_path: Path, position: int) -> None:
     write_corpus(tmp_path)
     _flip(tmp_path / "train-00001.bin", position)
     with pytest.raises(DataError, match=r"train-00001\.bin is damaged .*prepare the corpus again"):
@@ -242,7 +242,7 @@ def test_one_flipped_bit_anywhere_is_noticed(tmp_path: Path, position: int) -> N
         (24, "is cut short or damaged"),
     ],
 )
-def test_a_wrong_header_is_noticed_without_the_checksum(
+def test_dataset_wrong_header_raises_without_checksum(
     tmp_path: Path, position: int, message: str
 ) -> None:
     write_corpus(tmp_path)
@@ -253,7 +253,7 @@ def test_a_wrong_header_is_noticed_without_the_checksum(
 
 @pytest.mark.parametrize("keep", [0, 1, 63, 64, 65, -1])
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_truncated_shard_is_noticed(tmp_path: Path, keep: int, verify: bool) -> None:
+def test_dataset_truncated_shard_raises(tmp_path: Path, keep: int, verify: bool) -> None:
     write_corpus(tmp_path)
     path = tmp_path / "train-00002.bin"
     path.write_bytes(path.read_bytes()[:keep])
@@ -263,7 +263,7 @@ def test_a_truncated_shard_is_noticed(tmp_path: Path, keep: int, verify: bool) -
         Shard(path)
 
 
-def test_a_shard_of_another_corpus_is_noticed(tmp_path: Path) -> None:
+def test_dataset_shard_of_other_corpus_raises(tmp_path: Path) -> None:
     for name, documents in (("a", [[1, 2, 3, 4]]), ("b", [[1, 2], [3, 4, 5, 6]])):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name, documents, shard_tokens=100)
@@ -272,7 +272,7 @@ def test_a_shard_of_another_corpus_is_noticed(tmp_path: Path) -> None:
         TokenDataset(tmp_path / "a", "train")
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_dataset_missing_shard_is_named(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "train-00001.bin").unlink()
     with pytest.raises(DataError, match=r"train-00001\.bin is missing: prepare the corpus again"):
@@ -280,7 +280,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["absolute", "../outside.bin", "sub/train.bin", "..", ".", ""])
-def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, way: str) -> None:
+def test_dataset_manifest_with_shard_outside_folder_raises(tmp_path: Path, way: str) -> None:
     folder = tmp_path / "data"
     (folder / "sub").mkdir(parents=True)
     write_corpus(folder)
@@ -323,7 +323,7 @@ def _shard(manifest: dict[str, Any]) -> Any:
         (lambda m: m["splits"]["train"]["shards"].pop(), "don't match its manifest"),
     ],
 )
-def test_a_manifest_that_cannot_be_is_refused(
+def test_dataset_invalid_manifest_raises_data_error(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     write_corpus(tmp_path)
@@ -334,13 +334,13 @@ def test_a_manifest_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"text"'])
-def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_dataset_unparsable_manifest_raises_data_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(DataError, match=r"manifest\.json is not"):
         read_manifest(tmp_path)
 
 
-def test_folders_without_a_corpus_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_dataset_folder_without_corpus_raises_with_advice(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=(
@@ -356,7 +356,7 @@ def test_folders_without_a_corpus_are_named_with_what_to_do(tmp_path: Path) -> N
         TokenDataset(tmp_path, "val")
 
 
-def test_a_prepared_corpus_opens_and_decodes_to_its_texts(
+def test_dataset_prepared_corpus_decodes_to_its_texts(
     data: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
     found: list[str] = []

@@ -112,7 +112,7 @@ _ARABIC = "نص حكيم له سر قاطع وذو شأن عظيم مكتوب ع
 # Finding
 
 
-def test_the_name_of_an_input_has_no_folder_of_this_machine_and_no_secret() -> None:
+def test_neutral_name_removes_local_folders_and_secrets() -> None:
     names = {
         "/home/ada/acme/notes.txt": "notes.txt",
         "../acme/": "acme",
@@ -125,7 +125,7 @@ def test_the_name_of_an_input_has_no_folder_of_this_machine_and_no_secret() -> N
     assert {item: neutral_name(item) for item in names} == names
 
 
-def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
+def test_find_sources_folder_lists_text_files_in_fixed_order(tmp_path: Path) -> None:
     wanted = ["B.TXT", "a-b/z.txt", "a.md", "a/b.py", "a/c/d.jsonl", "a/c/d.jsonl.gz", "b.parquet"]
     make_tree(tmp_path, *reversed(wanted))
     make_tree(tmp_path, "a/data.pdf", "a/.hidden.txt", ".git/x.txt", "a/__pycache__/x.py")
@@ -136,7 +136,7 @@ def test_a_folder_gives_its_text_files_in_one_order(tmp_path: Path) -> None:
     assert by_ending(unread_files([tmp_path])) == {"": 1, ".bak": 1, ".parquet.gz": 1, ".pdf": 1}
 
 
-def test_files_of_other_kinds_are_counted_by_ending_each_once(
+def test_unread_files_are_counted_by_suffix_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tree(tmp_path, "a.txt", "a.PDF", "b.pdf", "c.tar.gz", "d/e.png")
@@ -162,7 +162,7 @@ def test_files_of_other_kinds_are_counted_by_ending_each_once(
     assert listed(counts) == f"2 .pdf, 1 without a suffix, 1 .png, 1 .tar.gz {way}"
 
 
-def test_a_folder_skips_what_is_no_file(tmp_path: Path) -> None:
+def test_find_sources_folder_skips_non_regular_files(tmp_path: Path) -> None:
     make_tree(tmp_path, "real.txt")
     (tmp_path / "dangling.txt").symlink_to("nowhere")
     (tmp_path / "folder.txt").mkdir()
@@ -170,14 +170,14 @@ def test_a_folder_skips_what_is_no_file(tmp_path: Path) -> None:
     assert names(tmp_path) == [str(tmp_path / "real.txt")]
 
 
-def test_a_file_reached_twice_is_read_once_at_its_first_place(tmp_path: Path) -> None:
+def test_find_sources_file_reached_twice_is_read_once_at_first_place(tmp_path: Path) -> None:
     make_tree(tmp_path, "a.txt", "b.txt", "c.txt")
     (tmp_path / "link.txt").symlink_to("a.txt")
     inputs = [tmp_path / "b.txt", tmp_path, tmp_path / "*.txt", tmp_path / ".." / tmp_path.name]
     assert [Path(name).name for name in names(*inputs)] == ["b.txt", "a.txt", "c.txt"]
 
 
-def test_inputs_are_read_in_the_order_given(tmp_path: Path) -> None:
+def test_find_sources_keeps_given_order(tmp_path: Path) -> None:
     make_tree(tmp_path, "a.txt", "b.txt")
     assert names(tmp_path / "b.txt", tmp_path / "a.txt") == [
         str(tmp_path / "b.txt"),
@@ -185,7 +185,7 @@ def test_inputs_are_read_in_the_order_given(tmp_path: Path) -> None:
     ]
 
 
-def test_globs_cross_folders_with_two_stars(tmp_path: Path) -> None:
+def test_find_sources_double_star_crosses_folders(tmp_path: Path) -> None:
     make_tree(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt", "x/d.pdf")
     assert names(f"{tmp_path}/*.txt") == [str(tmp_path / "a.txt")]
     assert names(f"{tmp_path}/**/*.txt") == [
@@ -195,20 +195,20 @@ def test_globs_cross_folders_with_two_stars(tmp_path: Path) -> None:
     assert names(f"{tmp_path}/?.txt") == [str(tmp_path / "a.txt")]
 
 
-def test_a_name_with_brackets_that_exists_is_no_glob(tmp_path: Path) -> None:
+def test_find_sources_existing_name_with_brackets_is_not_a_glob(tmp_path: Path) -> None:
     make_tree(tmp_path, "part[1].txt", "part1.txt", "dir[1]/a.txt")
     assert names(tmp_path / "part[1].txt") == [str(tmp_path / "part[1].txt")]
     assert names(tmp_path / "dir[1]") == [str(tmp_path / "dir[1]/a.txt")]
 
 
-def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_sources_expands_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tree(tmp_path, "a.txt")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert texts_of("~/a.txt") == ["text of a.txt\n"]
     assert texts_of("~/*.txt") == ["text of a.txt\n"]
 
 
-def test_stdlib_is_the_standard_library_without_its_tests() -> None:
+def test_find_sources_stdlib_is_standard_library_without_tests() -> None:
     found = names("stdlib")
     assert found == sorted(found)
     assert {"stdlib/os.py", "stdlib/json/__init__.py", "stdlib/asyncio/events.py"} <= set(found)
@@ -220,7 +220,7 @@ def test_stdlib_is_the_standard_library_without_its_tests() -> None:
     assert first.value == (root / found[0].removeprefix("stdlib/")).read_text(encoding="utf-8")
 
 
-def test_a_folder_called_stdlib_is_named_with_its_path(
+def test_find_sources_folder_named_stdlib_needs_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tree(tmp_path, "stdlib/mine.txt")
@@ -231,7 +231,7 @@ def test_a_folder_called_stdlib_is_named_with_its_path(
     assert note_on_inputs(["./stdlib"]) == ""
 
 
-def test_linked_folders_are_named_because_they_are_not_searched(tmp_path: Path) -> None:
+def test_note_on_inputs_names_unsearched_linked_folders(tmp_path: Path) -> None:
     make_tree(tmp_path, "texts/a.txt", "other/b.txt")
     assert note_on_inputs([tmp_path / "texts"]) == ""
     (tmp_path / "texts/more").symlink_to(tmp_path / "other")
@@ -248,7 +248,9 @@ def test_linked_folders_are_named_because_they_are_not_searched(tmp_path: Path) 
     assert note_on_inputs(["~nobody-of-that-name/texts"]) == ""
 
 
-def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_sources_stdlib_without_source_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(InputError, match="standard library's source is not installed at"):
         find_sources(["stdlib"])
@@ -282,7 +284,7 @@ def test_stdlib_without_source_says_so(tmp_path: Path, monkeypatch: pytest.Monke
         ("a\0b", r"does not exist"),
     ],
 )
-def test_inputs_that_are_not_there_are_named(
+def test_find_sources_missing_inputs_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: str, message: str
 ) -> None:
     make_tree(tmp_path, "corpus/table.odt")
@@ -293,12 +295,12 @@ def test_inputs_that_are_not_there_are_named(
         find_sources([item])
 
 
-def test_no_input_is_an_error() -> None:
+def test_find_sources_no_input_raises() -> None:
     with pytest.raises(InputError, match="there is no input"):
         find_sources([])
 
 
-def test_an_unreadable_folder_is_an_error_and_not_skipped(
+def test_find_sources_unreadable_folder_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tree(tmp_path, "a.txt", "closed/b.txt")
@@ -315,7 +317,7 @@ def test_an_unreadable_folder_is_an_error_and_not_skipped(
         find_sources([tmp_path])
 
 
-def test_the_size_of_a_source_is_its_bytes(tmp_path: Path) -> None:
+def test_source_size_is_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"12345")
     assert [source.size for source in find_sources([tmp_path, "hf:a/b"])] == [5, 0]
 
@@ -323,7 +325,7 @@ def test_the_size_of_a_source_is_its_bytes(tmp_path: Path) -> None:
 # Text files
 
 
-def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+def test_read_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     text = "erste\r\nzweite\rdritte\x00\u2028vierte <|endoftext|>\n\n "
     (tmp_path / "a.md").write_bytes(text.encode())
     as_is = find_sources([tmp_path], as_is=True)
@@ -332,7 +334,7 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     assert seen(read(tmp_path)) == [(text, str(tmp_path / "a.md"), 1)]
 
 
-def test_a_text_file_ends_documents_at_separators(tmp_path: Path) -> None:
+def test_read_text_file_splits_documents_at_separators(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\n<|endoftext|>\nnot \xff UTF-8\n<|endoftext|>\n\n three\nlines\n")
     first, bad, last = read(path)
@@ -343,7 +345,7 @@ def test_a_text_file_ends_documents_at_separators(tmp_path: Path) -> None:
     assert [record.value for record in read_documents(limited)] == ["one"]
 
 
-def test_records_are_cleaned_and_split_as_text_files_are(tmp_path: Path) -> None:
+def test_read_records_are_cleaned_and_split_like_text_files(tmp_path: Path) -> None:
     texts = ["a\r\nb", "One.<|endoftext|>Two.<|endoftext|>", "<|endoftext|> is a token"]
     (tmp_path / "a.ndjson").write_bytes(jsonl(*texts))
     found = read(tmp_path)
@@ -356,7 +358,7 @@ def test_records_are_cleaned_and_split_as_text_files_are(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["<|endoftext|>", "</s>\r\n<|endoftext|>\n", " <|endoftext|> "])
-def test_a_record_of_only_separators_is_rejected_as_empty(tmp_path: Path, text: str) -> None:
+def test_read_record_of_only_separators_is_rejected_as_empty(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(text, "One."))
     with (tmp_path / "b.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], [text], ["One."]])
@@ -364,7 +366,7 @@ def test_a_record_of_only_separators_is_rejected_as_empty(tmp_path: Path, text: 
     assert found == [(None, "separators without a text"), ("One.", "None")] * 2
 
 
-def test_text_of_any_ending_is_read_and_other_files_are_counted(tmp_path: Path) -> None:
+def test_find_sources_reads_text_of_any_suffix_and_counts_others(tmp_path: Path) -> None:
     texts = ["LICENSE", "README", "a.abc", "b.SRT", "c.log.gz", "d.yaml"]
     make_tree(tmp_path, *texts, "e.json", "f.html", "g.ipynb")
     (tmp_path / "c.log.gz").write_bytes(gzip.compress(b"a line"))
@@ -381,7 +383,7 @@ def test_text_of_any_ending_is_read_and_other_files_are_counted(tmp_path: Path) 
         find_sources([tmp_path / "h.dat"])
 
 
-def test_compressed_content_under_another_ending_gets_a_command_that_unpacks_it(
+def test_read_compressed_content_with_other_suffix_suggests_unpack_command(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.txt"
@@ -400,7 +402,7 @@ def test_compressed_content_under_another_ending_gets_a_command_that_unpacks_it(
         ([{"uuid": "a", "chat_messages": [{"text": "b", "sender": "human"}]}], "Claude"),
     ],
 )
-def test_exported_chats_are_refused_by_their_program_everywhere(
+def test_read_exported_chats_are_rejected_with_program_name(
     tmp_path: Path, content: Any, name: str
 ) -> None:
     path = tmp_path / "export.json"
@@ -414,7 +416,7 @@ def test_exported_chats_are_refused_by_their_program_everywhere(
         list(read_records([source]))
 
 
-def test_a_table_that_is_not_read_to_its_end_leaves_no_error_behind(
+def test_read_table_stopped_early_raises_no_late_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unraisable: list[Any] = []
@@ -431,7 +433,7 @@ def test_a_table_that_is_not_read_to_its_end_leaves_no_error_behind(
     "encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be"]
 )
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
-def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
+def test_read_unicode_with_byte_order_mark_from_every_file_type(
     tmp_path: Path, encoding: str, suffix: str
 ) -> None:
     # Of a multiple of the bytes that are read at a time, and of characters in two halves.
@@ -492,7 +494,7 @@ def test_unicode_with_a_mark_is_read_from_every_kind_of_file(
         (_ARABIC.encode("utf-16-be"), 1, "the file is UTF-16BE{} -f UTF-16BE "),
     ],
 )
-def test_other_encodings_get_the_command_that_converts_them(
+def test_read_other_encodings_suggest_conversion_command(
     tmp_path: Path, content: bytes, line: int, detail: str
 ) -> None:
     path = tmp_path / "an old file.txt"
@@ -511,7 +513,7 @@ def test_other_encodings_get_the_command_that_converts_them(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_binary_files_are_no_utf_16(tmp_path: Path, seed: int) -> None:
+def test_read_binary_file_is_not_reported_as_utf_16(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     words = _CHINESE.encode("gb18030") + _JAPANESE.encode("cp932")
     for content in (
@@ -529,7 +531,7 @@ def test_binary_files_are_no_utf_16(tmp_path: Path, seed: int) -> None:
         assert "UTF-16" not in str(found.error)
 
 
-def test_a_compressed_file_is_converted_through_its_program(tmp_path: Path) -> None:
+def test_read_compressed_file_suggests_conversion_through_decompressor(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress('{"text": "für"}\n'.encode("cp1252")))
     (found,) = read(tmp_path / "a.jsonl.gz")
     assert found.error is not None
@@ -538,7 +540,7 @@ def test_a_compressed_file_is_converted_through_its_program(tmp_path: Path) -> N
     assert texts_of(tmp_path / "a.utf-8.jsonl.gz") == ["für"]
 
 
-def test_utf16_that_breaks_off_keeps_what_stands_before(tmp_path: Path) -> None:
+def test_read_truncated_utf16_keeps_text_before_break(tmp_path: Path) -> None:
     for suffix, before in (("jsonl", ""), ("csv", "text\n")):
         lines = ['{"text": "a"}', '{"text": "b"}'] if suffix == "jsonl" else ["a", "b"]
         content = (before + "\n".join(lines) + "\n").encode("utf-16") + b"\x00\xd8\x00"
@@ -555,7 +557,7 @@ def test_utf16_that_breaks_off_keeps_what_stands_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_table_gives_its_text_column(tmp_path: Path, delimiter: str, newline: str) -> None:
+def test_read_table_yields_text_column(tmp_path: Path, delimiter: str, newline: str) -> None:
     huge = "x," * 400_000
     texts = ["plain", "a, b; c\td", 'said "so"', "two\nlines\n\n", "日本 🙂", huge]
     path = tmp_path / ("a.tsv" if delimiter == "\t" else "a.csv")
@@ -567,7 +569,7 @@ def test_a_table_gives_its_text_column(tmp_path: Path, delimiter: str, newline: 
     assert [entry.line for entry in read(path, text_key="body")] == [2, 3, 4, 5, 9, 10]
 
 
-def test_each_bad_row_is_rejected_by_line_and_reason(tmp_path: Path) -> None:
+def test_read_bad_rows_are_rejected_by_line_and_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(
         b'id,text\n1,good\n2\n3,a,b\n\n4,"x" y\n5," "\n6,\xe9t\xe9\n'
@@ -589,7 +591,7 @@ def test_each_bad_row_is_rejected_by_line_and_reason(tmp_path: Path) -> None:
     assert details[8].startswith("byte 0xe9 is not UTF-8: convert it with iconv -f WINDOWS-1252 ")
 
 
-def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
+def test_read_table_without_text_column_names_its_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id;texts\n1;2\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("still read", encoding="utf-8")
     (tmp_path / "c.csv").write_text("", encoding="utf-8")
@@ -604,7 +606,7 @@ def test_a_table_without_the_column_names_those_it_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b" ", b"\n\t\r\n", "\u3000\u2029".encode()])
-def test_an_empty_document_is_rejected(tmp_path: Path, content: bytes) -> None:
+def test_read_empty_document_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     assert reasons_of(tmp_path) == [(1, "empty")]
 
@@ -613,7 +615,9 @@ def test_an_empty_document_is_rejected(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_jsonl_gives_a_document_a_line_however_compressed(tmp_path: Path, suffix: str) -> None:
+def test_read_jsonl_yields_one_document_per_line_for_any_compression(
+    tmp_path: Path, suffix: str
+) -> None:
     path = tmp_path / f"a.JSONL{suffix.upper()}"
     path.write_bytes(COMPRESSORS[suffix](jsonl("first", "zwei\nZeilen", "日本")))
     assert seen(read(path)) == [
@@ -624,14 +628,14 @@ def test_jsonl_gives_a_document_a_line_however_compressed(tmp_path: Path, suffix
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_text_files_may_be_compressed(tmp_path: Path, suffix: str) -> None:
+def test_read_compressed_text_files_succeeds(tmp_path: Path, suffix: str) -> None:
     text = "größer " * 100_000
     (tmp_path / f"a.txt{suffix}").write_bytes(COMPRESSORS[suffix](text.encode()))
     assert texts_of(tmp_path) == [text]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-def test_parts_compressed_one_by_one_are_all_read(tmp_path: Path, suffix: str) -> None:
+def test_read_concatenated_compressed_parts_yields_all(tmp_path: Path, suffix: str) -> None:
     compress = COMPRESSORS[suffix]
     parts = [jsonl(f"{number} " * 5000) for number in range(4)]
     path = tmp_path / f"a.jsonl{suffix}"
@@ -639,7 +643,7 @@ def test_parts_compressed_one_by_one_are_all_read(tmp_path: Path, suffix: str) -
     assert texts_of(path) == [f"{number} " * 5000 for number in range(4)]
 
 
-def test_a_zst_file_with_a_large_window_is_read(tmp_path: Path) -> None:
+def test_read_zst_file_with_large_window_succeeds(tmp_path: Path) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     content = compressor.compress(jsonl("long ago")) + compressor.flush()
@@ -649,9 +653,7 @@ def test_a_zst_file_with_a_large_window_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("left_out", [1, 3, 9, 1000])
-def test_a_compressed_file_cut_short_is_an_error_and_not_a_shorter_corpus(
-    tmp_path: Path, suffix: str, left_out: int
-) -> None:
+def test_read_truncated_compressed_file_raises(tmp_path: Path, suffix: str, left_out: int) -> None:
     generator = random.Random(0)
     content = COMPRESSORS[suffix](jsonl(*(generator.randbytes(20).hex() for _ in range(3000))))
     path = tmp_path / f"a.jsonl{suffix}"
@@ -662,7 +664,7 @@ def test_a_compressed_file_cut_short_is_an_error_and_not_a_shorter_corpus(
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("damage", [b"x" * 200, b"{}"])
-def test_a_file_that_is_not_compressed_as_named_is_an_error(
+def test_read_file_not_compressed_as_named_raises(
     tmp_path: Path, suffix: str, damage: bytes
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
@@ -671,7 +673,7 @@ def test_a_file_that_is_not_compressed_as_named_is_an_error(
         read(path)
 
 
-def test_gzip_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_read_gzip_damaged_in_the_middle_raises(tmp_path: Path) -> None:
     content = bytearray(gzip.compress(jsonl(*map(str, range(5000)))))
     content[len(content) // 2] ^= 0xFF
     (tmp_path / "a.jsonl.gz").write_bytes(content)
@@ -679,7 +681,7 @@ def test_gzip_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_each_bad_line_is_rejected_by_number_and_reason(tmp_path: Path) -> None:
+def test_read_bad_lines_are_rejected_by_number_and_reason(tmp_path: Path) -> None:
     lines = [
         b'{"text": "good"}',
         b'{"text": "broken"',
@@ -725,28 +727,28 @@ def test_each_bad_line_is_rejected_by_number_and_reason(tmp_path: Path) -> None:
     assert {e.origin for e in found} == {str(path)}
 
 
-def test_the_text_field_can_be_named(tmp_path: Path) -> None:
+def test_read_text_key_selects_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "x", "text": "y"}\n', encoding="utf-8")
     assert texts_of(tmp_path, text_key="content") == ["x"]
 
 
-def test_a_byte_order_mark_before_the_first_line_is_no_error(tmp_path: Path) -> None:
+def test_read_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl("x"))
     assert texts_of(tmp_path) == ["x"]
 
 
-def test_windows_line_ends_are_no_error(tmp_path: Path) -> None:
+def test_read_windows_line_endings_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\r\n{"text": "y"}\r\n')
     assert texts_of(tmp_path) == ["x", "y"]
 
 
-def test_only_the_end_of_a_name_tells_its_kind(tmp_path: Path) -> None:
+def test_read_file_type_follows_last_suffix_only(tmp_path: Path) -> None:
     make_tree(tmp_path, "about.jsonl.txt", "x.txt.jsonl")
     assert texts_of(tmp_path) == ["text of about.jsonl.txt\n"]
     assert reasons_of(tmp_path) == [(1, "broken_json")]
 
 
-def test_an_empty_jsonl_file_holds_no_documents(tmp_path: Path) -> None:
+def test_read_empty_jsonl_file_yields_no_documents(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"")
     assert read(tmp_path) == []
 
@@ -758,7 +760,7 @@ def write_parquet(path: Path, **columns: Any) -> None:
     parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
 
 
-def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
+def test_read_parquet_row_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_parquet(path, id=[1, 2, 3, 4, 5], text=["eins", None, "日本", " ", "fünf"])
     assert seen(read(path)) == [
@@ -771,14 +773,14 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["large_string", "dictionary"])
-def test_the_ways_parquet_stores_strings_are_all_read(tmp_path: Path, kind: str) -> None:
+def test_read_parquet_supports_every_string_encoding(tmp_path: Path, kind: str) -> None:
     column = pyarrow.array(["x", "y", "x"])
     column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
     write_parquet(tmp_path / "a.parquet", text=column)
     assert texts_of(tmp_path) == ["x", "y", "x"]
 
 
-def test_bad_utf8_in_a_parquet_row_is_rejected_and_the_rest_read(tmp_path: Path) -> None:
+def test_read_parquet_row_with_invalid_utf8_is_rejected_and_rest_read(tmp_path: Path) -> None:
     binary = pyarrow.array([b"good", b"\xff\xfe", b"too"])
     column = pyarrow.StringArray.from_buffers(3, binary.buffers()[1], binary.buffers()[2])
     write_parquet(tmp_path / "a.parquet", text=column)
@@ -786,7 +788,7 @@ def test_bad_utf8_in_a_parquet_row_is_rejected_and_the_rest_read(tmp_path: Path)
     assert reasons_of(tmp_path) == [(2, "bad_utf8")]
 
 
-def test_a_parquet_file_without_the_column_is_rejected_and_the_rest_read(tmp_path: Path) -> None:
+def test_read_parquet_without_text_column_is_rejected_and_rest_read(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", body=["x"], id=[1])
     write_parquet(tmp_path / "b.parquet", text=["y"])
     bad, good = read(tmp_path)
@@ -796,7 +798,7 @@ def test_a_parquet_file_without_the_column_is_rejected_and_the_rest_read(tmp_pat
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, -1, -200])
-def test_a_damaged_parquet_file_is_an_error(tmp_path: Path, keep: int) -> None:
+def test_read_damaged_parquet_file_raises(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "a.parquet"
     write_parquet(path, text=["x"] * 100)
     path.write_bytes(path.read_bytes()[:keep])
@@ -807,7 +809,7 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path: Path, keep: int) -> None:
 # Errors of whole files
 
 
-def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_read_vanished_file_raises_and_is_named(tmp_path: Path) -> None:
     make_tree(tmp_path, "a.txt")
     found = find_sources([tmp_path])
     (tmp_path / "a.txt").unlink()
@@ -815,7 +817,7 @@ def test_a_file_that_vanishes_is_an_error_that_names_it(tmp_path: Path) -> None:
         list(read_documents(found))
 
 
-def test_a_file_without_permission_is_to_be_made_readable(
+def test_read_file_without_permission_raises_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tree(tmp_path, "a.txt")
@@ -835,7 +837,7 @@ def test_a_file_without_permission_is_to_be_made_readable(
     "name, package",
     [("a.jsonl.zst", "zstandard"), ("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow.parquet")],
 )
-def test_a_missing_optional_package_names_the_install_command(
+def test_read_missing_optional_package_names_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
     make_tree(tmp_path, name)
@@ -869,7 +871,7 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return fake
 
 
-def test_a_dataset_is_streamed_row_by_row(fake_datasets: types.SimpleNamespace) -> None:
+def test_read_hub_dataset_streams_rows(fake_datasets: types.SimpleNamespace) -> None:
     fake_datasets.rows = [{"text": "a"}, {"text": None}, {"title": "b"}, {"text": "c"}]
     found = read_documents(find_sources(["hf:owner/name"]))
     assert next(found) == Record("hf:owner/name", 1, "a", is_line=False)
@@ -881,7 +883,7 @@ def test_a_dataset_is_streamed_row_by_row(fake_datasets: types.SimpleNamespace) 
     assert fake_datasets.calls == [(("owner/name", None), {"split": "train", "streaming": True})]
 
 
-def test_a_dataset_may_have_a_configuration(fake_datasets: types.SimpleNamespace) -> None:
+def test_read_hub_dataset_accepts_configuration(fake_datasets: types.SimpleNamespace) -> None:
     fake_datasets.rows = [{"body": "a"}]
     assert texts_of("hf:wikitext:wikitext-2-raw-v1", text_key="body") == ["a"]
     assert fake_datasets.calls[0][0] == ("wikitext", "wikitext-2-raw-v1")
@@ -895,7 +897,7 @@ def test_a_dataset_may_have_a_configuration(fake_datasets: types.SimpleNamespace
         ("hf:x:small:", "small", "train"),
     ],
 )
-def test_a_dataset_may_have_a_split(
+def test_read_hub_dataset_accepts_split(
     fake_datasets: types.SimpleNamespace, item: str, config: str | None, split: str
 ) -> None:
     fake_datasets.rows = [{"text": "a"}]
@@ -904,7 +906,7 @@ def test_a_dataset_may_have_a_split(
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError, RuntimeError, KeyError, Exception])
-def test_a_dataset_that_fails_half_way_is_one_line(
+def test_read_hub_dataset_failing_midway_raises_one_line_error(
     fake_datasets: types.SimpleNamespace, error: type[Exception]
 ) -> None:
     fake_datasets.rows = [{"text": "a"}, error("first line\nsecond line")]
@@ -913,13 +915,13 @@ def test_a_dataset_that_fails_half_way_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_without_words_is_named_by_its_kind(fake_datasets: types.SimpleNamespace) -> None:
+def test_read_error_without_message_is_named_by_type(fake_datasets: types.SimpleNamespace) -> None:
     fake_datasets.rows = [TimeoutError()]
     with pytest.raises(InputError, match=r"dataset hf:x can't be read: TimeoutError"):
         read("hf:x")
 
 
-def test_a_dataset_without_its_package_names_the_install_command(
+def test_read_hub_dataset_without_package_names_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -928,7 +930,7 @@ def test_a_dataset_without_its_package_names_the_install_command(
         read("hf:x")
 
 
-def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_sources_hub_dataset_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert find_sources(["hf:a/b:c", "hf:a/b:c"]) == [DataSource("hf:a/b:c", dataset="a/b:c")]
 
@@ -936,7 +938,7 @@ def test_finding_a_dataset_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.bz2", "bomb.txt.xz", "bomb.txt.zst"]
 )
-def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
+def test_read_decompression_bomb_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     packers: dict[str, Any] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
@@ -957,7 +959,7 @@ def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(
     assert peak < 0.75 * size
 
 
-def test_lines_of_a_compressed_file_count_for_more_than_their_bytes(
+def test_read_compressed_lines_count_more_than_their_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lines.jsonl.gz"
@@ -969,9 +971,7 @@ def test_lines_of_a_compressed_file_count_for_more_than_their_bytes(
 
 
 @pytest.mark.parametrize("rows", [1, 1000])
-def test_a_parquet_file_that_unpacks_to_far_more_than_text_does_is_refused(
-    tmp_path: Path, rows: int
-) -> None:
+def test_read_parquet_decompression_bomb_raises(tmp_path: Path, rows: int) -> None:
     path = tmp_path / "bomb.parquet"
     # One long text, or one that all rows share, which is one in the file.
     table = pyarrow.table({"text": ["a" * (60_000_000 // rows)] * rows})
@@ -980,13 +980,13 @@ def test_a_parquet_file_that_unpacks_to_far_more_than_text_does_is_refused(
         read(path)
 
 
-def test_rows_of_a_parquet_file_may_share_a_long_text(tmp_path: Path) -> None:
+def test_read_parquet_rows_may_share_long_text(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", text=["a" * 20_000_000, "b"] * 2)
     assert list(map(len, texts_of(tmp_path / "a.parquet"))) == [20_000_000, 1] * 2
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.csv.gz", "a.jsonl", "a.txt"])
-def test_a_document_of_a_compressed_file_has_a_largest_size(
+def test_read_compressed_document_has_size_limit(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.data.opening._LARGEST_DOCUMENT_BYTES", 10_000)
@@ -1007,7 +1007,7 @@ def test_a_document_of_a_compressed_file_has_a_largest_size(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_json_of_millions_of_lists_is_not_read_into_memory(tmp_path: Path, name: str) -> None:
+def test_read_json_with_millions_of_lists_is_rejected(tmp_path: Path, name: str) -> None:
     content = b"[" + b"[]," * 2_000_000 + b"[]]\n" + jsonl("good")
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     bomb, good = read(tmp_path / name)

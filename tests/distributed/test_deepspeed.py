@@ -86,7 +86,7 @@ def _require_equal_in_fp16(line: dict[str, Any]) -> None:
     assert line["restored"], line
 
 
-def test_two_processes_make_the_steps_of_one() -> None:
+def test_deepspeed_two_processes_match_one_process() -> None:
     cases = [
         _case(2, family="gpt2", masks="unequal", optimizer="sgd"),
         _case(3, accumulation=3, micro=1),
@@ -100,7 +100,7 @@ def test_two_processes_make_the_steps_of_one() -> None:
 
 
 @pytest.mark.slow
-def test_all_stages_make_the_steps_of_one_process() -> None:
+def test_deepspeed_all_stages_match_one_process() -> None:
     cases = [
         _case(stage, optimizer=optimizer, family=family, masks=masks, distributed=offload, **cut)
         for stage in (1, 2, 3)
@@ -119,12 +119,12 @@ def test_all_stages_make_the_steps_of_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_one_process_offloads_too() -> None:
+def test_deepspeed_one_process_supports_offloading() -> None:
     _require_equal([_case(stage, distributed={"offload": "cpu"}) for stage in (2, 3)], 1)
 
 
 @pytest.mark.slow
-def test_fp16_of_one_process_scales_its_loss() -> None:
+def test_deepspeed_one_process_scales_fp16_loss() -> None:
     fp16 = {"precision": "fp16"}
     cases = [_case(2, efficiency=fp16), _case(3, efficiency=fp16, distributed={"offload": "cpu"})]
     (lines,) = _lines(cases, 1)
@@ -134,7 +134,7 @@ def test_fp16_of_one_process_scales_its_loss() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_less_than_fp32_is_that_of_one_process(precision: str) -> None:
+def test_deepspeed_below_fp32_matches_one_process(precision: str) -> None:
     """Products in bf16 differ by their rounding, and no more than that from one process'."""
     less = {"precision": precision}
     cases = [_case(stage, efficiency=less, masks="unequal") for stage in (2, 3)]
@@ -150,7 +150,9 @@ def test_less_than_fp32_is_that_of_one_process(precision: str) -> None:
 @pytest.mark.skipif(
     not Path("/usr/include/libaio.h").is_file(), reason="libaio-dev is not installed"
 )
-def test_optimizer_state_may_lie_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_optimizer_state_may_be_offloaded_to_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The library is compiled for this; a build that is killed would leave a lock behind.
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     nvme = {"offload": "nvme", "nvme_path": str(tmp_path / "disk")}
@@ -159,7 +161,9 @@ def test_optimizer_state_may_lie_in_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any((tmp_path / "disk").iterdir())
 
 
-def test_files_need_a_library_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_nvme_offload_without_libaio_raises_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import_deepspeed(torch.device("cpu"))
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -168,7 +172,7 @@ def test_files_need_a_library_and_say_so(tmp_path: Path, monkeypatch: pytest.Mon
         require_asynchronous_io(0)
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_missing_package_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'firstlight\[deepspeed\]'"):
         import_deepspeed(torch.device("cpu"))
@@ -197,7 +201,9 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"engine": "deepspeed", "nvme_path": "x"}, "nvme_path requires distributed.offload nvme"),
     ],
 )
-def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], problem: str) -> None:
+def test_deepspeed_keys_unsupported_by_engine_raise_config_error(
+    keys: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         make_engine(DistributedConfig(**keys), World(0, 2, 0, 2), torch.device("cpu"))
 
@@ -217,7 +223,7 @@ def test_keys_that_are_not_for_the_engine_are_refused(keys: dict[str, Any], prob
         ("checkpoint", {"sharded": True}, "checkpoint.sharded"),
     ],
 )
-def test_what_deepspeed_can_not_do_is_refused_by_name(
+def test_deepspeed_unsupported_features_raise_config_error(
     section: str, values: dict[str, Any], problem: str
 ) -> None:
     recipe: dict[str, Any] = {

@@ -153,10 +153,10 @@ def _require_elastic(tmp_path: Path, shards: Path, starts: list[str], ways: list
 
 
 @pytest.mark.slow
-def test_deepspeed_and_ddp_go_on_from_each_other(tmp_path: Path, shards: Path) -> None:
+def test_deepspeed_and_ddp_runs_resume_from_each_other(tmp_path: Path, shards: Path) -> None:
     _require_elastic(tmp_path, shards, ["ddp", "three"], ["three-ddp", "ddp-three"])
 
 
 @pytest.mark.slow
-def test_all_engines_go_on_from_each_other(tmp_path: Path, shards: Path) -> None:
+def test_deepspeed_runs_resume_across_all_engines(tmp_path: Path, shards: Path) -> None:
     _require_elastic(tmp_path, shards, list(_STARTS), list(_WAYS))

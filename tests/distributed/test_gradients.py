@@ -78,7 +78,7 @@ def _methods(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_two_processes_give_the_gradient_of_one() -> None:
+def test_gradient_of_two_processes_equals_that_of_one() -> None:
     families = ["llama", "gpt2", "tied"]
     cases = _cases(["ddp", "fsdp"], families)
     # They differ from fsdp in where parameters lie, and not in how a batch is cut.
@@ -89,13 +89,13 @@ def test_two_processes_give_the_gradient_of_one() -> None:
 
 
 @pytest.mark.slow
-def test_experts_and_methods_on_two_processes_give_the_gradient_of_one() -> None:
+def test_gradient_of_two_processes_with_experts_and_methods_equals_that_of_one() -> None:
     experts = [*_cases(["ddp"], ["moe"])[:2], *_cases(["fsdp"], ["moe"])[:2]]
     _require_equal([*experts, *_methods(4)], 2)
 
 
 @pytest.mark.slow
-def test_gradients_are_sent_in_the_last_pass_of_a_step_only() -> None:
+def test_gradient_is_sent_only_in_last_pass_of_step() -> None:
     base = {"micro": 1, "masks": "unequal", "family": "llama", "dtype": "float64", "count": True}
     cases = [
         {**base, "distributed": _ENGINES[engine], "accumulation": accumulation}
@@ -110,5 +110,5 @@ def test_gradients_are_sent_in_the_last_pass_of_a_step_only() -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_give_the_gradient_of_one() -> None:
+def test_gradient_of_four_processes_equals_that_of_one() -> None:
     _require_equal(_cases(list(_ENGINES), ["llama", "gpt2", "tied"]), 4)

@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     return made
 
 
-def test_each_process_runs_the_same_command_without_the_options_of_the_launch(
+def test_launch_passes_same_command_without_launch_options(
     calls: list[Call],
 ) -> None:
     options = ["--nproc", "2", "--max-restarts=3"]
@@ -46,7 +46,7 @@ def test_each_process_runs_the_same_command_without_the_options_of_the_launch(
     assert calls == [(expected, Launch(2, max_restarts=3), ["--resume"])]
 
 
-def test_machines_are_passed_on_and_resuming_is_not_asked_for_twice(calls: list[Call]) -> None:
+def test_launch_passes_on_machines_and_does_not_repeat_resume(calls: list[Call]) -> None:
     machines = ["--nnodes", "4", "--node-rank", "3", "--rdzv-endpoint", "node0:29500"]
     assert main(["train", "r.yaml", "--resume", "--nproc", "8", *machines]) == 75
     ((command, options, on_restart),) = calls
@@ -55,7 +55,7 @@ def test_machines_are_passed_on_and_resuming_is_not_asked_for_twice(calls: list[
     assert on_restart == []
 
 
-def test_one_process_is_this_one(
+def test_launch_single_process_runs_in_place(
     calls: list[Call], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -84,7 +84,7 @@ def test_one_process_is_this_one(
         (["--npoc", "2"], "unknown option --npoc (did you mean '--nproc'?)"),
     ],
 )
-def test_options_that_cant_be_meant_are_refused(
+def test_launch_invalid_options_fail_before_start(
     calls: list[Call], capfd: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert main(["train", "r.yaml", *options, "--json"]) == 2
@@ -100,7 +100,7 @@ def test_options_that_cant_be_meant_are_refused(
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
     ],
 )
-def test_a_process_that_a_launcher_started_starts_no_others(
+def test_launch_inside_launched_process_fails(
     calls: list[Call],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -113,7 +113,7 @@ def test_a_process_that_a_launcher_started_starts_no_others(
     assert calls == []
 
 
-def test_a_signal_before_a_rank_is_started_ends_with_its_code(
+def test_launch_signal_before_rank_start_returns_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(_: Any) -> None:
@@ -123,7 +123,7 @@ def test_a_signal_before_a_rank_is_started_ends_with_its_code(
     assert elastic.launch(["true"], Launch(2)) == 128 + signal.SIGTERM
 
 
-def test_a_rendezvous_that_another_machine_has_closed_is_an_error(
+def test_launch_rendezvous_closed_by_other_machine_raises_rank_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LocalElasticAgent, "run", lambda _: None)

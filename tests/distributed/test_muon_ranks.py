@@ -69,17 +69,17 @@ _CASES = _cases(
 
 
 @pytest.mark.slow
-def test_steps_of_two_processes_are_those_of_one() -> None:
+def test_muon_steps_of_two_processes_equal_those_of_one() -> None:
     _require_equal(_CASES, 2, _FEW)
 
 
 @pytest.mark.slow
-def test_fifty_steps_of_two_processes_are_those_of_one() -> None:
+def test_muon_fifty_steps_of_two_processes_equal_those_of_one() -> None:
     _require_equal(_CASES, 2, _MANY)
 
 
 @pytest.mark.slow
-def test_three_processes_with_fewer_matrices_left_than_processes_are_those_of_one() -> None:
+def test_muon_three_processes_with_fewer_matrices_equal_one() -> None:
     # Llama has 14 matrices: the third process has none of the last two, and its shards are shorter.
     _require_equal(
         _cases((_FSDP, "llama", _PLAIN), (_FSDP, "llama", _EVERYTHING), (_FSDP, "gpt2", _PLAIN)),
@@ -89,7 +89,7 @@ def test_three_processes_with_fewer_matrices_left_than_processes_are_those_of_on
 
 
 @pytest.mark.slow
-def test_four_processes_in_two_dimensions_are_those_of_one() -> None:
+def test_muon_four_processes_in_two_dimensions_equal_one() -> None:
     _require_equal(
         _cases(
             ({"engine": "fsdp", "tensor_parallel": 2}, "grouped", _EVERYTHING),

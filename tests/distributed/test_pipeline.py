@@ -55,7 +55,7 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
                 assert line[name] < bound, line
 
 
-def test_two_stages_give_the_gradient_of_one_process() -> None:
+def test_pipeline_two_stages_match_gradient_of_one_process() -> None:
     methods = {"activation_checkpointing": "selective", "vocab_multiple": 64}
     cases = [
         _case("grouped", 2),
@@ -72,7 +72,7 @@ def test_two_stages_give_the_gradient_of_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_four_stages_give_the_gradient_of_one_process() -> None:
+def test_pipeline_four_stages_match_gradient_of_one_process() -> None:
     cases = [
         _case("deep", 4, micro=micro, accumulation=steps, masks=masks)
         for micro, steps in ((2, 1), (1, 3), (2, 4), (1, 7))
@@ -94,7 +94,7 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def test_stages_begin_with_the_values_of_the_whole_model() -> None:
+def test_pipeline_stages_start_with_values_of_whole_model() -> None:
     config = LlamaConfig(**_SIZES, intermediate_size=32)
     whole = empty_model(config, 64)
     whole.init_weights(torch.Generator().manual_seed(3))
@@ -131,7 +131,9 @@ def test_stages_begin_with_the_values_of_the_whole_model() -> None:
         ),
     ],
 )
-def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], said: str) -> None:
+def test_pipeline_impossible_stages_raise_config_error(
+    processes: int, config: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         _engine(0, processes, **config)
 
@@ -153,7 +155,7 @@ def test_impossible_stages_are_refused(processes: int, config: dict[str, Any], s
         (LlamaConfig(**_SIZES, tie_word_embeddings=True), "tie_word_embeddings to false"),
     ],
 )
-def test_models_without_stages_are_refused(config: Any, said: str) -> None:
+def test_pipeline_unsupported_models_raise_config_error(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         _engine(0, 2, pipeline=2).new_model(config, 1)
 
@@ -183,7 +185,7 @@ def test_models_without_stages_are_refused(config: Any, said: str) -> None:
         ("checkpoint", {"sharded": True}, "checkpoint.sharded .* disable it"),
     ],
 )
-def test_what_stages_do_not_know_is_refused(
+def test_pipeline_unsupported_features_raise_config_error(
     section: str, values: dict[str, Any], said: str
 ) -> None:
     recipe: dict[str, Any] = {

@@ -114,7 +114,7 @@ def mixed(tmp_path: Path, texts: list[str]) -> Path:
 # The same bytes
 
 
-def test_all_files_are_those_of_one_process(
+def test_prepare_on_ray_matches_files_of_one_process(
     tmp_path: Path, mixed: Path, tokenizer: Tokenizer, on_ray: Prepare
 ) -> None:
     options: dict[str, Any] = {"val_fraction": 0.2, "shard_tokens": 3000}
@@ -127,7 +127,7 @@ def test_all_files_are_those_of_one_process(
     assert ray.is_initialized()
 
 
-def test_the_tail_of_a_single_file_is_held_out_as_by_one_process(
+def test_prepare_on_ray_holds_out_same_tail_of_single_file(
     tmp_path: Path, texts: list[str], tokenizer: Tokenizer, on_ray: Prepare
 ) -> None:
     (tmp_path / "a.txt").write_text("".join(texts[:40]), encoding="utf-8")
@@ -137,7 +137,7 @@ def test_the_tail_of_a_single_file_is_held_out_as_by_one_process(
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
 
 
-def test_ids_above_65535_survive(tmp_path: Path, on_ray: Prepare) -> None:
+def test_prepare_on_ray_ids_above_65535_are_kept(tmp_path: Path, on_ray: Prepare) -> None:
     words = {f"w{number}": number for number in range(70_000)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -149,7 +149,7 @@ def test_ids_above_65535_survive(tmp_path: Path, on_ray: Prepare) -> None:
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
 
 
-def test_blocks_that_come_back_in_another_order_are_put_in_their_own(
+def test_prepare_on_ray_out_of_order_blocks_are_reordered(
     tmp_path: Path,
     corpus: Path,
     tokenizer: Tokenizer,
@@ -236,7 +236,7 @@ def killed(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_killed_workers_change_no_byte(
+def test_prepare_on_ray_killed_workers_change_no_byte(
     tmp_path: Path,
     mixed: Path,
     tokenizer: Tokenizer,
@@ -253,7 +253,7 @@ def test_killed_workers_change_no_byte(
 
 
 @pytest.mark.slow
-def test_a_node_killed_in_the_middle_changes_no_byte(
+def test_prepare_on_ray_killed_node_changes_no_byte(
     tmp_path: Path,
     mixed: Path,
     tokenizer: Tokenizer,
@@ -278,7 +278,7 @@ def test_a_node_killed_in_the_middle_changes_no_byte(
 # Refusals
 
 
-def test_what_the_tokenizer_does_wrong_is_said_as_by_one_process(
+def test_prepare_on_ray_tokenizer_error_matches_one_process(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -298,7 +298,7 @@ def test_what_the_tokenizer_does_wrong_is_said_as_by_one_process(
     assert names(tmp_path) == []
 
 
-def test_nodes_with_another_release_of_the_tokenizer_library_are_refused(
+def test_prepare_on_ray_other_tokenizers_release_raises(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -313,7 +313,7 @@ def test_nodes_with_another_release_of_the_tokenizer_library_are_refused(
     assert names(tmp_path) == []
 
 
-def test_nodes_without_the_package_are_one_clear_error(
+def test_prepare_on_ray_nodes_without_package_raise_one_error(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -336,7 +336,7 @@ def test_nodes_without_the_package_are_one_clear_error(
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_a_node_raises_is_one_clear_error(
+def test_prepare_on_ray_error_on_node_raises_one_error(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -356,7 +356,7 @@ def test_what_a_node_raises_is_one_clear_error(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_connection_that_is_there_is_not_mistaken_for_another(
+def test_prepare_on_ray_existing_connection_with_address_raises(
     tmp_path: Path, tokenizer: Tokenizer, corpus: Path, cluster: Any, on_ray: Prepare
 ) -> None:
     with pytest.raises(ConfigError, match="connected to a ray cluster: omit ray_address"):
@@ -397,7 +397,7 @@ def has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_says_without_ray(
+def test_prepare_on_ray_command_output_matches_run_without_ray(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -438,7 +438,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_name, code", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_terminated_prepare_leaves_nothing_and_says_so(
+def test_prepare_on_ray_terminated_leaves_nothing_and_reports_it(
     tmp_path: Path, tokenizer: Tokenizer, corpus: Path, signal_name: str, code: int
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")

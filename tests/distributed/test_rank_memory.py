@@ -36,7 +36,7 @@ _MODEL: dict[str, Any] = {
 }
 
 
-def test_rank_0_of_two_holds_what_the_arithmetic_says() -> None:
+def test_rank_0_of_two_memory_matches_arithmetic() -> None:
     models = [{**_MODEL, "tie_word_embeddings": tied} for tied in (False, True)]
     engines: tuple[Literal["ddp", "fsdp"], ...] = ("ddp", "fsdp")
     cases = [(engine, model) for model in models for engine in engines]
@@ -122,7 +122,7 @@ def parameters_of(config: Any) -> int:
     return sum(p.numel() for p in meta_model(config).parameters())
 
 
-def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
+def test_plan_of_two_processes_matches_measured_steps() -> None:
     require_planned(
         [
             steps("tensor", {**_WIDE, "num_hidden_layers": 2}, tied=True),
@@ -138,7 +138,7 @@ def test_a_plan_of_two_processes_is_what_their_steps_take() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", _WAYS)
-def test_plans_of_all_ways_are_what_steps_take(way: str) -> None:
+def test_plans_of_all_engines_match_measured_steps(way: str) -> None:
     more: list[dict[str, Any]] = [
         {},
         {"activation_checkpointing": "full"},
@@ -170,7 +170,7 @@ def zero(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed")
-def test_plan_of_deepspeed_on_one_process_is_what_its_steps_take() -> None:
+def test_plan_of_deepspeed_one_process_matches_measured_steps() -> None:
     cases = [
         zero(2, "cpu", _WIDE),
         zero(1, "none", _WIDE, 3, precision="bf16"),
@@ -185,7 +185,7 @@ def test_plan_of_deepspeed_on_one_process_is_what_its_steps_take() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [_WIDE, _DEEP, _LARGE], ids=["wide", "deep", "large"])
-def test_plans_of_all_stages_of_zero_are_what_steps_take(
+def test_plans_of_all_zero_stages_match_measured_steps(
     size: int, precision: str, model: dict[str, Any]
 ) -> None:
     cases = [

@@ -65,7 +65,7 @@ def conversations(tmp_path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_losses_on_conversations_are_those_of_one_process(
+def test_conversation_losses_of_two_processes_equal_those_of_one(
     tmp_path: Path, conversations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -78,7 +78,7 @@ def test_losses_on_conversations_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_preferences_of_processes_are_those_of_one(
+def test_preference_losses_of_two_processes_equal_those_of_one(
     tmp_path: Path, conversations: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))

@@ -98,13 +98,13 @@ _WAYS: dict[str, dict[str, Any]] = {
 _RAMP = {"batch": {"ramp_start_tokens": 32, "ramp_steps": 7}}
 
 
-def test_losses_and_validation_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
+def test_run_losses_and_validation_of_two_processes_equal_those_of_one(
+    tmp_path: Path, shards: Path
+) -> None:
     _require_same_losses(tmp_path, shards, [("ddp", 2), ("fsdp", 2)], 12)
 
 
-def test_processes_make_as_many_steps_of_a_run_in_minutes_as_the_main_one_decides(
-    tmp_path: Path, shards: Path
-) -> None:
+def test_timed_run_processes_make_steps_decided_by_main_one(tmp_path: Path, shards: Path) -> None:
     minutes: dict[str, Any] = {
         "schedule": {"kind": "wsd", "max_steps": None, "max_minutes": 0.04, "warmup_steps": 2},
         "evaluation": {"every_steps": 0, "max_rows": 1, "train_rows": 0, "sample_tokens": 1},
@@ -130,13 +130,17 @@ def test_processes_make_as_many_steps_of_a_run_in_minutes_as_the_main_one_decide
 
 
 @pytest.mark.slow
-def test_fifty_losses_in_every_way_are_those_of_one_process(tmp_path: Path, shards: Path) -> None:
+def test_run_fifty_losses_of_every_engine_equal_those_of_one_process(
+    tmp_path: Path, shards: Path
+) -> None:
     ways = [("tensor", 2), ("tensor-fsdp", 4), ("pipeline", 2), ("ddp", 2), ("fsdp", 2)]
     _require_same_losses(tmp_path, shards, ways, 50)
 
 
 @pytest.mark.slow
-def test_parts_of_layers_work_in_bf16_with_documents(tmp_path: Path, shards: Path) -> None:
+def test_run_with_model_parallelism_supports_bf16_and_document_masking(
+    tmp_path: Path, shards: Path
+) -> None:
     more: dict[str, Any] = {
         "efficiency": {"precision": "bf16"},
         "data": {"document_masking": True},
@@ -179,28 +183,28 @@ def _require_same_losses(
         assert (run / "drawn-by").read_text(encoding="utf-8") == "0"
 
 
-def test_a_run_goes_on_with_other_processes_and_engines(tmp_path: Path, shards: Path) -> None:
+def test_run_resumes_with_other_process_count_and_engine(tmp_path: Path, shards: Path) -> None:
     _require_elastic(tmp_path, shards, [(1, "none"), (2, "fsdp"), (2, "ddp"), (1, "none")])
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_up_to_four_processes(tmp_path: Path, shards: Path) -> None:
+def test_run_resumes_with_up_to_four_processes(tmp_path: Path, shards: Path) -> None:
     ways = [(1, "none"), (2, "ddp"), (4, "fsdp"), (4, "hybrid"), (2, "fsdp"), (1, "none")]
     _require_elastic(tmp_path, shards, ways)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_and_without_parts_of_layers(tmp_path: Path, shards: Path) -> None:
+def test_run_resumes_with_and_without_tensor_parallelism(tmp_path: Path, shards: Path) -> None:
     ways = [(4, "tensor-fsdp"), (1, "none"), (2, "tensor"), (2, "fsdp"), (4, "tensor-fsdp")]
     _require_elastic(tmp_path, shards, [*ways, (2, "pipeline"), (2, "tensor")])
 
 
-def test_a_ramp_of_the_batch_goes_on_with_other_processes(tmp_path: Path, shards: Path) -> None:
+def test_batch_ramp_resumes_with_other_process_count(tmp_path: Path, shards: Path) -> None:
     _require_elastic(tmp_path, shards, [(2, "ddp"), (1, "none")], **_RAMP)
 
 
 @pytest.mark.slow
-def test_a_ramp_of_the_batch_goes_on_in_a_pipeline(tmp_path: Path, shards: Path) -> None:
+def test_batch_ramp_resumes_in_pipeline(tmp_path: Path, shards: Path) -> None:
     _require_elastic(tmp_path, shards, [(2, "fsdp"), (2, "pipeline"), (2, "tensor")], **_RAMP)
 
 
@@ -244,7 +248,7 @@ def _train_until(recipe: Any, processes: int, stop: int, **options: Any) -> list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_resumed_run_of_two_processes_is_the_one_that_was_not_stopped(
+def test_resumed_run_of_two_processes_equals_uninterrupted_run(
     tmp_path: Path, shards: Path, engine: str
 ) -> None:
     dropout = {"model_type": "gpt2", "resid_pdrop": 0.2, "embd_pdrop": 0.2}
@@ -308,11 +312,11 @@ def _require_restart(
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_rank_goes_on_by_itself(tmp_path: Path, shards: Path) -> None:
+def test_run_losing_a_rank_restarts_by_itself(tmp_path: Path, shards: Path) -> None:
     _require_restart(tmp_path, shards, [(1, 7, "SIGKILL")], "ddp")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_a_run_may_lose_any_rank_at_any_step(tmp_path: Path, shards: Path, engine: str) -> None:
+def test_run_may_lose_any_rank_at_any_step(tmp_path: Path, shards: Path, engine: str) -> None:
     _require_restart(tmp_path, shards, _deaths(range(1, 13)), engine)

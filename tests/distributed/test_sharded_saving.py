@@ -38,10 +38,10 @@ def _require_sound(folder: Path, size: int, meshes: list[str]) -> None:
             assert names == ["step-00000003"]
 
 
-def test_pieces_of_two_processes_are_one_checkpoint(tmp_path: Path) -> None:
+def test_shards_of_two_processes_form_one_checkpoint(tmp_path: Path) -> None:
     _require_sound(tmp_path, 2, ["all"])
 
 
 @pytest.mark.slow
-def test_pieces_of_four_processes_are_one_checkpoint(tmp_path: Path) -> None:
+def test_shards_of_four_processes_form_one_checkpoint(tmp_path: Path) -> None:
     _require_sound(tmp_path, 4, ["all", "hybrid"])

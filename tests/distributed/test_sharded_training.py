@@ -173,7 +173,9 @@ def runs(
     return folder, family
 
 
-def test_pieces_hold_what_whole_checkpoints_hold(runs: tuple[Path, str], tmp_path: Path) -> None:
+def test_sharded_checkpoint_holds_same_state_as_whole_one(
+    runs: tuple[Path, str], tmp_path: Path
+) -> None:
     folder, family = runs
     early, last = (_checkpoint(folder / "pieces", step) for step in (3, 6))
     assert is_sharded_checkpoint(early)
@@ -206,13 +208,13 @@ def test_pieces_hold_what_whole_checkpoints_hold(runs: tuple[Path, str], tmp_pat
     assert states[0] == states[1]
 
 
-def test_what_takes_a_model_names_the_command_that_makes_one(runs: tuple[Path, str]) -> None:
+def test_load_sharded_checkpoint_names_convert_command(runs: tuple[Path, str]) -> None:
     early = _checkpoint(runs[0] / "pieces", 3)
     with pytest.raises(ModelError, match=f"firstlight convert {early} --out DIR"):
         load_model(early)
 
 
-def test_one_process_goes_on_from_pieces(
+def test_sharded_checkpoint_resumes_on_one_process(
     runs: tuple[Path, str], tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, family = runs
@@ -228,7 +230,9 @@ def test_one_process_goes_on_from_pieces(
     assert not problems
 
 
-def test_processes_go_on_from_pieces(runs: tuple[Path, str], tmp_path: Path, shards: Path) -> None:
+def test_sharded_checkpoint_resumes_on_same_processes(
+    runs: tuple[Path, str], tmp_path: Path, shards: Path
+) -> None:
     folder, family = runs
     again = _without_last(folder / "pieces", tmp_path / "again")
     other = _without_last(folder / "pieces", tmp_path / "other")
@@ -253,7 +257,9 @@ def test_processes_go_on_from_pieces(runs: tuple[Path, str], tmp_path: Path, sha
 
 
 @pytest.mark.slow
-def test_every_engine_averages_the_last_checkpoints(tmp_path: Path, shards: Path) -> None:
+def test_sharded_last_checkpoints_are_averaged_by_every_engine(
+    tmp_path: Path, shards: Path
+) -> None:
     engines: dict[str, dict[str, Any]] = {
         "ddp": {"engine": "ddp"},
         "fsdp": {"engine": "fsdp"},
@@ -281,7 +287,7 @@ def test_every_engine_averages_the_last_checkpoints(tmp_path: Path, shards: Path
 
 
 @pytest.mark.slow
-def test_muon_goes_on_from_pieces(
+def test_sharded_muon_run_resumes(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its moments are pieces, the second moments of neurons and the counters whole on each rank."""
@@ -321,7 +327,7 @@ def test_muon_goes_on_from_pieces(
 
 
 @pytest.mark.slow
-def test_four_processes_go_on_from_the_pieces_of_two(
+def test_sharded_checkpoint_of_two_resumes_on_four_processes(
     runs: tuple[Path, str], tmp_path: Path, shards: Path
 ) -> None:
     folder, family = runs
@@ -344,7 +350,7 @@ def test_four_processes_go_on_from_the_pieces_of_two(
         ("optimizer.shard-00001-of-00002.safetensors", "is damaged"),
     ],
 )
-def test_a_checkpoint_with_a_bad_piece_is_not_used(
+def test_sharded_checkpoint_with_bad_shard_is_skipped(
     runs: tuple[Path, str], tmp_path: Path, name: str, problem: str
 ) -> None:
     run = tmp_path / "run"
@@ -362,7 +368,7 @@ def test_a_checkpoint_with_a_bad_piece_is_not_used(
     assert problem in problems[0]
 
 
-def test_what_can_not_be_in_pieces_is_refused(tmp_path: Path, shards: Path) -> None:
+def test_sharded_unsupported_settings_raise_config_error(tmp_path: Path, shards: Path) -> None:
     recipe = _recipe(shards, tmp_path / "run", sharded=True)
     with pytest.raises(ConfigError, match=r"distributed\.engine none does not shard"):
         firstlight.train(recipe)

@@ -126,7 +126,7 @@ def _offered(recipe_file: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_one_process_starts_however_it_is_started(recipe_file: Path) -> None:
+def test_start_one_process_succeeds_with_every_launcher(recipe_file: Path) -> None:
     ways = [(way, options, "zero") for way, options in _ONE]
     ways += [("plain", _offered(recipe_file), "auto"), ("plain", (), "zero, offloaded")]
     ways += [("plain", (), "auto"), ("Slurm", (), "auto")]
@@ -134,7 +134,7 @@ def test_one_process_starts_however_it_is_started(recipe_file: Path) -> None:
         assert codes == [0], (way, said)
 
 
-def test_one_process_is_told_of_engines_for_several(recipe_file: Path) -> None:
+def test_start_one_process_with_multi_process_engine_fails_with_advice(recipe_file: Path) -> None:
     ways: list[Way] = [
         ("plain", ("--nproc", "1"), engine) for engine in ("ddp", "fsdp", "tensor parallel")
     ]
@@ -143,7 +143,7 @@ def test_one_process_is_told_of_engines_for_several(recipe_file: Path) -> None:
         assert f"start it with --nproc {count}" in said
 
 
-def test_two_processes_start_however_they_are_started(recipe_file: Path) -> None:
+def test_start_two_processes_succeeds_with_every_launcher(recipe_file: Path) -> None:
     # DeepSpeed, whose import takes longer than all of these starts, is in the slow tests.
     ways: list[Way] = [(way, (), "auto") for way in _TWO]
     ways += [("torchrun", (), engine) for engine in ("ddp", "fsdp", "tensor parallel", "pipeline")]
@@ -152,7 +152,7 @@ def test_two_processes_start_however_they_are_started(recipe_file: Path) -> None
 
 
 @pytest.mark.slow
-def test_every_engine_of_two_starts_in_every_way(recipe_file: Path) -> None:
+def test_start_two_processes_succeeds_with_every_engine_and_launcher(recipe_file: Path) -> None:
     ways: list[Way] = [(way, (), engine) for way in _TWO for engine in _ENGINES]
     for way, (codes, said) in zip(ways, _start(recipe_file, ways, 2), strict=True):
         assert codes == [0, 0], (way, said)
@@ -172,7 +172,7 @@ def test_every_engine_of_two_starts_in_every_way(recipe_file: Path) -> None:
         (("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"), ()),
     ],
 )
-def test_real_launchers_start_deepspeed(
+def test_start_deepspeed_succeeds_with_real_launchers(
     recipe_file: Path, launcher: tuple[str, ...], processes: tuple[str, ...]
 ) -> None:
     module = () if "firstlight" in launcher else ("-m", "firstlight")

@@ -51,7 +51,7 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
                 assert line[name] < bound, line
 
 
-def test_two_processes_compute_the_gradient_of_one_together() -> None:
+def test_tensor_parallel_two_processes_match_gradient_of_one() -> None:
     cases = [_case(family, {}) for family in _FAMILIES]
     cases[0] |= {"micro": 1, "accumulation": 3, "masks": "partial"}
     cases[1] |= {"efficiency": {"vocab_multiple": 64}}
@@ -63,7 +63,7 @@ def test_two_processes_compute_the_gradient_of_one_together() -> None:
 
 
 @pytest.mark.slow
-def test_however_a_batch_is_cut_two_processes_compute_the_gradient_of_one() -> None:
+def test_tensor_parallel_any_batch_split_matches_gradient_of_one_process() -> None:
     cases = [
         _case(family, {}, micro=micro, accumulation=steps, masks=masks, dtype=dtype)
         for family in _FAMILIES
@@ -82,7 +82,7 @@ def test_however_a_batch_is_cut_two_processes_compute_the_gradient_of_one() -> N
 
 
 @pytest.mark.slow
-def test_groups_of_two_processes_give_the_gradient_of_one() -> None:
+def test_tensor_parallel_groups_of_two_match_gradient_of_one_process() -> None:
     ways: list[dict[str, Any]] = [
         {"engine": "fsdp"},
         {"engine": "fsdp", "reshard_after_forward": False},
@@ -106,12 +106,12 @@ def test_groups_of_two_processes_give_the_gradient_of_one() -> None:
 
 
 @pytest.mark.slow
-def test_four_processes_compute_each_layer_together() -> None:
+def test_tensor_parallel_four_processes_compute_each_layer_together() -> None:
     _require_equal([_case("llama-4", {"tensor_parallel": 4})], 4)
 
 
 @pytest.mark.slow
-def test_groups_share_copies_of_a_model() -> None:
+def test_tensor_parallel_groups_hold_copies_of_model() -> None:
     ways = {"engine": "fsdp", "shard": 2}
     _require_equal([_case(family, ways, accumulation=2) for family in _FAMILIES], 8)
 
@@ -121,7 +121,7 @@ def _engine(processes: int, **config: Any) -> Engine:
     return make_engine(DistributedConfig(**config), world, torch.device("cpu"))
 
 
-def test_neighbours_have_the_same_rows() -> None:
+def test_tensor_parallel_group_members_read_same_rows() -> None:
     engine = _engine(6, tensor_parallel=2)
     assert (engine.name, engine.rank, engine.size, engine.group_rank) == ("fsdp", 2, 3, 1)
     assert _engine(2, tensor_parallel=2).name == "none"
@@ -142,7 +142,9 @@ def test_neighbours_have_the_same_rows() -> None:
         (6, {"tensor_parallel": 2, "shard": 2}, "does not divide the 3 groups evenly"),
     ],
 )
-def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], said: str) -> None:
+def test_tensor_parallel_impossible_groups_raise_config_error(
+    processes: int, config: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         _engine(processes, **config)
 
@@ -197,7 +199,9 @@ def test_impossible_groups_are_refused(processes: int, config: dict[str, Any], s
         ("lora", {}, "distributed.tensor_parallel does not support lora: remove one"),
     ],
 )
-def test_what_can_not_be_cut_is_refused(section: str, values: dict[str, Any], said: str) -> None:
+def test_tensor_parallel_unsupported_layers_raise_config_error(
+    section: str, values: dict[str, Any], said: str
+) -> None:
     recipe: dict[str, Any] = {
         "data": {"dir": "none", "seq_len": 8},
         "batch": {"micro_batch_size": 1},

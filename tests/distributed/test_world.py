@@ -85,7 +85,7 @@ ALLOCATION = {
         (OPEN_MPI | {"PMIX_RANK": "1"} | MEETING, World(1, 2, 1, 2, "node1", 29500)),
     ],
 )
-def test_each_launcher_is_understood(variables: dict[str, str], world: World) -> None:
+def test_find_world_understands_each_launcher(variables: dict[str, str], world: World) -> None:
     assert find_world(variables) == world
     assert world.is_main == (world.rank == 0)
 
@@ -100,13 +100,13 @@ def test_each_launcher_is_understood(variables: dict[str, str], world: World) ->
         ("rack[1-2]n[4-5]", "rack1n4"),
     ],
 )
-def test_slurms_first_machine_is_where_ranks_meet(nodes: str, host: str) -> None:
+def test_find_world_slurm_first_machine_is_rendezvous(nodes: str, host: str) -> None:
     world = find_world(SLURM | {"SLURM_NODELIST": nodes})
     assert world.host == host
     assert 10_000 <= world.port < 30_000
 
 
-def test_slurms_steps_meet_at_ports_of_their_own_and_what_is_set_stands() -> None:
+def test_find_world_slurm_steps_use_distinct_ports_unless_set() -> None:
     ports = {find_world(SLURM | {"SLURM_STEP_ID": str(step)}).port for step in range(20)}
     assert len(ports) == 20
     assert len({find_world(SLURM | {"SLURM_PROCID": str(rank)}).port for rank in (2, 7)}) == 1
@@ -114,13 +114,13 @@ def test_slurms_steps_meet_at_ports_of_their_own_and_what_is_set_stands() -> Non
     assert find_world(SLURM | {"MASTER_PORT": "12"}).port == 12
 
 
-def test_slurm_says_how_many_are_on_each_machine() -> None:
+def test_find_world_slurm_gives_process_count_per_machine() -> None:
     counts = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_LOCALID": "0"}
     sizes = [find_world(counts | {"SLURM_NODEID": str(n)}).local_size for n in (0, 1, 2, 3)]
     assert sizes == [3, 3, 2, 1]
 
 
-def test_mpirun_on_one_machine_needs_no_meeting_point() -> None:
+def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
     job = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-1@1"}
     world = find_world(job)
     assert (world.host, world.rank, world.size) == ("127.0.0.1", 1, 2)
@@ -167,7 +167,7 @@ def test_mpirun_on_one_machine_needs_no_meeting_point() -> None:
         ),
     ],
 )
-def test_half_set_and_contradicting_variables_are_named(
+def test_find_world_incomplete_or_conflicting_variables_are_named(
     variables: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -183,7 +183,7 @@ _TEXTS = st.one_of(st.integers(-1, 5).map(str), st.sampled_from(["", "x", "1.0",
         st.sampled_from([*TORCH, *OPEN_MPI, *SLURM, "PMI_RANK", "PMI_SIZE", "PMIX_RANK"]), _TEXTS
     )
 )
-def test_any_variables_give_a_world_that_can_be_or_an_error_that_names_one(
+def test_find_world_any_variables_give_valid_world_or_named_error(
     variables: dict[str, str],
 ) -> None:
     try:
@@ -205,7 +205,7 @@ def test_any_variables_give_a_world_that_can_be_or_an_error_that_names_one(
 
 
 @given(size=st.integers(2, 64), data=st.data())
-def test_torchs_variables_come_back_as_they_were(size: int, data: st.DataObject) -> None:
+def test_find_world_torch_variables_are_kept(size: int, data: st.DataObject) -> None:
     local_size = data.draw(st.integers(1, size))
     local_rank = data.draw(st.integers(0, local_size - 1))
     rank = data.draw(st.integers(local_rank, size - 1))

@@ -33,7 +33,7 @@ PLAIN = World(0, 1, 0, 1)
 TWO = World(0, 2, 0, 2, "127.0.0.1", 1)
 
 
-def test_a_plain_process_makes_no_group_and_gets_back_what_it_gives() -> None:
+def test_world_of_one_makes_no_group_and_returns_input() -> None:
     tensor = torch.tensor([1.5])
     value = {"a": (1, 2)}
     with process_group(PLAIN, torch.device("cpu")):
@@ -47,12 +47,12 @@ def test_a_plain_process_makes_no_group_and_gets_back_what_it_gives() -> None:
     assert tensor.item() == 1.5
 
 
-def test_an_error_passes_through_a_group_of_one() -> None:
+def test_world_of_one_error_passes_through() -> None:
     with pytest.raises(DataError, match="damaged"), process_group(PLAIN, torch.device("cpu")):
         raise DataError("damaged")
 
 
-def test_a_timeout_is_a_time() -> None:
+def test_world_timeout_must_be_positive() -> None:
     for seconds in (0.0, -1.0, float("nan")):
         with (
             pytest.raises(ConfigError, match="must be more than 0"),
@@ -61,7 +61,7 @@ def test_a_timeout_is_a_time() -> None:
             pass
 
 
-def test_each_process_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_device_gives_each_process_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     second = World(1, 2, 1, 2, "h", 1)
     assert own_device(second, "cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -81,7 +81,7 @@ def test_each_process_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 INFOS = [RankInfo(rank, 3, f"node{rank}", 100 + rank, "recipe", f"GPU-{rank}") for rank in range(3)]
 
 
-def test_cards_of_one_world_pass() -> None:
+def test_find_world_gpus_of_same_world_pass() -> None:
     compare(INFOS)
     compare([dataclasses.replace(info, gpu="") for info in INFOS])
 
@@ -98,7 +98,7 @@ def test_cards_of_one_world_pass() -> None:
         ({2: {"gpu": "GPU-1"}}, "ranks 1 and 2 on node2 share one GPU"),
     ],
 )
-def test_cards_of_different_worlds_are_told_apart(
+def test_find_world_gpus_of_different_worlds_raise(
     changes: dict[int, dict[str, int | str]], message: str
 ) -> None:
     infos = [
@@ -110,7 +110,7 @@ def test_cards_of_different_worlds_are_told_apart(
     assert message in str(caught.value)
 
 
-def test_errors_of_an_exchange_are_known_by_what_they_come_from() -> None:
+def test_is_exchange_error_recognises_error_by_cause() -> None:
     broken = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1")
     wrapped = RuntimeError("a forward pass failed")
     wrapped.__cause__ = broken
@@ -129,13 +129,15 @@ def test_errors_of_an_exchange_are_known_by_what_they_come_from() -> None:
         ({"nproc": 1, "nnodes": 2}, "--nnodes needs --rdzv-endpoint"),
     ],
 )
-def test_launches_that_cant_be_are_refused(numbers: dict[str, int], message: str) -> None:
+def test_find_world_invalid_launches_raise_config_error(
+    numbers: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Launch(**numbers)  # type: ignore[arg-type]
     assert message in str(caught.value)
 
 
-def test_ddp_reducer_at_the_end_of_a_session_is_freed_before_the_group() -> None:
+def test_ddp_reducer_at_exit_is_freed_before_process_group() -> None:
     """As the last owner of a gloo group it would free that with the interpreter's lock held, which
     gloo's threads may need to end."""
     cpu = torch.device("cpu")

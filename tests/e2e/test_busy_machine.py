@@ -58,7 +58,7 @@ def steps_of(run: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(sys.platform != "linux", reason="busy cores are recognised on Linux")
-def test_steps_beside_two_busy_programs_are_as_many_from_each_entry(tmp_path: Path) -> None:
+def test_steps_beside_two_busy_programs_are_equal_for_each_entry_point(tmp_path: Path) -> None:
     words = random.Random(0).choices("the cat sat on a mat and saw one red bird".split(), k=40_000)
     (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
     counts = dict.fromkeys(_ENTRIES, 0)

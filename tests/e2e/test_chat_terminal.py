@@ -59,9 +59,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[by
     return run
 
 
-def test_piped_messages_give_their_answers_and_nothing_else(
-    models: dict[str, Path], piped: Piped
-) -> None:
+def test_chat_piped_messages_print_only_answers(models: dict[str, Path], piped: Piped) -> None:
     answer = f"{WILD}\n"
     assert piped("hello\nand\r\n\nagain", models["wild"], "--system", "Be kind.") == (
         0,
@@ -72,7 +70,7 @@ def test_piped_messages_give_their_answers_and_nothing_else(
     assert piped(b"\xff\n", models["wild"]) == (0, answer, "")
 
 
-def test_a_model_without_a_template_continues_the_text(
+def test_chat_model_without_template_continues_text(
     models: dict[str, Path], piped: Piped, tmp_path: Path
 ) -> None:
     lines = ["the stone", " and it", "", f"/save {tmp_path}/chat.json"]
@@ -90,9 +88,7 @@ def test_a_model_without_a_template_continues_the_text(
     assert (exit_code, out) == (2, "")
 
 
-def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
-    models: dict[str, Path], piped: Piped
-) -> None:
+def test_chat_long_conversation_drops_oldest_turns(models: dict[str, Path], piped: Piped) -> None:
     text = "question\n" * 12 + "/stats\n" + "too long " * 50 + "\nquestion\n/system\n"
     exit_code, out, err = piped(text, models["wild"], "--system", "Be kind.")
     assert (exit_code, out) == (0, f"{WILD}\n" * 13)
@@ -104,16 +100,16 @@ def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
     assert err.rstrip().endswith("system  Be kind.")
 
 
-def test_an_answer_that_fills_the_context_says_where_it_was_cut(
-    piped: Piped, tmp_path: Path
-) -> None:
+def test_chat_answer_filling_context_reports_truncation(piped: Piped, tmp_path: Path) -> None:
     model = write_talking_model(tmp_path / "small", "On and", endless=True, context=64)
     exit_code, _, err = piped("hello\n", model)
     assert exit_code == 0
     assert err == "(cut: the 64 tokens of the model's context are full)\n"
 
 
-def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None:
+def test_chat_commands_print_settings_and_help(
+    models: dict[str, Path], piped: Piped, tmp_path: Path
+) -> None:
     def said(*lines: str) -> tuple[str, list[str]]:
         exit_code, out, err = piped("\n".join(lines), models["wild"], "--seed", "3")
         assert exit_code == 0
@@ -178,7 +174,9 @@ def test_commands(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None
     ]
 
 
-def test_messages_of_several_lines(models: dict[str, Path], piped: Piped, tmp_path: Path) -> None:
+def test_chat_accepts_multi_line_messages(
+    models: dict[str, Path], piped: Piped, tmp_path: Path
+) -> None:
     text = 'one\\\ntwo\\\n three\n"""a\n\n/b\nc"""\n"""d"""\n"""\ne\n"""\n'
     for ending in ("f\\", '"""g\nh'):  # the input ends inside a message
         place = tmp_path / "chat.json"
@@ -190,7 +188,7 @@ def test_messages_of_several_lines(models: dict[str, Path], piped: Piped, tmp_pa
         ]  # fmt: skip
 
 
-def test_options_that_can_not_be_meant_are_refused_before_anything_is_loaded(
+def test_chat_invalid_options_fail_before_loading(
     piped: Piped,
 ) -> None:
     for arguments, message in (
@@ -284,7 +282,7 @@ CTRL_C = "\x03\n"
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+def test_chat_ctrl_c_stops_answer_and_keeps_partial_text(
     models: dict[str, Path], opened: Opened, tmp_path: Path
 ) -> None:
     screen = opened(models["endless"], "--max-new-tokens", "200000")
@@ -313,7 +311,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
     assert screen.end() == 0
 
 
-def test_typed_and_pasted_messages_and_an_answer_that_can_not_command_the_terminal(
+def test_chat_typed_and_pasted_messages_work_and_answer_cannot_control_terminal(
     models: dict[str, Path], opened: Opened, tmp_path: Path
 ) -> None:
     screen = opened(models["wild"], "--max-new-tokens", "40")
@@ -349,7 +347,7 @@ def test_typed_and_pasted_messages_and_an_answer_that_can_not_command_the_termin
 
 
 @pytest.mark.slow
-def test_a_signal_to_end_ends_it_and_gives_the_terminal_back(
+def test_chat_ending_signal_exits_and_restores_terminal(
     models: dict[str, Path], opened: Opened
 ) -> None:
     screen = opened(models["wild"])

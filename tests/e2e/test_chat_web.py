@@ -168,7 +168,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-def test_a_conversation_on_the_page(browser: Any, started: Started) -> None:
+def test_chat_page_holds_conversation(browser: Any, started: Started) -> None:
     server = started("The stone sings of old light", pieces=0)
     page = Page(browser, server.url)
     page.wait_for("a model, 4,096 tokens of context.")
@@ -205,7 +205,7 @@ def test_a_conversation_on_the_page(browser: Any, started: Started) -> None:
 _ATTACK = "<img src=x onerror=hacked()> ![seen](http://elsewhere/picture) **so** [there](http://x/)"
 
 
-def test_markup_is_shown_as_text_and_nothing_is_fetched_from_elsewhere(
+def test_chat_page_shows_markup_as_text_and_fetches_nothing_external(
     browser: Any, started: Started
 ) -> None:
     said = "Look: <svg onload=hacked()> ![seen](http://elsewhere/picture) done"
@@ -241,7 +241,7 @@ def test_markup_is_shown_as_text_and_nothing_is_fetched_from_elsewhere(
     assert "FOREIGN" not in server.log
 
 
-def test_stopping_leaving_and_waiting(browser: Any, started: Started) -> None:
+def test_chat_page_supports_stopping_leaving_and_waiting(browser: Any, started: Started) -> None:
     """Each tab has its own conversation, and the model is for one at a time."""
     server = started("On and", endless=True)
     one, other = Page(browser, server.url), Page(browser, server.url)
@@ -271,7 +271,7 @@ def test_stopping_leaving_and_waiting(browser: Any, started: Started) -> None:
     assert server.temporary == []
 
 
-def test_others_than_the_page_get_no_answer(started: Started) -> None:
+def test_chat_page_rejects_foreign_hosts_and_origins(started: Started) -> None:
     server = started("yes")
     address = urlsplit(server.url)
     assert address.hostname is not None

@@ -126,7 +126,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 # --- the pipeline, for people ----------------------------------------------------------------
 
 
-def test_every_verb_of_the_pipeline_says_what_it_made(trained: Path) -> None:
+def test_cli_every_pipeline_command_reports_its_output(trained: Path) -> None:
     said = {path.stem: path.read_text(encoding="utf-8") for path in trained.glob("*.out")}
     beside = {path.stem: path.read_text(encoding="utf-8") for path in trained.glob("*.err")}
     assert said["tokenizer"].startswith("tok: 320 tokens from 120 documents, ")
@@ -149,9 +149,7 @@ def test_every_verb_of_the_pipeline_says_what_it_made(trained: Path) -> None:
     assert not list(trained.rglob(".tmp-*"))
 
 
-def test_the_generated_text_is_the_prompt_and_its_continuation_and_nothing_else(
-    trained: Path, run: Run
-) -> None:
+def test_cli_generate_prints_only_prompt_and_continuation(trained: Path, run: Run) -> None:
     written = (trained / "generate.out").read_text(encoding="utf-8")
     answer = run("generate", trained / "run", "--prompt", "日本 🙂 the", "--seed", "7", "--json")
     result = one_object(answer.out)
@@ -162,7 +160,7 @@ def test_the_generated_text_is_the_prompt_and_its_continuation_and_nothing_else(
 # --- the pipeline, for programs --------------------------------------------------------------
 
 
-def test_every_verb_gives_one_json_object(
+def test_cli_every_command_prints_one_json_object(
     trained: Path, corpus: Path, tmp_path: Path, run: Run
 ) -> None:
     tok, data = tmp_path / "tok", tmp_path / "data"
@@ -219,7 +217,7 @@ def test_every_verb_gives_one_json_object(
     assert result["cpus"] == os.cpu_count()
 
 
-def test_a_run_a_checkpoint_and_a_plain_model_folder_are_all_checkpoints(
+def test_cli_accepts_run_checkpoint_and_model_folder_alike(
     trained: Path, tmp_path: Path, run: Run
 ) -> None:
     checkpoint = trained / "run" / "checkpoints" / "step-00000006"
@@ -234,7 +232,7 @@ def test_a_run_a_checkpoint_and_a_plain_model_folder_are_all_checkpoints(
     assert len(found) == 1
 
 
-def test_the_tokenizer_of_a_run_is_extended(trained: Path, tmp_path: Path, run: Run) -> None:
+def test_cli_extend_accepts_tokenizer_of_run(trained: Path, tmp_path: Path, run: Run) -> None:
     answer = run(
         "tokenizer", "extend", trained / "run", "--add", "<|new|>", "--out", tmp_path / "t"
     )
@@ -244,9 +242,7 @@ def test_the_tokenizer_of_a_run_is_extended(trained: Path, tmp_path: Path, run: 
     assert Tokenizer.from_pretrained(tmp_path / "t").special_tokens["<|new|>"] == before.vocab_size
 
 
-def test_train_goes_on_with_resume_and_starts_from_weights(
-    trained: Path, tmp_path: Path, run: Run
-) -> None:
+def test_cli_train_resumes_and_starts_from_weights(trained: Path, tmp_path: Path, run: Run) -> None:
     shutil.copytree(trained / "run", tmp_path / "run")
     recipe = write_recipe(
         tmp_path / "run.yaml", data={"dir": str(trained / "data")}, schedule={"max_steps": 8}
@@ -258,7 +254,7 @@ def test_train_goes_on_with_resume_and_starts_from_weights(
     assert one_object(run("train", recipe, *other, "--json").out)["step"] == 8
 
 
-def test_a_run_is_planned_tried_and_set_beside_its_forecast(
+def test_cli_run_is_planned_tried_and_compared_with_forecast(
     trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.planner.plan.processes.RunForecaster", RunForecaster)
@@ -282,7 +278,7 @@ def test_a_run_is_planned_tried_and_set_beside_its_forecast(
 # --- generate --------------------------------------------------------------------------------
 
 
-def test_temperature_zero_always_gives_the_same_text(trained: Path, run: Run) -> None:
+def test_cli_generate_temperature_zero_repeats_text(trained: Path, run: Run) -> None:
     found = {
         run("generate", trained / "run", "--prompt", "the", "--temperature", "0", *seed).out
         for seed in ((), ("--seed", "1"), ("--seed", "2"))
@@ -290,7 +286,7 @@ def test_temperature_zero_always_gives_the_same_text(trained: Path, run: Run) ->
     assert len(found) == 1
 
 
-def test_a_seed_gives_its_text_again_and_another_another(trained: Path, run: Run) -> None:
+def test_cli_generate_same_seed_repeats_text(trained: Path, run: Run) -> None:
     def text(*options: str) -> str:
         return run(
             "generate", trained / "run", "--prompt", "the", "--temperature", "1", *options
@@ -303,7 +299,7 @@ def test_a_seed_gives_its_text_again_and_another_another(trained: Path, run: Run
     assert text("--seed", str(drawn["seed"])) == drawn["prompt"] + drawn["text"]
 
 
-def test_documents_are_masked_in_an_evaluation_on_request(trained: Path, run: Run) -> None:
+def test_cli_eval_document_masking_option_changes_loss(trained: Path, run: Run) -> None:
     def loss(*options: str) -> float:
         place = ("--data", trained / "data", "--seq-len", "64", "--json")
         value = one_object(run("eval", trained / "run", *place, *options).out)["loss"]
@@ -314,7 +310,7 @@ def test_documents_are_masked_in_an_evaluation_on_request(trained: Path, run: Ru
     assert loss() != loss("--document-masking")
 
 
-def test_a_newline_is_added_for_a_terminal_only(
+def test_cli_generate_adds_newline_only_in_terminal(
     trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("generate", trained / "run", "--prompt", "the", "--temperature", "0")
@@ -332,7 +328,9 @@ def without_an_end(trained: Path, folder: Path) -> Path:
     return folder
 
 
-def test_an_empty_prompt_starts_from_nothing(trained: Path, tmp_path: Path, run: Run) -> None:
+def test_cli_generate_empty_prompt_starts_from_nothing(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
     model = without_an_end(trained, tmp_path)
     result = one_object(
         run("generate", model, "--prompt", "", "--max-new-tokens", "5", "--json").out
@@ -341,7 +339,7 @@ def test_an_empty_prompt_starts_from_nothing(trained: Path, tmp_path: Path, run:
     assert len(result["token_ids"]) == 5
 
 
-def test_stop_texts_end_the_text_and_logprobs_are_told(
+def test_cli_generate_stop_texts_end_text_and_logprobs_are_reported(
     trained: Path, tmp_path: Path, run: Run
 ) -> None:
     model = without_an_end(trained, tmp_path)
@@ -367,7 +365,7 @@ def test_stop_texts_end_the_text_and_logprobs_are_told(
     assert found["token_ids"] != whole["token_ids"]
 
 
-def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None:
+def test_cli_generate_full_context_is_reported(trained: Path, tmp_path: Path, run: Run) -> None:
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
     full = "the model's context of 64 tokens is full: --slide continues beyond it\n"
     assert run(*arguments).err == full
@@ -377,7 +375,7 @@ def test_a_full_context_is_said(trained: Path, tmp_path: Path, run: Run) -> None
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
 
-def test_a_reader_that_goes_away_is_no_error(trained: Path) -> None:
+def test_cli_closed_stdout_reader_prints_no_error(trained: Path) -> None:
     command = [sys.executable, "-m", "firstlight", "generate", str(trained / "run")]
     process = subprocess.Popen(
         [*command, "--prompt", "the"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -390,9 +388,7 @@ def test_a_reader_that_goes_away_is_no_error(trained: Path) -> None:
     assert process.wait() == 1
 
 
-def test_work_is_finished_for_a_reader_of_its_result_that_goes_away(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_cli_closed_stdout_reader_does_not_stop_work(trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "firstlight", "report", str(trained / "run")]
     read, write = os.pipe()
     os.close(read)
@@ -535,20 +531,18 @@ _ERRORS = {
 
 
 @pytest.mark.parametrize("command", _ERRORS)
-def test_a_command_that_cant_be_done_says_so_in_one_line(
-    place: Path, run: Run, command: str
-) -> None:
+def test_cli_impossible_command_fails_with_one_line(place: Path, run: Run, command: str) -> None:
     assert _ERRORS[command] in failure(run, place, *command.split())
 
 
-def test_an_unknown_key_of_a_recipe_names_the_nearest(place: Path, run: Run) -> None:
+def test_cli_unknown_recipe_key_names_nearest(place: Path, run: Run) -> None:
     write_recipe(place / "bad.yaml", optimizer={"learning_rat": 1.0}, model={"n_layer": 3})
     message = failure(run, place, "train", "bad.yaml")
     assert "unknown key optimizer.learning_rat (did you mean 'learning_rate'?)" in message
     assert "unknown key model.n_layer (did you mean 'num_hidden_layers'?)" in message
 
 
-def test_a_corpus_shorter_than_one_row_is_refused(place: Path, run: Run) -> None:
+def test_cli_corpus_shorter_than_one_row_fails(place: Path, run: Run) -> None:
     (place / "short.txt").write_text("few words")
     prepare(["short.txt"], "tok", "short", val_fraction=0)
     message = failure(run, place, "train", "r.yaml", "--data.dir", "short")
@@ -556,24 +550,24 @@ def test_a_corpus_shorter_than_one_row_is_refused(place: Path, run: Run) -> None
     assert "lower data.seq_len or prepare more text" in message
 
 
-def test_data_of_another_tokenizer_is_refused(place: Path, run: Run, texts: list[str]) -> None:
+def test_cli_data_of_other_tokenizer_fails(place: Path, run: Run, texts: list[str]) -> None:
     prepare(["text.txt"], train_tokenizer(texts, 300), "other", val_fraction=0.5)
     assert "a different tokenizer" in failure(run, place, "eval", "run", "--data", "other")
     message = failure(run, place, "train", "r.yaml", "--data.dir", "other", "--init-from", "run")
     assert "a different tokenizer" in message
 
 
-def test_a_split_that_is_not_there_is_refused(place: Path, run: Run) -> None:
+def test_cli_missing_split_fails(place: Path, run: Run) -> None:
     prepare(["text.txt"], "tok", "all", val_fraction=0)
     assert "has no 'val' split" in failure(run, place, "eval", "run", "--data", "all")
 
 
-def test_a_prompt_that_is_not_text_is_refused(place: Path, run: Run) -> None:
+def test_cli_prompt_with_invalid_unicode_fails(place: Path, run: Run) -> None:
     # What Python makes of an argument that is not UTF-8.
     assert "not valid Unicode" in failure(run, place, "generate", "run", "--prompt", "a\udcffb")
 
 
-def test_an_option_may_be_written_with_an_equals_sign_or_as_a_switch(place: Path, run: Run) -> None:
+def test_cli_option_accepts_equals_sign_or_switch(place: Path, run: Run) -> None:
     options = ("--run.dir=here", "--schedule.max_steps=1", "--model.tie_word_embeddings")
     answer = run("train", "r.yaml", *options, "--optimizer.weight_decay", "0.0", "--json")
     checkpoint = Path(one_object(answer.out)["checkpoint"])
@@ -582,7 +576,7 @@ def test_an_option_may_be_written_with_an_equals_sign_or_as_a_switch(place: Path
     assert config["tie_word_embeddings"] is True
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(
+def test_cli_ctrl_c_saves_and_explains_how_to_resume(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_step = TrainingRun.begin_step
@@ -606,7 +600,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     assert "(step 4)" in answer.err
 
 
-def test_an_interruption_is_one_line_and_the_run_can_go_on(
+def test_cli_interruption_prints_one_line_and_run_can_resume(
     place: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_step = TrainingRun.begin_step
@@ -629,7 +623,7 @@ def test_an_interruption_is_one_line_and_the_run_can_go_on(
     assert "(step 3)" in answer.err
 
 
-def test_errors_reach_the_shell_as_they_are_in_here(place: Path) -> None:
+def test_cli_errors_in_shell_equal_those_in_process(place: Path) -> None:
     done = firstlight("generate", "nowhere", "--prompt", "x", "--json", cwd=place)
     assert done.returncode == 1
     line = b"firstlight: error: model folder nowhere does not exist; a model on the hub has"
@@ -643,7 +637,7 @@ def test_errors_reach_the_shell_as_they_are_in_here(place: Path) -> None:
     assert done.stderr.count(b"\n") == 1
 
 
-def test_variables_that_a_command_sets_in_this_process_let_later_ones_be_forked(run: Run) -> None:
+def test_cli_variables_set_in_process_allow_later_forks(run: Run) -> None:
     for verb in ("train", "eval", "generate"):
         assert run(verb, "nowhere").exit_code
     assert os.environ["GOMP_SPINCOUNT"]
@@ -653,7 +647,7 @@ def test_variables_that_a_command_sets_in_this_process_let_later_ones_be_forked(
     assert can_fork([sys.executable, "-m", "firstlight"], here)
 
 
-def test_the_help_of_train_has_a_short_form(run: Run) -> None:
+def test_cli_train_help_has_short_form(run: Run) -> None:
     short, whole = run("train", "--help"), run("train", "--help-all")
     assert (short.exit_code, whole.exit_code) == (0, 0)
     assert short.out.count("\n") <= 75
@@ -672,7 +666,7 @@ def same_interrupt() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_process_that_ends_does_not_look_for_cycles_in_all_of_torch(
+def test_cli_exit_skips_garbage_collection_of_torch(
     same_interrupt: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     registered: list[object] = []

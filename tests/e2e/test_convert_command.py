@@ -59,7 +59,7 @@ def checkpoint(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(newest, tmp_path / "model"))
 
 
-def test_a_run_becomes_a_model_folder(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_convert_command_run_becomes_model_folder(run: Run, trained: Path, tmp_path: Path) -> None:
     answer = run(trained, "--out", tmp_path / "out")
     assert (answer.exit_code, answer.err) == (0, "")
     newest = trained / "checkpoints" / "step-00000012"
@@ -85,7 +85,7 @@ def test_a_run_becomes_a_model_folder(run: Run, trained: Path, tmp_path: Path) -
     assert load_model(tmp_path / "out").tokenizer is not None
 
 
-def test_gguf_is_called_by_the_runs_name(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_convert_command_names_gguf_after_run(run: Run, trained: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     for source in (trained, trained / "checkpoints" / "step-00000008"):
         out = tmp_path / f"out-{source.name}"
@@ -102,7 +102,7 @@ def test_gguf_is_called_by_the_runs_name(run: Run, trained: Path, tmp_path: Path
         assert f"parameters     {result['parameters']:,} in q8_0" in answer.err
 
 
-def test_notes_are_said(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_convert_command_prints_notes(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     (checkpoint / "manifest.json").unlink()
@@ -144,7 +144,7 @@ Arguments = Callable[[Path], list[str | Path]]
         (lambda f: [f / "small"], 1, "ModelError", "lacks tensors: model.norm.weight"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_nothing(
+def test_convert_command_mistakes_print_one_line_and_leave_nothing(
     arguments: Arguments,
     exit_code: int,
     kind: str,
@@ -178,7 +178,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_places_that_are_taken_are_refused(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_convert_command_existing_outputs_fail(run: Run, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
     for out, message in (
@@ -194,7 +194,7 @@ def test_places_that_are_taken_are_refused(run: Run, trained: Path, tmp_path: Pa
     assert not (trained / "gguf").exists()
 
 
-def test_a_missing_package_is_told_with_its_install_command(
+def test_convert_command_missing_package_names_install_command(
     run: Run, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -205,7 +205,7 @@ def test_a_missing_package_is_told_with_its_install_command(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_out_folder_has_to_be_named(run: Run, tmp_path: Path) -> None:
+def test_convert_command_requires_out_folder(run: Run, tmp_path: Path) -> None:
     answer = run(tmp_path)
     assert answer.exit_code == 2
     assert "Missing option '--out'" in answer.err

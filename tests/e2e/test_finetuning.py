@@ -97,7 +97,7 @@ def checkpoint_of(folder: Path) -> Path:
     return found
 
 
-def test_held_out_answers_are_likelier_than_to_the_base_model(
+def test_finetuned_model_prefers_held_out_answers(
     tuned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = checkpoint_of(tuned)
@@ -117,7 +117,7 @@ def test_held_out_answers_are_likelier_than_to_the_base_model(
     assert after["loss"] < 0.5 * before["loss"]
 
 
-def test_the_model_answers_and_ends_its_turn(tuned: Path) -> None:
+def test_finetuned_model_answers_and_ends_its_turn(tuned: Path) -> None:
     loaded = load(checkpoint_of(tuned), device="cpu")
     session = ChatSession(loaded, settings=SamplingConfig(max_new_tokens=40, temperature=0))
     answer = "".join(session.answer("What comes after noon?"))
@@ -126,7 +126,7 @@ def test_the_model_answers_and_ends_its_turn(tuned: Path) -> None:
     assert session.stats.finish_reason == "stop"
 
 
-def test_transformers_speaks_with_the_same_template(tuned: Path) -> None:
+def test_finetuned_model_in_transformers_uses_same_template(tuned: Path) -> None:
     transformers = pytest.importorskip("transformers")
     checkpoint = checkpoint_of(tuned)
     ours = Tokenizer.from_pretrained(checkpoint)
@@ -165,7 +165,7 @@ def own_answer(checkpoint: Path, question: str) -> str:
     return "".join(ChatSession(load(checkpoint, device="cpu"), settings=settings).answer(question))
 
 
-def test_the_server_gives_the_answer_of_chat(tuned: Path) -> None:
+def test_finetuned_server_answer_equals_chat_answer(tuned: Path) -> None:
     checkpoint, question = checkpoint_of(tuned), "What comes after dawn?"
     command = [sys.executable, "-m", "firstlight", "serve", str(checkpoint), "--port=0", "--json"]
     process = subprocess.Popen(
@@ -194,7 +194,7 @@ def test_the_server_gives_the_answer_of_chat(tuned: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llama_cpp_speaks_with_the_same_template(tuned: Path) -> None:
+def test_finetuned_model_in_llama_cpp_uses_same_template(tuned: Path) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     checkpoint, question = checkpoint_of(tuned), "What comes after morning?"

@@ -166,7 +166,7 @@ def failure(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", _ANSWERS)
-def test_a_file_that_is_no_text_is_one_line_with_what_to_do(
+def test_prepare_non_text_file_prints_one_line_with_advice(
     place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes], name: str
 ) -> None:
     Path(name).write_bytes(files[name])
@@ -183,7 +183,7 @@ def test_a_file_that_is_no_text_is_one_line_with_what_to_do(
     assert sorted(path.name for path in place.iterdir()) == ["only", "tok"]
 
 
-def test_one_bad_file_of_a_folder_does_not_take_the_rest_with_it(
+def test_prepare_folder_with_one_bad_file_keeps_the_rest(
     place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes]
 ) -> None:
     Path("mixed").mkdir()
@@ -209,7 +209,7 @@ def test_one_bad_file_of_a_folder_does_not_take_the_rest_with_it(
     )
 
 
-def test_the_command_of_an_archive_gives_a_folder_that_is_read(
+def test_prepare_archive_advice_gives_readable_folder(
     place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes]
 ) -> None:
     Path("my texts.tar.gz").write_bytes(files["texts.tar.gz"])
@@ -219,7 +219,7 @@ def test_the_command_of_an_archive_gives_a_folder_that_is_read(
     assert main(["prepare", "my texts", "--tokenizer", "tok", "--out", "o"]) == 0
 
 
-def test_a_document_called_txt_is_not_written_over_by_the_command_for_it(
+def test_prepare_document_named_txt_is_not_overwritten_by_suggested_command(
     place: Path, capfd: pytest.CaptureFixture[str], files: dict[str, bytes]
 ) -> None:
     Path("letter.txt").write_bytes(files["letter.docx"])
@@ -233,7 +233,7 @@ def test_a_document_called_txt_is_not_written_over_by_the_command_for_it(
 # Without a verb
 
 
-def test_firstlight_alone_says_in_eleven_lines_what_to_do_first(
+def test_firstlight_without_arguments_prints_first_steps_in_eleven_lines(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     assert main([]) == 0
@@ -246,7 +246,7 @@ def test_firstlight_alone_says_in_eleven_lines_what_to_do_first(
     assert verbs == ["train", "chat", "chat", "serve", "convert", "train", "info"]
 
 
-def test_firstlight_alone_imports_no_torch() -> None:
+def test_firstlight_without_arguments_imports_no_torch() -> None:
     program = (
         "import sys; from firstlight.cli.main import main; main([]); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pydantic')))"
@@ -256,7 +256,7 @@ def test_firstlight_alone_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--plan-only"]])
-def test_the_first_line_of_a_run_on_texts_does_not_wait_for_torch(
+def test_train_on_texts_prints_first_line_before_importing_torch(
     place: Path, options: list[str]
 ) -> None:
     Path("text.txt").write_text("some words\n" * 500)
@@ -275,7 +275,7 @@ def test_the_first_line_of_a_run_on_texts_does_not_wait_for_torch(
     assert (done.returncode, done.stdout) == (0, "reading text.txt: 1 file, 5.5 kB\n")
 
 
-def test_a_folder_in_the_place_of_a_verb_is_answered_with_train(
+def test_firstlight_folder_instead_of_command_suggests_train(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("my texts").mkdir()

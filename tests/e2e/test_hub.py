@@ -65,9 +65,7 @@ def client(hub: Hub, tmp_path: Path) -> Client:
 # From the hub to a text
 
 
-def test_a_model_of_the_hub_continues_a_text_as_its_folder_does(
-    hub: Hub, client: Client, tiny: Path
-) -> None:
+def test_hub_model_continues_text_like_its_folder(hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("openai-community/tiny", tiny)
     options = ("--max-new-tokens", "4", "--temperature", "0", "--seed", "0", "--device", "cpu")
     done = client.run(
@@ -83,7 +81,7 @@ def test_a_model_of_the_hub_continues_a_text_as_its_folder_does(
     assert hub.asked_for() == sorted(contents(tiny))
 
 
-def test_info_describes_a_model_that_was_downloaded_after_the_hub_has_gone(
+def test_info_downloaded_model_works_without_hub(
     hub: Hub, client: Client, tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hub.add("openai-community/tiny", tiny)
@@ -97,7 +95,7 @@ def test_info_describes_a_model_that_was_downloaded_after_the_hub_has_gone(
     assert json.loads(done.stdout) == {**local, "folder": str(folder)}
 
 
-def test_sharded_weights_are_downloaded_and_loaded(
+def test_hub_sharded_weights_are_downloaded_and_loaded(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     sharded = write_model(tmp_path / "sharded", tokenizer, shards=2)
@@ -111,7 +109,7 @@ def test_sharded_weights_are_downloaded_and_loaded(
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
-def test_copies_for_other_programs_pickles_and_code_are_not_asked_for(
+def test_hub_download_excludes_duplicates_pickles_and_code(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path
 ) -> None:
     full = Path(shutil.copytree(tiny, tmp_path / "full"))
@@ -132,7 +130,7 @@ def test_copies_for_other_programs_pickles_and_code_are_not_asked_for(
     assert hub.asked_for("HEAD") == wanted
 
 
-def test_a_model_of_pickled_weights_only_is_refused_and_converted(
+def test_hub_model_with_only_pickled_weights_raises_and_can_be_converted(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path
 ) -> None:
     pickled = Path(shutil.copytree(tiny, tmp_path / "pickled"))
@@ -155,7 +153,7 @@ def test_a_model_of_pickled_weights_only_is_refused_and_converted(
 # Revisions
 
 
-def test_an_id_with_a_revision_is_that_revision(
+def test_hub_id_with_revision_loads_that_revision(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     other = write_model(tmp_path / "other", tokenizer, seed=1)
@@ -169,16 +167,14 @@ def test_an_id_with_a_revision_is_that_revision(
 
 
 @pytest.mark.parametrize("revision", ["v2", "0" * 40])
-def test_a_revision_that_is_not_there_is_named(
-    revision: str, hub: Hub, client: Client, tiny: Path
-) -> None:
+def test_hub_missing_revision_is_named(revision: str, hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("owner/tiny", tiny)
     assert client.refusal(f"owner/tiny@{revision}").endswith(
         f"from the hub: the repository has no revision '{revision}'"
     )
 
 
-def test_a_folder_with_an_at_sign_is_a_folder_and_no_revision_is_no_hub_id(
+def test_find_model_folder_with_at_sign_is_local_and_empty_revision_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -191,7 +187,7 @@ def test_a_folder_with_an_at_sign_is_a_folder_and_no_revision_is_no_hub_id(
 # The cache
 
 
-def test_nothing_is_downloaded_twice(hub: Hub, client: Client, tiny: Path) -> None:
+def test_hub_files_are_not_downloaded_twice(hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("owner/tiny", tiny)
     folder = client.find("owner/tiny")
     hub.requests.clear()
@@ -200,7 +196,7 @@ def test_nothing_is_downloaded_twice(hub: Hub, client: Client, tiny: Path) -> No
     assert hub.requests, "whether there is a newer version was not asked"
 
 
-def test_of_a_new_version_only_what_changed_is_downloaded(
+def test_hub_new_version_downloads_only_changed_files(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path
 ) -> None:
     hub.add("owner/tiny", tiny)
@@ -213,7 +209,7 @@ def test_of_a_new_version_only_what_changed_is_downloaded(
     assert hub.asked_for() == ["generation_config.json"]
 
 
-def test_what_is_in_the_cache_is_used_without_the_hub(hub: Hub, client: Client, tiny: Path) -> None:
+def test_hub_cached_model_is_used_offline(hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("owner/tiny", tiny)
     folder = client.find("owner/tiny")
     hub.refused = {"GET": 503, "HEAD": 503}
@@ -226,7 +222,7 @@ def test_what_is_in_the_cache_is_used_without_the_hub(hub: Hub, client: Client, 
     assert contents(folder) == contents(tiny)
 
 
-def test_what_is_not_in_the_cache_needs_the_hub(hub: Hub, client: Client, tiny: Path) -> None:
+def test_hub_uncached_model_requires_hub(hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("owner/tiny", tiny)
     start = (
         "ModelError: owner/tiny is not a local folder, and it can't be downloaded from the hub: "
@@ -252,9 +248,7 @@ def test_what_is_not_in_the_cache_needs_the_hub(hub: Hub, client: Client, tiny: 
 
 
 @pytest.mark.parametrize("place", ["variable", "file"])
-def test_the_token_is_sent_to_the_hub_and_to_no_other_host(
-    place: str, hub: Hub, client: Client, tiny: Path
-) -> None:
+def test_hub_token_is_sent_to_hub_only(place: str, hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("meta-llama/gated", tiny, access="gated")
     hub.readers = {"hf_reader"}
     client.home.mkdir()
@@ -276,7 +270,7 @@ _NO_REPOSITORY = f"no such repository, or it is private or gated: check the name
 
 @pytest.mark.parametrize("token", [None, "hf_stranger"])
 @pytest.mark.parametrize("access", ["gated", "private", None])
-def test_a_model_that_may_not_be_read_says_what_to_do(
+def test_hub_inaccessible_model_error_gives_advice(
     access: Access | None, token: str | None, hub: Hub, client: Client, tiny: Path
 ) -> None:
     hub.strangers = {"hf_stranger"}
@@ -311,7 +305,7 @@ def test_a_model_that_may_not_be_read_says_what_to_do(
         ("a name/with blanks", ""),
     ],
 )
-def test_a_mistyped_path_is_not_asked_for_at_the_hub(
+def test_hub_mistyped_path_is_not_requested(
     name: str, told: str, hub: Hub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine" / "run").mkdir(parents=True)
@@ -320,7 +314,7 @@ def test_a_mistyped_path_is_not_asked_for_at_the_hub(
     assert hub.requests == []
 
 
-def test_with_a_revision_a_folder_here_does_not_hide_the_hub(
+def test_hub_id_with_revision_ignores_local_folder(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("mine/tiny", tiny)
@@ -329,7 +323,7 @@ def test_with_a_revision_a_folder_here_does_not_hide_the_hub(
     assert contents(client.find("mine/tiny@main")) == contents(tiny)
 
 
-def test_text_is_prepared_with_a_tokenizer_of_the_hub_without_its_weights(
+def test_prepare_with_hub_tokenizer_downloads_no_weights(
     hub: Hub, client: Client, tiny: Path, tmp_path: Path
 ) -> None:
     hub.add("owner/tiny", tiny)
@@ -345,16 +339,14 @@ def test_text_is_prepared_with_a_tokenizer_of_the_hub_without_its_weights(
     assert WEIGHTS not in hub.asked_for()
 
 
-def test_a_token_that_the_hub_does_not_know_is_named_as_the_problem(
-    hub: Hub, client: Client, tiny: Path
-) -> None:
+def test_hub_invalid_token_is_named_as_the_problem(hub: Hub, client: Client, tiny: Path) -> None:
     hub.add("owner/tiny", tiny)
     message = client.refusal("owner/tiny", {"HF_TOKEN": "hf_expired"})
     assert message.endswith(f"the hub refused the token: {_LOG_IN} to a valid token")
     assert "hf_expired" not in message
 
 
-def test_the_command_line_gives_one_line_for_a_model_that_may_not_be_read(client: Client) -> None:
+def test_cli_inaccessible_hub_model_prints_one_line(client: Client) -> None:
     done = client.run("-m", "firstlight", "info", "owner/model")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
@@ -367,7 +359,7 @@ def test_the_command_line_gives_one_line_for_a_model_that_may_not_be_read(client
 
 
 @pytest.mark.parametrize("ignores_ranges", [False, True])
-def test_a_broken_download_goes_on_where_it_broke(
+def test_hub_broken_download_resumes_where_it_stopped(
     ignores_ranges: bool, hub: Hub, client: Client, large: Path
 ) -> None:
     hub.add("owner/large", large)
@@ -379,7 +371,7 @@ def test_a_broken_download_goes_on_where_it_broke(
     load_model(folder)
 
 
-def test_a_download_that_keeps_breaking_ends_and_is_made_up_for_by_the_next(
+def test_hub_download_breaking_repeatedly_fails_and_next_call_completes_it(
     hub: Hub, client: Client, large: Path
 ) -> None:
     hub.add("owner/large", large)
@@ -396,7 +388,7 @@ def test_a_download_that_keeps_breaking_ends_and_is_made_up_for_by_the_next(
     assert hub.asked_for() == missing, "what was whole was downloaded again"
 
 
-def test_a_connection_that_is_reset_leaves_nothing_that_looks_whole(
+def test_hub_connection_reset_leaves_no_file_that_looks_complete(
     hub: Hub, client: Client, large: Path
 ) -> None:
     hub.add("owner/large", large)
@@ -407,7 +399,7 @@ def test_a_connection_that_is_reset_leaves_nothing_that_looks_whole(
     assert contents(client.find("owner/large")) == contents(large)
 
 
-def test_a_download_that_was_killed_is_made_up_for_by_the_next(
+def test_hub_killed_download_is_completed_by_next_call(
     hub: Hub, client: Client, large: Path
 ) -> None:
     hub.add("owner/large", large)
@@ -421,9 +413,7 @@ def test_a_download_that_was_killed_is_made_up_for_by_the_next(
     assert len(hub.ranges(WEIGHTS)) == 2
 
 
-def test_a_file_of_another_size_than_announced_is_refused(
-    hub: Hub, client: Client, tiny: Path
-) -> None:
+def test_hub_file_of_unexpected_size_fails(hub: Hub, client: Client, tiny: Path) -> None:
     size = (tiny / WEIGHTS).stat().st_size
     hub.add("owner/tiny", tiny)
     hub.announced[WEIGHTS] = size + 7
@@ -434,7 +424,7 @@ def test_a_file_of_another_size_than_announced_is_refused(
     assert contents(client.find("owner/tiny")) == contents(tiny)
 
 
-def test_a_disk_that_takes_no_more_is_named(hub: Hub, client: Client, large: Path) -> None:
+def test_hub_full_disk_is_named(hub: Hub, client: Client, large: Path) -> None:
     hub.add("owner/large", large)
     limit = (1_000_000, 1_000_000)
     message = client.refusal(
@@ -447,7 +437,7 @@ def test_a_disk_that_takes_no_more_is_named(hub: Hub, client: Client, large: Pat
     assert client.files(WEIGHTS) == []
 
 
-def test_two_processes_at_once_share_one_download(hub: Hub, client: Client, large: Path) -> None:
+def test_hub_two_processes_share_one_download(hub: Hub, client: Client, large: Path) -> None:
     hub.add("owner/large", large)
     with (
         client.start("-c", FIND, "owner/large") as one,

@@ -105,7 +105,7 @@ def kept(home: Path) -> int:
 @pytest.mark.parametrize(
     "config, part, read", [("", 0, [0]), (":last", 7, [7]), (":last:other", 3, [3, 7])]
 )
-def test_the_first_documents_are_there_without_the_other_files(
+def test_hub_dataset_first_documents_need_no_other_files(
     tmp_path: Path, hub: DatasetHub, config: str, part: int, read: list[int]
 ) -> None:
     done = run(hub, tmp_path / "home", "-c", FIRST, f"hf:owner/name{config}")
@@ -116,7 +116,7 @@ def test_the_first_documents_are_there_without_the_other_files(
     assert kept(tmp_path / "home") < 100_000
 
 
-def test_the_first_lines_are_there_without_the_rest_of_the_file(tmp_path: Path) -> None:
+def test_hub_dataset_first_lines_need_only_start_of_file(tmp_path: Path) -> None:
     # The library reads some 30 MB ahead.
     with DatasetHub({"lines.jsonl": LINE.encode() * 80_000}) as hub:
         done = run(hub, tmp_path / "home", "-c", FIRST, "hf:owner/name")
@@ -126,7 +126,7 @@ def test_the_first_lines_are_there_without_the_rest_of_the_file(tmp_path: Path) 
     assert kept(tmp_path / "home") < 100_000
 
 
-def test_a_streamed_dataset_is_prepared_like_its_files(
+def test_hub_dataset_streamed_is_prepared_like_its_files(
     tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
 ) -> None:
     for name in [name for name in hub.files if name.endswith(".parquet")]:
@@ -147,7 +147,7 @@ def test_a_streamed_dataset_is_prepared_like_its_files(
     assert kept(tmp_path / "home") < 100_000
 
 
-def test_a_part_of_a_dataset_is_prepared_without_the_rest(
+def test_hub_dataset_part_is_prepared_without_the_rest(
     tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -166,7 +166,7 @@ def test_a_part_of_a_dataset_is_prepared_without_the_rest(
     assert parquet_files == {f"data/train-00000-of-{PARTS:05d}.parquet"}
 
 
-def test_a_split_that_is_not_there_is_named_beside_those_that_are(
+def test_hub_dataset_missing_split_is_named_with_existing_ones(
     tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -180,7 +180,7 @@ def test_a_split_that_is_not_there_is_named_beside_those_that_are(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_dataset_that_is_not_there_is_one_line(
+def test_hub_dataset_missing_prints_one_line(
     tmp_path: Path, hub: DatasetHub, tokenizer: Tokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -207,7 +207,7 @@ print(json.dumps([str(folder), told]))
 """
 
 
-def test_conversations_of_the_hub_are_prepared_once(
+def test_hub_conversations_are_prepared_once(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))

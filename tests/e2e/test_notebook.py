@@ -70,7 +70,9 @@ def _texts(notebook: Any) -> str:
 # jupyter_client's own warnings about the zmq library and about its folders.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_quickstart_shows_progress_and_report_inline(executed: Execute, tmp_path: Path) -> None:
+def test_notebook_quickstart_shows_progress_and_report_inline(
+    executed: Execute, tmp_path: Path
+) -> None:
     notebook = executed("quickstart.ipynb", tmp_path, _QUICKSTART)
     training = next(cell for cell in notebook.cells if "firstlight.train_texts(" in cell.source)
     _require_inline(training.outputs)
@@ -88,7 +90,7 @@ def test_the_quickstart_shows_progress_and_report_inline(executed: Execute, tmp_
         ("kaggle.ipynb", _KAGGLE, "kaggle/working"),
     ],
 )
-def test_notebook_of_a_session_stops_in_time_resumes_and_exports(
+def test_notebook_session_stops_in_time_resumes_and_exports(
     executed: Execute, tmp_path: Path, name: str, changes: Mapping[str, str], folder: str
 ) -> None:
     notebook = executed(name, tmp_path, changes)
@@ -104,7 +106,7 @@ def test_notebook_of_a_session_stops_in_time_resumes_and_exports(
     assert "SESSION_MINUTES = 1e-6" not in "".join(cell.source for cell in notebook.cells)
 
 
-def test_kaggle_notebook_copies_the_run_of_an_earlier_version(
+def test_notebook_on_kaggle_copies_run_of_earlier_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cells = json.loads((_SCRIPT.parents[1] / "examples" / "kaggle.ipynb").read_text("utf-8"))

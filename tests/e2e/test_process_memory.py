@@ -79,7 +79,7 @@ _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int, str, dict[str, Any]]]
 
 
 @pytest.mark.parametrize("name", _CONFIGURATIONS)
-def test_the_memory_of_the_process_is_predicted_within_15_percent(
+def test_process_memory_is_predicted_within_15_percent(
     name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, seq_len, rows, precision, more = _CONFIGURATIONS[name]

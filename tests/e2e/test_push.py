@@ -96,7 +96,7 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[-1]
 
 
-def test_a_pushed_run_loads_from_the_hub_and_names_nothing_of_this_machine(
+def test_pushed_run_loads_from_hub_and_names_no_local_paths(
     hub: Hub, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = ["push", str(run), "ada/tiny", "--private", "--license", "mit", "--gguf", "q8_0"]
@@ -124,9 +124,7 @@ def test_a_pushed_run_loads_from_the_hub_and_names_nothing_of_this_machine(
     assert all(torch.equal(there[name], here[name]) for name in here)
 
 
-def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
-    run: Path, tmp_path: Path, data: Path
-) -> None:
+def test_card_has_results_of_pushed_checkpoint(run: Path, tmp_path: Path, data: Path) -> None:
     assert main(["card", str(run), "ada/tiny", "--out", str(tmp_path / "card.md")]) == 0
     card = huggingface_hub.ModelCard.load(tmp_path / "card.md")
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -156,7 +154,7 @@ def test_the_card_has_the_figures_of_the_checkpoint_that_is_pushed(
     assert all(one.metric_args is None for one in other.data.eval_results)
 
 
-def test_a_local_starting_model_is_not_taken_for_one_of_the_hub(
+def test_card_local_starting_model_is_not_linked_to_hub(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,9 +172,7 @@ def test_a_local_starting_model_is_not_taken_for_one_of_the_hub(
     assert "huggingface.co/ada/start" not in card.text
 
 
-def test_the_card_of_a_run_on_texts_has_its_call_without_folders_of_this_machine(
-    run: Path, tmp_path: Path
-) -> None:
+def test_card_of_run_on_texts_has_command_without_local_folders(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     overrides = [
@@ -197,7 +193,7 @@ def test_the_card_of_a_run_on_texts_has_its_call_without_folders_of_this_machine
     assert "--data.dir" not in card
 
 
-def test_the_card_of_conversations_says_which_are_for_validation(
+def test_card_of_conversations_names_validation_data(
     tmp_path: Path, tokenizer: firstlight.Tokenizer
 ) -> None:
     for name in ("chats", "held"):
@@ -224,7 +220,7 @@ def test_the_card_of_conversations_says_which_are_for_validation(
     )
 
 
-def test_the_card_of_a_corpus_of_an_earlier_version_has_the_command_for_its_texts(
+def test_card_of_corpus_from_earlier_version_has_command_for_its_texts(
     data: Path, tmp_path: Path
 ) -> None:
     corpus = Path(shutil.copytree(data, tmp_path / "data"))
@@ -252,7 +248,7 @@ def test_the_card_of_a_corpus_of_an_earlier_version_has_the_command_for_its_text
     assert "--as-is" not in stripped
 
 
-def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
+def test_push_interrupted_upload_resumes_with_same_command(
     hub: Hub, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Named as the folder that the GGUF file is made in could be.
@@ -271,9 +267,7 @@ def test_an_upload_that_breaks_off_goes_on_with_the_same_command(
     assert len(hub.repositories["ada/gguf"].commits) == commits
 
 
-def test_weights_of_an_earlier_upload_do_not_stay_beside_the_new_ones(
-    hub: Hub, run: Path, tmp_path: Path
-) -> None:
+def test_push_removes_weights_of_earlier_upload(hub: Hub, run: Path, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "mine.txt"):
         (tmp_path / "old" / name).write_text("{}")
@@ -284,7 +278,7 @@ def test_weights_of_an_earlier_upload_do_not_stay_beside_the_new_ones(
     assert "mine.txt" in names
 
 
-def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
+def test_push_disallowed_by_hub_or_model_prints_one_line(
     hub: Hub,
     run: Path,
     tmp_path: Path,
@@ -312,7 +306,7 @@ def test_what_the_hub_or_the_model_does_not_allow_is_one_line(
     assert "there is no hub token" in refusal(capfd, "push", str(run), "ada/tiny")
 
 
-def test_a_dry_run_of_a_model_without_a_run_writes_its_folder(run: Path, tmp_path: Path) -> None:
+def test_push_dry_run_without_run_writes_model_folder(run: Path, tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "out"
     firstlight.convert(run, plain)
     config = json.loads((plain / "config.json").read_text())
@@ -326,7 +320,7 @@ def test_a_dry_run_of_a_model_without_a_run_writes_its_folder(run: Path, tmp_pat
     assert not (out / "recipe.yaml").exists()
 
 
-def test_evaluations_that_end_at_once_are_all_recorded(run: Path, tmp_path: Path) -> None:
+def test_card_records_every_simultaneous_evaluation(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     checkpoint = copy / "checkpoints" / "step-00000004"
@@ -336,7 +330,7 @@ def test_evaluations_that_end_at_once_are_all_recorded(run: Path, tmp_path: Path
     assert sorted(json.loads(line)["number"] for line in lines[1:]) == [*range(24)]
 
 
-def test_a_pushed_corpus_is_fetched_from_the_hub(
+def test_pushed_corpus_is_fetched_from_hub(
     hub: Hub, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     corpus = tmp_path / "corpus"

@@ -64,7 +64,7 @@ def assert_transformers_agrees(ours: firstlight.LoadedModel, text: str) -> None:
     assert float(difference.abs().max()) < 1e-5
 
 
-def test_tinyshakespeare_with_the_gpt2_files(shared: Path, tmp_path: Path) -> None:
+def test_prepare_tinyshakespeare_with_gpt2_tokenizer(shared: Path, tmp_path: Path) -> None:
     text = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:60_000]
     manifest, loaded = text_to_model(
         tmp_path,
@@ -77,7 +77,7 @@ def test_tinyshakespeare_with_the_gpt2_files(shared: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_wikitext_with_the_llama3_tokenizer(shared: Path, tmp_path: Path) -> None:
+def test_prepare_wikitext_with_llama3_tokenizer(shared: Path, tmp_path: Path) -> None:
     text = (shared / "data" / "wikitext2-valid.txt").read_text(encoding="utf-8")[:60_000]
     manifest, loaded = text_to_model(
         tmp_path,
@@ -96,7 +96,7 @@ def test_wikitext_with_the_llama3_tokenizer(shared: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_real_model_is_fine_tuned_by_one_command(
+def test_real_model_is_fine_tuned_with_one_command(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))

@@ -86,7 +86,7 @@ def run(loss_sum: Callable[..., Tensor], dataset: TokenDataset, **values: Any) -
     return evaluate_split(loss_sum, dataset, **values)
 
 
-def test_the_loss_is_that_of_a_slow_loop_over_every_token(
+def test_evaluate_loss_matches_slow_loop_over_every_token(
     model: Model, dataset: TokenDataset
 ) -> None:
     losses = slow_losses(model, dataset, first_id=0)
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_a_slow_loop_over_every_token(
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 1000])
-def test_the_result_does_not_depend_on_the_batch_size(
+def test_evaluate_result_does_not_depend_on_batch_size(
     model: Model, dataset: TokenDataset, batch_size: int
 ) -> None:
     expected, found = run(model, dataset), run(model, dataset, batch_size=batch_size)
@@ -109,7 +109,7 @@ def test_the_result_does_not_depend_on_the_batch_size(
     assert found.tokens == expected.tokens
 
 
-def test_bits_per_byte_are_all_bits_over_all_bytes_of_the_text(
+def test_bits_per_byte_is_total_bits_over_text_bytes(
     model: Model, dataset: TokenDataset, tokenizer: Tokenizer
 ) -> None:
     text = tokenizer.decode(dataset[0 : dataset.num_tokens].tolist())
@@ -119,7 +119,7 @@ def test_bits_per_byte_are_all_bits_over_all_bytes_of_the_text(
     assert result.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=1e-6)
 
 
-def test_a_uniform_model_needs_log2_of_the_vocabulary_a_token(dataset: TokenDataset) -> None:
+def test_evaluate_uniform_model_needs_log2_of_vocabulary_per_token(dataset: TokenDataset) -> None:
     def uniform(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return (labels != -100).sum() * math.log(320)
 
@@ -130,7 +130,7 @@ def test_a_uniform_model_needs_log2_of_the_vocabulary_a_token(dataset: TokenData
     assert result.bits_per_byte == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_very_first_token_counts_where_there_is_an_id_to_predict_it_from(
+def test_evaluate_first_token_counts_if_predictable_from_first_id(
     model: Model, dataset: TokenDataset
 ) -> None:
     with_first, without = run(model, dataset, first_id=0), run(model, dataset)
@@ -142,7 +142,7 @@ def test_the_very_first_token_counts_where_there_is_an_id_to_predict_it_from(
     assert total == pytest.approx(without.loss * without.tokens + loss, rel=1e-6)
 
 
-def test_a_leading_bos_is_no_text_and_is_not_predicted(
+def test_evaluate_leading_bos_is_not_counted_as_text(
     corpus: Path, texts: list[str], model: Model, tmp_path: Path
 ) -> None:
     backend = train_tokenizer(texts, 320, special_tokens=("</s>", "<s>")).backend
@@ -158,7 +158,9 @@ def test_a_leading_bos_is_no_text_and_is_not_predicted(
     assert result.bits_per_byte == pytest.approx(bits / dataset.text_bytes, rel=1e-6)
 
 
-def test_some_rows_give_the_mean_over_their_tokens(model: Model, dataset: TokenDataset) -> None:
+def test_evaluate_some_rows_gives_mean_over_their_tokens(
+    model: Model, dataset: TokenDataset
+) -> None:
     last = num_rows(dataset.num_tokens, SEQ_LEN) - 1
     for rows in ([0], [2, 5, 11], [0, last], [last]):
         losses = slow_losses(model, dataset, first_id=0, rows=rows)
@@ -171,7 +173,7 @@ def test_some_rows_give_the_mean_over_their_tokens(model: Model, dataset: TokenD
         assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-def test_bits_per_byte_of_some_rows_stand_for_the_whole_text(dataset: TokenDataset) -> None:
+def test_bits_per_byte_of_some_rows_represents_whole_text(dataset: TokenDataset) -> None:
     def constant(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return (labels != -100).sum() * 2.0
 
@@ -182,7 +184,7 @@ def test_bits_per_byte_of_some_rows_stand_for_the_whole_text(dataset: TokenDatas
     assert some.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=1e-6)
 
 
-def test_a_hopeless_loss_gives_a_finite_perplexity(dataset: TokenDataset) -> None:
+def test_evaluate_hopeless_loss_gives_finite_perplexity(dataset: TokenDataset) -> None:
     """An infinite one would be no JSON."""
 
     def hopeless(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -193,14 +195,14 @@ def test_a_hopeless_loss_gives_a_finite_perplexity(dataset: TokenDataset) -> Non
     assert math.isfinite(result.perplexity)
 
 
-def test_progress_counts_every_row_once(model: Model, dataset: TokenDataset) -> None:
+def test_evaluate_progress_counts_every_row_once(model: Model, dataset: TokenDataset) -> None:
     seen: list[tuple[int, int]] = []
     result = run(model, dataset, on_rows=lambda done, total: seen.append((done, total)))
     total = result.total_rows
     assert seen == [(min(done, total), total) for done in range(8, total + 8, 8)]
 
 
-def test_evaluation_leaves_no_graph_and_no_gradient(model: Model, dataset: TokenDataset) -> None:
+def test_evaluate_leaves_no_graph_and_no_gradient(model: Model, dataset: TokenDataset) -> None:
     run(model, dataset)
     assert all(p.grad is None for p in model.parameters())
 
@@ -208,7 +210,7 @@ def test_evaluation_leaves_no_graph_and_no_gradient(model: Model, dataset: Token
 # Which rows
 
 
-def test_rows_are_spread_evenly_over_the_split() -> None:
+def test_evaluation_rows_are_evenly_spread_over_split() -> None:
     assert evaluation_rows(10, 4) == [0, 2, 5, 7]
     assert evaluation_rows(10, 1) == [0]
     assert evaluation_rows(3, 0) == evaluation_rows(3, 3) == evaluation_rows(3, 99) == [0, 1, 2]
@@ -216,7 +218,9 @@ def test_rows_are_spread_evenly_over_the_split() -> None:
 
 
 @given(total=st.integers(1, 500), limit=st.integers(1, 500))
-def test_rows_are_distinct_in_order_and_as_many_as_asked_for(total: int, limit: int) -> None:
+def test_evaluation_rows_are_distinct_ordered_and_as_many_as_requested(
+    total: int, limit: int
+) -> None:
     rows = evaluation_rows(total, limit)
     assert len(rows) == min(total, limit)
     assert rows[0] == 0
@@ -229,7 +233,7 @@ def test_rows_are_distinct_in_order_and_as_many_as_asked_for(total: int, limit: 
 # The whole evaluation of a checkpoint
 
 
-def test_evaluate_is_the_split_from_its_first_token(
+def test_evaluate_covers_split_from_first_token(
     loaded: LoadedModel, data: Path, dataset: TokenDataset, model: Model
 ) -> None:
     result = evaluate(loaded, data, seq_len=SEQ_LEN, batch_size=5, device="cpu")
@@ -238,18 +242,18 @@ def test_evaluate_is_the_split_from_its_first_token(
     assert result.tokens == dataset.num_tokens
 
 
-def test_the_training_split_can_be_evaluated_too(loaded: LoadedModel, data: Path) -> None:
+def test_evaluate_accepts_training_split(loaded: LoadedModel, data: Path) -> None:
     result = evaluate(loaded, data, split="train", device="cpu")
     assert result.tokens == TokenDataset(data, "train").num_tokens
 
 
-def test_rows_are_as_long_as_the_context_unless_said_otherwise(
+def test_evaluate_default_row_length_is_context(
     loaded: LoadedModel, data: Path, dataset: TokenDataset
 ) -> None:
     assert evaluate(loaded, data, device="cpu").rows == num_rows(dataset.num_tokens, 64)
 
 
-def test_a_checkpoint_is_evaluated_on_the_data_and_rows_it_was_trained_with(
+def test_evaluate_checkpoint_uses_training_data_and_row_length(
     tmp_path: Path, model: Model, tokenizer: Tokenizer, data: Path, dataset: TokenDataset
 ) -> None:
     state = {"data": {"dir": str(data), "seq_len": SEQ_LEN}}
@@ -263,7 +267,7 @@ def test_a_checkpoint_is_evaluated_on_the_data_and_rows_it_was_trained_with(
     )
 
 
-def test_gzip_stands_beside_the_bits_per_byte(
+def test_evaluate_reports_gzip_bits_per_byte(
     loaded: LoadedModel, data: Path, dataset: TokenDataset
 ) -> None:
     result = evaluate(loaded, data, device="cpu")
@@ -273,7 +277,7 @@ def test_gzip_stands_beside_the_bits_per_byte(
     assert result.gzip_bits_per_byte == pytest.approx(expected)
 
 
-def test_a_loaded_model_is_evaluated_where_it_is(
+def test_evaluate_loaded_model_stays_on_its_device(
     loaded: LoadedModel, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ "auto" would send the batches to a GPU while the model is on the CPU."""
@@ -281,7 +285,7 @@ def test_a_loaded_model_is_evaluated_where_it_is(
     assert math.isfinite(evaluate(loaded, data).loss)
 
 
-def test_another_tokenizer_than_the_datas_is_refused(
+def test_evaluate_tokenizer_other_than_of_data_raises_data_error(
     loaded: LoadedModel, data: Path, texts: list[str]
 ) -> None:
     other = replace(loaded, tokenizer=train_tokenizer(texts[:60], 320))
@@ -289,18 +293,24 @@ def test_another_tokenizer_than_the_datas_is_refused(
         evaluate(other, data)
 
 
-def test_a_model_without_tokenizer_is_refused(loaded: LoadedModel, data: Path) -> None:
+def test_evaluate_model_without_tokenizer_raises_model_error(
+    loaded: LoadedModel, data: Path
+) -> None:
     with pytest.raises(ModelError, match="has no tokenizer"):
         evaluate(replace(loaded, tokenizer=None), data)
 
 
-def test_a_vocabulary_smaller_than_the_datas_is_refused(loaded: LoadedModel, data: Path) -> None:
+def test_evaluate_vocabulary_smaller_than_data_raises_data_error(
+    loaded: LoadedModel, data: Path
+) -> None:
     small = empty_model(CONFIG.model_copy(update={"vocab_size": 319})).eval()
     with pytest.raises(DataError, match=r"ids up to 319, but .* of only 319 tokens"):
         evaluate(replace(loaded, model=small), data)
 
 
-def test_rows_longer_than_the_context_are_refused(loaded: LoadedModel, data: Path) -> None:
+def test_evaluate_rows_longer_than_context_raise_data_error(
+    loaded: LoadedModel, data: Path
+) -> None:
     with pytest.raises(
         DataError, match=("seq_len 65 exceeds the model's context of 64: choose a smaller seq_len")
     ):
@@ -309,19 +319,19 @@ def test_rows_longer_than_the_context_are_refused(loaded: LoadedModel, data: Pat
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size"])
 @pytest.mark.parametrize("value", [0, -3])
-def test_sizes_below_one_are_refused(
+def test_evaluate_sizes_below_one_raise_config_error(
     loaded: LoadedModel, data: Path, name: str, value: int
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, not {value}"):
         evaluate(loaded, data, **{name: value})  # type: ignore[arg-type]
 
 
-def test_a_model_that_does_not_say_its_data_must_be_told(loaded: LoadedModel) -> None:
+def test_evaluate_model_without_recorded_data_requires_data(loaded: LoadedModel) -> None:
     with pytest.raises(DataError, match=r"the training data of .*--data"):
         evaluate(loaded)
 
 
-def test_a_folder_that_is_no_prepared_corpus_is_refused(
+def test_evaluate_folder_without_corpus_raises_data_error(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match="is not a prepared corpus"):
@@ -330,12 +340,14 @@ def test_a_folder_that_is_no_prepared_corpus_is_refused(
         evaluate(loaded, tmp_path / "nowhere")
 
 
-def test_a_split_that_is_not_there_is_named(loaded: LoadedModel, data: Path) -> None:
+def test_evaluate_missing_split_is_named(loaded: LoadedModel, data: Path) -> None:
     with pytest.raises(DataError, match=r"has no 'test' split \(it has: train, val\)"):
         evaluate(loaded, data, split="test")
 
 
-def test_a_model_of_no_numbers_has_no_loss(loaded: LoadedModel, data: Path, model: Model) -> None:
+def test_evaluate_model_with_nan_weights_raises_model_error(
+    loaded: LoadedModel, data: Path, model: Model
+) -> None:
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.lm_head.weight[3, 3] = float("nan")

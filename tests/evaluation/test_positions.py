@@ -53,7 +53,7 @@ def llama(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 # The loss by position
 
 
-def test_each_stretch_has_the_loss_of_its_own_positions(llama: Path, data: Path) -> None:
+def test_positions_each_stretch_has_loss_of_its_own_positions(llama: Path, data: Path) -> None:
     found = evaluate_by_position(llama, data, seq_len=96, batch_size=3)
     assert [(one.first, one.last) for one in found.stretches] == [
         (6 * i, 6 * i + 5) for i in range(16)
@@ -73,7 +73,7 @@ def test_each_stretch_has_the_loss_of_its_own_positions(llama: Path, data: Path)
         assert one.perplexity == pytest.approx(math.exp(one.loss))
 
 
-def test_with_document_masking_positions_are_those_in_the_document(llama: Path, data: Path) -> None:
+def test_positions_with_document_masking_count_within_document(llama: Path, data: Path) -> None:
     found = evaluate_by_position(llama, data, seq_len=32, document_masking=True)
     tokens = [one.tokens for one in found.stretches]
     # A row's documents begin anew: no later stretch has more tokens than one before it.
@@ -84,12 +84,12 @@ def test_with_document_masking_positions_are_those_in_the_document(llama: Path, 
     assert whole.tokens - sum(tokens) in (0, 1)
 
 
-def test_a_sample_is_of_the_same_rows_for_every_model(llama: Path, data: Path) -> None:
+def test_positions_sample_uses_same_rows_for_every_model(llama: Path, data: Path) -> None:
     few = evaluate_by_position(llama, data, seq_len=32, sample=2, seed=1)
     assert sum(one.tokens for one in few.stretches) == 64
 
 
-def test_learned_positions_end_with_the_context(
+def test_learned_positions_beyond_context_raise_config_error(
     data: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     folder = write_model(tmp_path / "gpt2", GPT2Config(**_SIZES), tokenizer)
@@ -98,7 +98,7 @@ def test_learned_positions_end_with_the_context(
         evaluate_by_position(folder, data, seq_len=33)
 
 
-def test_two_models_stand_in_one_table_and_one_picture(
+def test_positions_two_models_share_one_table_and_plot(
     llama: Path,
     data: Path,
     tmp_path: Path,
@@ -129,7 +129,7 @@ def test_two_models_stand_in_one_table_and_one_picture(
         (["--by-position", "--beside", "SAME"], "names a model twice"),
     ],
 )
-def test_options_that_go_unused_are_refused(
+def test_positions_unused_options_fail(
     options: list[str], said: str, llama: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["eval", str(llama), "--data", str(data)]
@@ -151,9 +151,7 @@ def longer(recipe: dict[str, Any], **schedule: int) -> dict[str, Any]:
     }
 
 
-def test_a_section_of_positions_changes_them_and_keeps_all_else(
-    llama: Path, recipe: dict[str, Any]
-) -> None:
+def test_positions_section_changes_only_positions(llama: Path, recipe: dict[str, Any]) -> None:
     as_it_is = train(longer(recipe, max_steps=0), init_from=llama)
     config = read_config(as_it_is.checkpoint)
     expected = LlamaConfig(**_SIZES | {"max_position_embeddings": 128, "rope_scaling": YARN})
@@ -166,14 +164,14 @@ def test_a_section_of_positions_changes_them_and_keeps_all_else(
     assert not torch.equal(before(ids), now(ids))
 
 
-def test_a_plan_has_the_changed_positions_of_the_model(llama: Path, recipe: dict[str, Any]) -> None:
+def test_positions_plan_uses_changed_positions(llama: Path, recipe: dict[str, Any]) -> None:
     planned = resolve_for(parse_recipe(longer(recipe)), find_machine(), str(llama))
     assert planned.model == LlamaConfig(
         **_SIZES | {"max_position_embeddings": 128, "rope_scaling": YARN}
     )
 
 
-def test_the_loss_beyond_the_old_context_falls_and_the_run_goes_on(
+def test_positions_training_beyond_old_context_lowers_loss_and_resumes(
     llama: Path, recipe: dict[str, Any]
 ) -> None:
     values = longer(recipe, max_steps=8)
@@ -189,7 +187,7 @@ def test_the_loss_beyond_the_old_context_falls_and_the_run_goes_on(
     assert read_config(again.checkpoint).max_position_embeddings == 128
 
 
-def test_a_whole_section_is_of_another_model(
+def test_positions_complete_model_section_is_not_merged(
     llama: Path, recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = recipe | {"schedule": {"max_steps": 0}}
@@ -198,7 +196,7 @@ def test_a_whole_section_is_of_another_model(
     assert found.max_position_embeddings == 32
 
 
-def test_positions_that_a_model_cannot_have_are_refused(
+def test_positions_unsupported_by_model_raise_config_error(
     llama: Path, recipe: dict[str, Any], tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     gpt2 = write_model(tmp_path / "gpt2", GPT2Config(**_SIZES), tokenizer)

@@ -85,17 +85,17 @@ def run(model: Model, dataset: TokenDataset, **values: Any) -> Evaluation:
 # Pure functions
 
 
-def test_the_mean_weighs_rows_by_their_tokens() -> None:
+def test_mean_loss_weighs_rows_by_tokens() -> None:
     assert mean_loss(rows_of([8.0, 1.0], [4, 1])) == 9 / 5
 
 
-def test_the_error_of_rows_of_one_length_is_the_text_book_one() -> None:
+def test_standard_error_of_equal_rows_matches_textbook() -> None:
     losses = [3.0, 5.0, 4.0, 8.0]
     expected = math.sqrt((1 - 4 / 10) * statistics.variance(losses) / 4) / 2
     assert standard_error(rows_of(losses, [2] * 4), 10) == pytest.approx(expected, rel=1e-15)
 
 
-def test_over_all_samples_the_squared_error_is_the_variance_of_the_means() -> None:
+def test_standard_error_squared_averages_to_variance_of_means() -> None:
     """Exactly so where rows are of one length: the estimate is unbiased, which it is not without
     the correction for a finite population."""
     generator = random.Random(0)
@@ -107,7 +107,7 @@ def test_over_all_samples_the_squared_error_is_the_variance_of_the_means() -> No
     assert statistics.fmean(means) == pytest.approx(mean_loss(whole), rel=1e-12)
 
 
-def test_rows_of_unequal_length_are_a_ratio() -> None:
+def test_standard_error_of_unequal_rows_uses_ratio_estimator() -> None:
     """Long rows have large losses because they are long, which is no uncertainty of the mean."""
     generator = random.Random(1)
     tokens = [generator.choice((10, 200)) for _ in range(400)]
@@ -120,7 +120,7 @@ def test_rows_of_unequal_length_are_a_ratio() -> None:
     assert naive > 20 * told
 
 
-def test_a_sample_of_everything_has_no_error() -> None:
+def test_standard_error_of_whole_population_is_zero() -> None:
     assert standard_error(rows_of([3.0, 5.0, 9.0], [2, 3, 4]), 3) == 0
 
 
@@ -129,7 +129,7 @@ def test_a_sample_of_everything_has_no_error() -> None:
     seed=st.integers(0, 2**32),
     parts=st.integers(1, 7),
 )
-def test_any_split_over_ranks_gives_the_same_bits(
+def test_standard_error_any_split_over_ranks_gives_same_bits(
     losses: list[float], seed: int, parts: int
 ) -> None:
     generator = random.Random(seed)
@@ -146,7 +146,7 @@ def test_any_split_over_ranks_gives_the_same_bits(
 
 
 @given(total=st.integers(1, 300), count=st.integers(1, 300), seed=st.integers(0, 2**40))
-def test_drawn_rows_are_distinct_and_ascending(total: int, count: int, seed: int) -> None:
+def test_sampled_rows_are_distinct_and_ascending(total: int, count: int, seed: int) -> None:
     rows = sampled_rows(total, count, seed)
     assert rows == sorted(set(rows))
     assert len(rows) == min(count, total)
@@ -154,7 +154,7 @@ def test_drawn_rows_are_distinct_and_ascending(total: int, count: int, seed: int
     assert set(sampled_rows(total, count // 2, seed)) <= set(rows)
 
 
-def test_every_row_is_as_likely_to_be_drawn() -> None:
+def test_sampled_rows_are_drawn_with_equal_probability() -> None:
     counts = [0] * 20
     for seed in range(2000):
         for row in sampled_rows(20, 5, seed):
@@ -164,7 +164,7 @@ def test_every_row_is_as_likely_to_be_drawn() -> None:
     assert sampled_rows(20, 5, 1) != sampled_rows(20, 5, 2)
 
 
-def test_means_of_answers_have_the_error_of_a_share() -> None:
+def test_mean_and_error_of_answers_is_that_of_a_proportion() -> None:
     mean, error = mean_and_error([1.0, 0.0, 0.0, 1.0, 0.0])
     assert mean == 0.4
     assert error == pytest.approx(math.sqrt(0.4 * 0.6 / 4))
@@ -183,7 +183,7 @@ def test_means_of_answers_have_the_error_of_a_share() -> None:
         (1.23456, None, "1.2346"),
     ],
 )
-def test_values_are_shown_as_far_as_their_error_lets_them(
+def test_with_error_shows_significant_digits_only(
     value: float, error: float | None, shown: str
 ) -> None:
     assert with_error(value, error) == shown
@@ -192,9 +192,7 @@ def test_values_are_shown_as_far_as_their_error_lets_them(
 # Of a model
 
 
-def test_rows_one_by_one_are_what_batches_are_summed_to(
-    model: Model, dataset: TokenDataset
-) -> None:
+def test_row_losses_match_sums_over_batches(model: Model, dataset: TokenDataset) -> None:
     for masked in (False, True):
         options: Any = {"seq_len": SEQ_LEN, "device": CPU, "document_masking": masked}
         rows = list(range(num_rows(dataset.num_tokens, SEQ_LEN)))
@@ -206,7 +204,7 @@ def test_rows_one_by_one_are_what_batches_are_summed_to(
         assert len({row.tokens for row in by_row}) > 1
 
 
-def test_ranks_that_each_evaluate_some_rows_come_to_the_mean_of_all(
+def test_mean_loss_of_rows_split_over_ranks_equals_that_of_all(
     model: Model, dataset: TokenDataset
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)
@@ -228,7 +226,7 @@ def test_ranks_that_each_evaluate_some_rows_come_to_the_mean_of_all(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 1000])
-def test_the_estimate_does_not_depend_on_the_batch_size(
+def test_sampled_estimate_does_not_depend_on_batch_size(
     loaded: LoadedModel, data: Path, batch_size: int
 ) -> None:
     expected = evaluate(loaded, data, sample=20, seq_len=SEQ_LEN)
@@ -238,7 +236,7 @@ def test_the_estimate_does_not_depend_on_the_batch_size(
     assert found.loss_stderr == pytest.approx(expected.loss_stderr, rel=1e-5)
 
 
-def test_a_sample_is_the_mean_over_its_rows_with_all_three_errors(
+def test_sampled_evaluation_is_mean_over_rows_with_three_errors(
     loaded: LoadedModel, data: Path, dataset: TokenDataset, model: Model
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)
@@ -263,7 +261,7 @@ def test_a_sample_is_the_mean_over_its_rows_with_all_three_errors(
     assert found.bits_per_byte_stderr == pytest.approx(per_nat * error, rel=1e-5)
 
 
-def test_the_whole_lies_within_two_errors_of_nineteen_samples_in_twenty(
+def test_sampled_interval_of_two_errors_covers_whole_in_19_of_20(
     model: Model, dataset: TokenDataset
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)
@@ -283,7 +281,7 @@ def test_the_whole_lies_within_two_errors_of_nineteen_samples_in_twenty(
     assert 0.92 < hits / 400 < 0.98
 
 
-def test_the_same_seed_draws_the_same_rows_whatever_the_global_generators_do(
+def test_sampled_evaluation_same_seed_ignores_global_generators(
     loaded: LoadedModel, data: Path
 ) -> None:
     before = torch.get_rng_state()
@@ -296,7 +294,7 @@ def test_the_same_seed_draws_the_same_rows_whatever_the_global_generators_do(
 
 
 @pytest.mark.parametrize("sample", [None, 10_000])
-def test_the_whole_split_is_no_estimate(
+def test_whole_split_evaluation_has_no_errors(
     loaded: LoadedModel, data: Path, dataset: TokenDataset, sample: int | None
 ) -> None:
     found = evaluate(loaded, data, sample=sample)
@@ -306,14 +304,14 @@ def test_the_whole_split_is_no_estimate(
 
 
 @pytest.mark.parametrize("name, value", [("sample", 1), ("sample", 0), ("seed", -1)])
-def test_a_sample_that_has_no_error_is_refused(
+def test_sample_too_small_for_an_error_raises_config_error(
     loaded: LoadedModel, data: Path, name: str, value: int
 ) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least"):
         evaluate(loaded, data, **{name: value})  # type: ignore[arg-type]
 
 
-def test_a_loss_of_rows_takes_logits_of_any_precision(model: Model) -> None:
+def test_row_losses_accept_logits_of_any_dtype(model: Model) -> None:
     def low(input_ids: Tensor, *, document_ids: Tensor | None) -> Tensor:
         return torch.zeros(*input_ids.shape, 320, dtype=torch.bfloat16)
 
@@ -334,7 +332,7 @@ def folder(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_tells_the_sample_and_its_errors(
+def test_eval_command_reports_sample_and_errors(
     folder: Path, data: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--data", str(data), "--seq-len", "8", "--sample", "20", "--device", "cpu"]
@@ -359,7 +357,7 @@ def test_the_command_tells_the_sample_and_its_errors(
     }
 
 
-def test_of_a_run_folder_the_checkpoint_that_was_used_is_told(
+def test_eval_command_on_run_names_checkpoint_used(
     model: Model,
     tokenizer: Tokenizer,
     data: Path,
@@ -397,7 +395,7 @@ def test_of_a_run_folder_the_checkpoint_that_was_used_is_told(
         (["--sample", "1"], "1 is not in the range x>=2"),
     ],
 )
-def test_options_of_what_is_not_evaluated_are_refused(
+def test_eval_command_unused_options_fail(
     folder: Path, options: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", str(folder), *options]) == 2

@@ -121,14 +121,14 @@ def some_pairs() -> list[TokenPair]:
 
 
 @pytest.mark.parametrize("name", _CONFIGS)
-def test_log_likelihoods_are_those_of_a_slow_loop(name: str) -> None:
+def test_likelihoods_match_slow_loop(name: str) -> None:
     model, pairs = random_model(_CONFIGS[name]), some_pairs()
     found = likelihoods(model, pairs, batch_size=4)
     expected = [slow_logprob(model, pair) for pair in pairs]
     assert [f.logprob for f in found] == pytest.approx([p for p, _ in expected], abs=1e-4)
 
 
-def test_a_continuation_is_greedy_where_each_of_its_tokens_is_the_likeliest(model: Model) -> None:
+def test_likelihood_is_greedy_if_every_token_is_most_likely(model: Model) -> None:
     ids = [5, 6, 7]
     with torch.no_grad():
         for _ in range(4):
@@ -140,7 +140,7 @@ def test_a_continuation_is_greedy_where_each_of_its_tokens_is_the_likeliest(mode
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 1000])
-def test_the_batch_size_changes_the_speed_only(model: Model, batch_size: int) -> None:
+def test_likelihoods_do_not_depend_on_batch_size(model: Model, batch_size: int) -> None:
     pairs = some_pairs()
     expected = likelihoods(model, pairs, batch_size=8)
     found = likelihoods(model, pairs, batch_size=batch_size)
@@ -148,7 +148,7 @@ def test_the_batch_size_changes_the_speed_only(model: Model, batch_size: int) ->
     assert [f.is_greedy for f in found] == [f.is_greedy for f in expected]
 
 
-def test_progress_counts_each_text_once(model: Model) -> None:
+def test_likelihoods_progress_counts_each_text_once(model: Model) -> None:
     seen: list[tuple[int, int]] = []
     likelihoods(model, some_pairs(), batch_size=4, on_pairs=lambda *now: seen.append(now))
     assert [total for _, total in seen] == [32] * len(seen)
@@ -157,11 +157,11 @@ def test_progress_counts_each_text_once(model: Model) -> None:
     assert len(seen) > 8
 
 
-def test_nothing_to_score_is_nothing(model: Model) -> None:
+def test_likelihoods_without_pairs_returns_empty_list(model: Model) -> None:
     assert likelihoods(model, [], batch_size=4) == []
 
 
-def test_a_model_of_no_numbers_has_no_likelihoods(model: Model) -> None:
+def test_likelihoods_model_with_nan_weights_raises_model_error(model: Model) -> None:
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.lm_head.weight[3, 3] = float("nan")
@@ -172,7 +172,7 @@ def test_a_model_of_no_numbers_has_no_likelihoods(model: Model) -> None:
 # Encoding
 
 
-def test_a_continuation_is_what_comes_after_the_contexts_tokens(tokenizer: Tokenizer) -> None:
+def test_token_pair_continuation_is_tokens_after_context(tokenizer: Tokenizer) -> None:
     found = encode_choices(tokenizer, "the star", [" sings", " falls under"])
     context = tuple(tokenizer.encode("the star"))
     for pair, whole in zip(found, ["the star sings", "the star falls under"], strict=True):
@@ -180,13 +180,15 @@ def test_a_continuation_is_what_comes_after_the_contexts_tokens(tokenizer: Token
         assert pair.context + pair.continuation == tuple(tokenizer.encode(whole))
 
 
-def test_white_space_at_the_end_of_a_context_goes_over(tokenizer: Tokenizer) -> None:
+def test_token_pair_trailing_whitespace_of_context_moves_to_continuation(
+    tokenizer: Tokenizer,
+) -> None:
     (found,) = encode_choices(tokenizer, "the star \n", ["sings"])
     assert found.context == tuple(tokenizer.encode("the star"))
     assert tokenizer.decode(found.continuation) == " \nsings"
 
 
-def test_a_tokens_boundary_that_the_continuation_moves_is_counted_from_the_contexts(
+def test_token_pair_shifted_token_boundary_is_counted_from_context(
     tokenizer: Tokenizer,
 ) -> None:
     """`ste` + `ps`: what the pair is made of need not be what the whole is."""
@@ -197,7 +199,7 @@ def test_a_tokens_boundary_that_the_continuation_moves_is_counted_from_the_conte
     assert found.continuation == tuple(whole[len(alone) :])
 
 
-def test_bos_stands_before_a_context_where_the_model_expects_it(texts: list[str]) -> None:
+def test_token_pair_context_starts_with_bos_if_model_expects_it(texts: list[str]) -> None:
     backend = train_tokenizer(texts, 320, special_tokens=("</s>", "<s>")).backend
     tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", add_bos=True)
     (found,) = encode_choices(tokenizer, "the star", [" sings"])
@@ -205,7 +207,7 @@ def test_bos_stands_before_a_context_where_the_model_expects_it(texts: list[str]
     assert tokenizer.decode(found.continuation) == " sings"
 
 
-def test_a_context_of_nothing_is_the_separator(tokenizer: Tokenizer) -> None:
+def test_token_pair_empty_context_becomes_separator(tokenizer: Tokenizer) -> None:
     (found,) = encode_choices(tokenizer, " ", ["the"])
     assert found == TokenPair((tokenizer.separator_id,), tuple(tokenizer.encode(" the")))
 
@@ -221,9 +223,7 @@ def uniform(model: Model) -> Model:
     return flat
 
 
-def test_acc_takes_the_sum_and_acc_norm_the_sum_for_each_character(
-    model: Model, tokenizer: Tokenizer
-) -> None:
+def test_acc_uses_sum_and_acc_norm_sum_per_character(model: Model, tokenizer: Tokenizer) -> None:
     """Of three endings with equally likely tokens: the one of the fewest tokens, and the one of
     the fewest tokens for its characters, wide ones counting as one."""
     choices = ("日本", "the stone", "a small old river")
@@ -240,13 +240,13 @@ def test_acc_takes_the_sum_and_acc_norm_the_sum_for_each_character(
     assert [a.acc_norm for a in answers] == [gold == best_norm for gold in range(3)]
 
 
-def test_of_equal_endings_the_first_is_taken(model: Model, tokenizer: Tokenizer) -> None:
+def test_answer_items_equal_endings_choose_first(model: Model, tokenizer: Tokenizer) -> None:
     items = [Item("the star", ("sings", "sings"), gold) for gold in (0, 1)]
     pairs = encode_items(items, tokenizer, CONTEXT, "")
     assert [a.acc for a in answer_items(model, items, pairs, batch_size=8)] == [True, False]
 
 
-def test_accuracies_have_the_error_of_a_share(model: Model, tokenizer: Tokenizer) -> None:
+def test_accuracy_error_is_that_of_a_proportion(model: Model, tokenizer: Tokenizer) -> None:
     items = [Item("the star", ("sings", "sings"), gold) for gold in (0, 0, 1, 0)]
     pairs = encode_items(items, tokenizer, CONTEXT, "")
     found = accuracies(answer_items(model, items, pairs, batch_size=8))
@@ -254,7 +254,7 @@ def test_accuracies_have_the_error_of_a_share(model: Model, tokenizer: Tokenizer
     assert found["acc"].stderr == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
-def test_an_ending_that_the_context_has_no_room_for_is_refused(tokenizer: Tokenizer) -> None:
+def test_answer_items_ending_too_long_for_context_raises_input_error(tokenizer: Tokenizer) -> None:
     items = [Item("a", ("b", "c"), 0), Item("the star", ("sings", "日本 " * 40), 0)]
     said = r"here: an ending of item 2 has \d+ tokens, but must have 1 to 32"
     with pytest.raises(InputError, match=said):
@@ -272,7 +272,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_an_item_is_its_label_and_context(tmp_path: Path) -> None:
+def test_read_hellaswag_item_joins_label_and_context(tmp_path: Path) -> None:
     without = {key: value for key, value in ROW.items() if key != "activity_label"}
     path = write(tmp_path / "x.jsonl", ROW, "", without, {**ROW, "label": "0"})
     assert read_hellaswag(path) == [
@@ -282,19 +282,19 @@ def test_an_item_is_its_label_and_context(tmp_path: Path) -> None:
     ]
 
 
-def test_of_the_original_data_the_second_part_begins_with_a_capital() -> None:
+def test_read_hellaswag_original_data_capitalizes_second_part() -> None:
     row = {**ROW, "ctx_a": "A [title] cat.", "ctx_b": "then  the DOG", "ctx": "not this"}
     assert item_of(row).context == "Dawn: A.  cat. Then the dog".replace(".  ", ". ")
 
 
-def test_wikihows_brackets_are_taken_out() -> None:
+def test_read_hellaswag_removes_wikihow_brackets() -> None:
     row = {**ROW, "ctx": " [header] How to [title] Sing [step] Well ", "endings": [" a [b] c", "d"]}
     item = item_of(row)
     assert item.context == "Dawn:  How to. Sing Well"
     assert item.choices == ("a c", "d")
 
 
-def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_read_hellaswag_limit_reads_only_first_items(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROW, ROW, "damaged")
     assert len(read_hellaswag(path, 2)) == 2
 
@@ -322,7 +322,7 @@ def test_only_the_first_items_are_read_where_that_is_asked_for(tmp_path: Path) -
         ({**ROW, "ctx": "a" * 70_000}, "bytes, more than 65,536"),
     ],
 )
-def test_a_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:
+def test_read_hellaswag_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", ROW, line, ROW)
     with pytest.raises(InputError) as raised:
         read_hellaswag(path)
@@ -330,14 +330,14 @@ def test_a_bad_line_is_named(line: object, said: str, tmp_path: Path) -> None:
     assert said in str(raised.value)
 
 
-def test_bytes_that_are_no_utf8_are_a_bad_line(tmp_path: Path) -> None:
+def test_read_hellaswag_invalid_utf8_raises_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(json.dumps(ROW).encode() + b"\n\xff\xfe\n")
     with pytest.raises(InputError, match=r"x\.jsonl:2 is not a HellaSwag item"):
         read_hellaswag(path)
 
 
-def test_files_of_nothing_and_no_files_are_refused(tmp_path: Path) -> None:
+def test_read_hellaswag_empty_or_missing_files_raise_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="contains no items"):
         read_hellaswag(write(tmp_path / "x.jsonl", "", " "))
     with pytest.raises(InputError, match="nowhere does not exist"):
@@ -346,7 +346,7 @@ def test_files_of_nothing_and_no_files_are_refused(tmp_path: Path) -> None:
         read_hellaswag(tmp_path)
 
 
-def test_without_a_file_or_the_hub_one_is_told_to_give_a_file(
+def test_hub_hellaswag_without_hub_suggests_local_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Datasets:
@@ -363,7 +363,7 @@ def test_without_a_file_or_the_hub_one_is_told_to_give_a_file(
         hub_hellaswag()
 
 
-def test_the_hubs_rows_are_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_hellaswag_rows_become_items(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rows(list[Any]):
         def select(self, numbers: range) -> Rows:
             return Rows(self[number] for number in numbers)
@@ -402,7 +402,7 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "items.jsonl", *rows)
 
 
-def test_a_task_is_scored_by_name(loaded: LoadedModel, file: Path) -> None:
+def test_evaluate_tasks_scores_task_by_name(loaded: LoadedModel, file: Path) -> None:
     (result,) = evaluate_tasks(loaded, f"hellaswag,{file}")
     items = read_hellaswag(file)
     assert loaded.tokenizer is not None
@@ -428,7 +428,7 @@ def test_a_task_is_scored_by_name(loaded: LoadedModel, file: Path) -> None:
         (["hellaswag,x", "lm-eval:hellaswag"], "two tasks are called hellaswag"),
     ],
 )
-def test_names_that_can_not_be_meant_are_refused(
+def test_evaluate_tasks_invalid_names_raise_config_error(
     loaded: LoadedModel, tasks: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -436,12 +436,14 @@ def test_names_that_can_not_be_meant_are_refused(
 
 
 @pytest.mark.parametrize("name", ["items", "batch_size"])
-def test_counts_below_one_are_refused(loaded: LoadedModel, file: Path, name: str) -> None:
+def test_evaluate_tasks_counts_below_one_raise_config_error(
+    loaded: LoadedModel, file: Path, name: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be at least 1, not 0"):
         evaluate_tasks(loaded, f"hellaswag,{file}", **{name: 0})  # type: ignore[arg-type]
 
 
-def test_a_missing_harness_is_told_with_what_installs_it(
+def test_evaluate_tasks_without_lm_eval_names_install_command(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
@@ -450,7 +452,9 @@ def test_a_missing_harness_is_told_with_what_installs_it(
         evaluate_tasks(loaded, "lm-eval:arc_easy")
 
 
-def test_a_model_without_tokenizer_is_refused(model: Model, file: Path, tmp_path: Path) -> None:
+def test_evaluate_tasks_model_without_tokenizer_raises_model_error(
+    model: Model, file: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="has no tokenizer"):
         evaluate_tasks(LoadedModel(model, None, (), tmp_path), f"hellaswag,{file}")
 
@@ -468,7 +472,7 @@ def folder(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> Path:
     return place
 
 
-def test_the_command_prints_scores_with_their_errors(
+def test_eval_command_prints_task_scores_with_errors(
     folder: Path, file: Path, loaded: LoadedModel, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", str(folder), "--tasks", f"hellaswag,{file}", "--json"]) == 0
@@ -485,7 +489,7 @@ def test_the_command_prints_scores_with_their_errors(
     assert f"hellaswag acc       {shown}\n" in answer.err
 
 
-def test_the_command_gives_the_loss_too_where_data_is_named(
+def test_eval_command_with_tasks_and_data_also_prints_loss(
     folder: Path, file: Path, data: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--tasks", f"hellaswag,{file}", "--items", "3", "--data", str(data), "--json"]
@@ -495,7 +499,7 @@ def test_the_command_gives_the_loss_too_where_data_is_named(
     assert found["loss"] > 1
 
 
-def test_the_command_names_a_bad_line(
+def test_eval_command_names_bad_task_line(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "bad.jsonl", ROW, "{")
@@ -549,7 +553,9 @@ def weights(recipe: dict[str, Any]) -> bytes:
     return (folder / WEIGHTS_NAME).read_bytes()
 
 
-def test_a_run_is_the_same_with_and_without_tasks(recipe: dict[str, Any], file: Path) -> None:
+def test_train_with_tasks_learns_same_weights_as_without(
+    recipe: dict[str, Any], file: Path
+) -> None:
     train(recipe)
     other = with_tasks(recipe, file)
     train(other)
@@ -559,7 +565,7 @@ def test_a_run_is_the_same_with_and_without_tasks(recipe: dict[str, Any], file: 
         assert plain.get("val/loss") == line.get("val/loss")
 
 
-def test_scores_stand_on_the_lines_of_their_steps(recipe: dict[str, Any], file: Path) -> None:
+def test_train_task_scores_are_logged_with_their_steps(recipe: dict[str, Any], file: Path) -> None:
     recipe = with_tasks(recipe, file)
     train(recipe)
     found = scored(recipe)
@@ -574,7 +580,7 @@ def test_scores_stand_on_the_lines_of_their_steps(recipe: dict[str, Any], file: 
     assert found[12] == {f"hellaswag/{name}": value for name, value in after.figures().items()}
 
 
-def test_tasks_may_come_less_often_than_the_loss(recipe: dict[str, Any], file: Path) -> None:
+def test_train_tasks_may_run_less_often_than_validation(recipe: dict[str, Any], file: Path) -> None:
     recipe = with_tasks(recipe, file, every_steps=2, tasks_every_steps=8, task_items=5)
     train(recipe)
     assert list(scored(recipe)) == [8, 12]
@@ -583,7 +589,7 @@ def test_tasks_may_come_less_often_than_the_loss(recipe: dict[str, Any], file: P
 
 
 @pytest.mark.parametrize("every_steps, validated", [(4, [4, 8, 12]), (0, [12])])
-def test_tasks_come_by_a_clock_of_their_own(
+def test_train_tasks_follow_their_own_interval(
     recipe: dict[str, Any], file: Path, every_steps: int, validated: list[int]
 ) -> None:
     recipe = with_tasks(recipe, file, every_steps=every_steps, tasks_every_steps=5, task_items=5)
@@ -592,7 +598,7 @@ def test_tasks_come_by_a_clock_of_their_own(
     assert [r["step"] for r in metrics(recipe) if "val/loss" in r] == validated
 
 
-def test_a_run_without_a_validation_split_is_scored_too(
+def test_train_without_validation_split_still_scores_tasks(
     recipe: dict[str, Any], file: Path, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     from firstlight.data.prepare import prepare
@@ -604,7 +610,7 @@ def test_a_run_without_a_validation_split_is_scored_too(
     assert list(scored(recipe)) == [6, 12]
 
 
-def test_a_run_that_stops_while_it_is_scored_is_scored_when_it_goes_on(
+def test_train_stopped_during_scoring_scores_on_resume(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = with_tasks(recipe, file), with_tasks(recipe, file)
@@ -633,9 +639,7 @@ def test_a_run_that_stops_while_it_is_scored_is_scored_when_it_goes_on(
     assert [r["step"] for r in metrics(broken)] == list(range(1, 13))
 
 
-def test_a_run_that_is_killed_and_resumed_has_the_same_scores(
-    recipe: dict[str, Any], file: Path
-) -> None:
+def test_train_killed_and_resumed_has_same_task_scores(recipe: dict[str, Any], file: Path) -> None:
     class KilledError(Exception):
         pass
 
@@ -662,7 +666,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_same_scores(
         ({"tasks": ["swag"]}, ConfigError, "task 'swag' is unknown"),
     ],
 )
-def test_tasks_that_can_not_be_scored_are_refused_before_the_first_step(
+def test_train_unscorable_tasks_raise_before_first_step(
     recipe: dict[str, Any],
     file: Path,
     values: dict[str, Any],
@@ -675,7 +679,9 @@ def test_tasks_that_can_not_be_scored_are_refused_before_the_first_step(
     assert not Path(recipe["run"]["dir"]).exists()
 
 
-def test_a_bad_line_is_found_before_the_first_step(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_bad_task_line_raises_before_first_step(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
     bad = write(tmp_path / "bad.jsonl", ROW, {**ROW, "label": 4})
     with pytest.raises(InputError, match=r"bad\.jsonl:2 is not a HellaSwag item"):
         train(with_tasks(recipe, bad))
@@ -684,7 +690,7 @@ def test_a_bad_line_is_found_before_the_first_step(recipe: dict[str, Any], tmp_p
         train(with_tasks(recipe, long))
 
 
-def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
+def test_train_non_finite_weights_at_task_scoring_raise_training_error(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_numbers(*_: Any, **__: Any) -> None:
@@ -697,7 +703,7 @@ def test_weights_that_are_no_numbers_end_a_run_at_its_tasks(
         train(recipe)
 
 
-def test_attention_without_masks_is_put_back_after_samples_and_tasks(
+def test_train_restores_maskless_attention_after_samples_and_tasks(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels of GPUs that take no mask can't continue from a stored context, and cuDNN plans each
@@ -714,5 +720,5 @@ def test_attention_without_masks_is_put_back_after_samples_and_tasks(
     assert chosen == ["sdpa", "flash"] * 4
 
 
-def test_the_hubs_name_is_that_of_the_harness() -> None:
+def test_hellaswag_hub_id_equals_that_of_lm_eval() -> None:
     assert hellaswag.HUB_ID == "Rowan/hellaswag"

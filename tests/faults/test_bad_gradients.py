@@ -121,7 +121,9 @@ def global_batches(generator: random.Random) -> Iterator[list[Batch]]:
 
 
 @pytest.mark.parametrize("name", _SETTINGS)
-def test_a_bad_loss_or_gradient_anywhere_changes_no_bit(name: str, record_property: Any) -> None:
+def test_train_step_non_finite_loss_or_gradient_changes_no_bit(
+    name: str, record_property: Any
+) -> None:
     generator = random.Random(f"bad gradients {name}")
     program = make_program(_SETTINGS[name])
     guard = Guard(GuardConfig(spike_z_score=8.0))

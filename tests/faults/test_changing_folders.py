@@ -63,7 +63,7 @@ _DAMAGES = pytest.mark.parametrize(
 
 @_DAMAGES
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_shard_that_changes_while_it_is_open_is_never_read_as_another(
+def test_shard_modified_while_open_is_never_read_as_other_data(
     tmp_path: Path, damage: Callable[[Path], None], message: str, verify: bool
 ) -> None:
     tokens = np.random.default_rng(0).integers(1, 290, 4 * BLOCK_BYTES).tolist()
@@ -83,7 +83,7 @@ def test_a_shard_that_changes_while_it_is_open_is_never_read_as_another(
 
 @_DAMAGES
 @pytest.mark.parametrize("split, step", [("train", 5), ("val", 6)])
-def test_a_run_whose_data_change_ends_with_a_checkpoint_from_which_it_goes_on_exactly(
+def test_run_with_modified_data_saves_checkpoint_and_resumes_exactly(
     recipe: dict[str, Any],
     tmp_path: Path,
     damage: Callable[[Path], None],
@@ -115,7 +115,7 @@ def test_a_run_whose_data_change_ends_with_a_checkpoint_from_which_it_goes_on_ex
 
 
 @pytest.mark.parametrize("removed", [True, False])
-def test_a_run_whose_folder_goes_writes_nothing_in_its_place(
+def test_run_with_removed_folder_writes_nothing_in_its_place(
     recipe: dict[str, Any], tmp_path: Path, removed: bool
 ) -> None:
     recipe["checkpoint"] |= {"asynchronous": False}  # else step 4's may not be there yet
@@ -136,7 +136,7 @@ def test_a_run_whose_folder_goes_writes_nothing_in_its_place(
         assert train(recipe, resume=True).step == 12
 
 
-def test_a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own(
+def test_run_with_replaced_folder_leaves_new_folder_unchanged(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe["checkpoint"] |= {"asynchronous": False}
@@ -155,7 +155,7 @@ def test_a_run_leaves_the_folder_alone_that_takes_the_place_of_its_own(
     assert [folder.name for folder in list_checkpoints(run)] == ["step-00000004"]
 
 
-def test_a_run_whose_lock_was_deleted_ends_when_another_starts_in_its_folder(
+def test_run_with_deleted_lock_ends_when_another_starts_in_its_folder(
     recipe: dict[str, Any],
 ) -> None:
     run = Path(recipe["run"]["dir"])
@@ -173,7 +173,7 @@ def test_a_run_whose_lock_was_deleted_ends_when_another_starts_in_its_folder(
     assert train(recipe, resume=True).step == 12
 
 
-def test_a_run_whose_folder_is_taken_over_during_a_save_publishes_nothing(
+def test_run_folder_taken_over_during_save_publishes_nothing(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path(recipe["run"]["dir"])
@@ -192,7 +192,7 @@ def test_a_run_whose_folder_is_taken_over_during_a_save_publishes_nothing(
 
 
 @pytest.mark.parametrize("removed", [None, "run.json", "checkpoints"])
-def test_a_run_whose_folder_goes_while_a_checkpoint_is_read_back_says_so(
+def test_run_folder_removed_while_checkpoint_is_read_back_raises(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str | None
 ) -> None:
     run = Path(recipe["run"]["dir"])
@@ -211,7 +211,7 @@ def test_a_run_whose_folder_goes_while_a_checkpoint_is_read_back_says_so(
         train(recipe)
 
 
-def test_a_run_whose_folder_goes_after_its_last_save_says_so(
+def test_run_folder_removed_after_last_save_raises(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path(recipe["run"]["dir"])
@@ -223,7 +223,7 @@ def test_a_run_whose_folder_goes_after_its_last_save_says_so(
     assert not run.exists()
 
 
-def test_a_checkpoint_of_another_run_is_refused_by_its_name_and_never_deleted(
+def test_checkpoint_of_other_run_raises_by_name_and_is_never_deleted(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     run, other = Path(recipe["run"]["dir"]), tmp_path / "other"
@@ -253,7 +253,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_its_name_and_never_deleted(
     assert train(recipe, resume=True).step == 12
 
 
-def test_what_lies_in_the_place_of_a_runs_files_is_renamed_and_the_run_goes_on_exactly(
+def test_obstacles_in_place_of_run_files_are_renamed_and_run_resumes_exactly(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(recipe["run"]["dir"])
@@ -279,7 +279,7 @@ def test_what_lies_in_the_place_of_a_runs_files_is_renamed_and_the_run_goes_on_e
     assert f"{run / 'metrics.jsonl'} has no lines of steps 1 to 8: " in said
 
 
-def test_the_id_of_a_run_is_found_again_where_its_file_was_lost(recipe: dict[str, Any]) -> None:
+def test_run_id_is_recovered_after_its_file_was_lost(recipe: dict[str, Any]) -> None:
     run = Path(recipe["run"]["dir"])
     train({**recipe, "schedule": {"max_steps": 6}})
     before = read_json(run / "run.json")
@@ -290,7 +290,7 @@ def test_the_id_of_a_run_is_found_again_where_its_file_was_lost(recipe: dict[str
     assert after["start_id"] != before["start_id"]
 
 
-def test_of_two_that_resume_in_the_same_instant_one_goes_on_and_one_says_why_not(
+def test_simultaneous_resumes_let_one_run_and_other_report_in_use(
     recipe: dict[str, Any],
 ) -> None:
     train({**recipe, "schedule": {"max_steps": 4}})

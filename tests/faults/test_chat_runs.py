@@ -50,7 +50,7 @@ def recipe_of(folder: Path, name: str, chats: Path) -> Path:
     return path
 
 
-def test_run_on_conversations_stopped_or_killed_ends_as_one_that_was_not(
+def test_chat_run_stopped_or_killed_ends_like_uninterrupted_run(
     tmp_path: Path, chats: Path
 ) -> None:
     whole = recipe_of(tmp_path, "whole", chats)

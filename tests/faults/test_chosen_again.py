@@ -27,7 +27,7 @@ def after_three_steps(record: Mapping[str, Any]) -> None:
         raise _StopError
 
 
-def test_first_steps_killed_while_they_are_forgotten_resume_with_the_model_of_the_recipe(
+def test_run_killed_while_restarting_with_new_model_resumes_with_recipe_model(
     data: Path, tmp_path: Path
 ) -> None:
     sections: dict[str, Any] = {

@@ -49,7 +49,7 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
         (["--to", "gguf"], 50_000),
     ],
 )
-def test_files_that_may_not_grow_leave_nothing(
+def test_convert_with_file_size_limit_leaves_nothing(
     options: list[str], limit: int, source: Path, tmp_path: Path
 ) -> None:
     """The limits hit config.json and the weights; a GGUF file's header and its data."""
@@ -81,7 +81,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     "to, room",
     [("hf", 12_288), ("hf", 102_400), ("gguf", 12_288), ("gguf", 102_400)][:: cases(3, 1)],
 )
-def test_a_full_disk_leaves_nothing_and_a_freed_one_takes_the_result(
+def test_convert_on_full_disk_leaves_nothing_and_succeeds_once_freed(
     to: str, room: int, source: Path, small_disk: Path
 ) -> None:
     if to == "gguf":
@@ -113,7 +113,7 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     "number, exit_code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )
-def test_a_conversion_that_is_ended_leaves_nothing(
+def test_convert_terminated_leaves_nothing(
     number: signal.Signals, exit_code: int, source: Path, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*"))

@@ -41,7 +41,7 @@ def outcome(run: Path) -> tuple[Any, ...]:
 
 # What is open where a process is killed stays open here.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_call_that_changes_the_disk_is_a_bad_moment_for_a_cooldown(
+def test_cooldown_killed_at_any_disk_call_resumes(
     trunk: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     def cool(name: str) -> Path:

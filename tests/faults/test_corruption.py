@@ -64,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_damage_to_any_file_is_noticed_and_an_older_checkpoint_taken(
+def test_damaged_file_is_detected_and_older_checkpoint_used(
     run: Path, record_property: Callable[[str, object], None]
 ) -> None:
     draw = random.Random(_SEED)
@@ -98,7 +98,7 @@ def test_damage_to_any_file_is_noticed_and_an_older_checkpoint_taken(
     record_property("cases", ("damaged files of a checkpoint, noticed before use", count))
 
 
-def test_every_bit_of_a_manifest_counts(run: Path, tmp_path: Path) -> None:
+def test_manifest_with_any_flipped_bit_raises_checkpoint_error(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step-00000012"
     shutil.copytree(list_checkpoints(run)[-1], folder)
     path = folder / "manifest.json"
@@ -114,7 +114,7 @@ def test_every_bit_of_a_manifest_counts(run: Path, tmp_path: Path) -> None:
     assert holds(folder, content(12))
 
 
-def test_damage_to_several_checkpoints_leads_to_the_newest_sound_one(
+def test_several_damaged_checkpoints_fall_back_to_newest_sound_one(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     draw = random.Random(_SEED)

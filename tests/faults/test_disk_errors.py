@@ -74,7 +74,7 @@ def save_and_wait(saver: CheckpointSaver) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("number, lasting", _REFUSALS)
-def test_a_save_that_the_disk_refuses_costs_no_checkpoint(
+def test_save_with_any_disk_error_loses_no_checkpoint(
     tmp_path: Path, number: int, lasting: bool, asynchronous: bool, record_property: Record
 ) -> None:
     for disk in failing_disks(number, lasting):
@@ -115,7 +115,7 @@ def test_a_save_that_the_disk_refuses_costs_no_checkpoint(
     record_property("cases", ("refused disk calls of a save", refused))
 
 
-def test_short_writes_of_a_save_are_completed(tmp_path: Path) -> None:
+def test_save_completes_short_writes(tmp_path: Path) -> None:
     for most in (1, 7, 100):
         with installed(ShortDisk(most)) as disk:
             two_saves(tmp_path / str(most), asynchronous=False)
@@ -123,7 +123,7 @@ def test_short_writes_of_a_save_are_completed(tmp_path: Path) -> None:
         assert sound_steps(tmp_path / str(most)) == [4, 8]
 
 
-def test_a_disk_that_takes_a_part_and_no_more_leaves_the_older_checkpoint(
+def test_save_on_disk_filling_at_any_byte_keeps_older_checkpoint(
     tmp_path: Path, record_property: Record
 ) -> None:
     """Full after any number of bytes, in the middle of any file."""
@@ -147,7 +147,7 @@ def test_a_disk_that_takes_a_part_and_no_more_leaves_the_older_checkpoint(
     record_property("cases", ("disks that fill up in the middle of a save", refused))
 
 
-def test_a_checkpoint_that_does_not_read_back_costs_no_older_one(tmp_path: Path) -> None:
+def test_save_that_reads_back_damaged_keeps_older_checkpoint(tmp_path: Path) -> None:
     class Forgetful(WatchedDisk):
         """Takes every byte of a model's weights, and loses one."""
 
@@ -186,7 +186,7 @@ def write_lines(path: Path, written: list[int]) -> None:
 
 
 @pytest.mark.parametrize("number, lasting", _REFUSALS)
-def test_lines_of_metrics_that_the_disk_refuses_are_taken_back(
+def test_metrics_lines_rejected_by_disk_are_undone(
     tmp_path: Path, number: int, lasting: bool, record_property: Record
 ) -> None:
     for disk in failing_disks(number, lasting):
@@ -206,7 +206,7 @@ def test_lines_of_metrics_that_the_disk_refuses_are_taken_back(
     record_property("cases", ("refused disk calls of the metrics", disk._at - 1))
 
 
-def test_short_writes_of_metrics_are_completed_or_taken_back(
+def test_metrics_short_writes_are_completed_or_undone(
     tmp_path: Path, record_property: Record
 ) -> None:
     record = {"step": 2, "text": "ä" * 20}
@@ -230,7 +230,7 @@ def test_short_writes_of_metrics_are_completed_or_taken_back(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("number, lasting", _REFUSALS)
-def test_a_corpus_that_the_disk_refuses_leaves_what_was_there(
+def test_prepare_with_any_disk_error_keeps_existing_files(
     tmp_path: Path,
     tokenizer: Tokenizer,
     number: int,
@@ -273,7 +273,7 @@ def test_a_corpus_that_the_disk_refuses_leaves_what_was_there(
     record_property("cases", ("refused disk calls of a prepare", refused))
 
 
-def test_short_writes_of_a_corpus_are_completed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_prepare_completes_short_writes(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "stone and river"}\n{broken\n' * 50, encoding="utf-8")
     prepare([source], tokenizer, tmp_path / "whole")
@@ -283,7 +283,9 @@ def test_short_writes_of_a_corpus_are_completed(tmp_path: Path, tokenizer: Token
         assert (tmp_path / "parts" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_save_goes_through_the_seam_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_uses_only_the_checked_file_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every file is created, written and synced there, and nothing is published before."""
     with installed(WatchedDisk()) as disk:
         two_saves(tmp_path / "run", asynchronous=False)

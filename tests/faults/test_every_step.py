@@ -57,7 +57,7 @@ def plan_of(name: str, folder: Path, data: Path) -> list[Chain]:
     return plan
 
 
-def test_a_run_stopped_at_any_step_ends_as_one_that_was_not(
+def test_run_stopped_at_any_step_ends_like_uninterrupted_run(
     tmp_path: Path, data: Path, record_property: Any
 ) -> None:
     plans = {name: plan_of(name, tmp_path, data) for name in _SETTINGS}
@@ -84,7 +84,7 @@ def test_a_run_stopped_at_any_step_ends_as_one_that_was_not(
     record_property("cases", ("stops at a step, and resumed", count))
 
 
-def test_a_stopped_run_has_done_no_step_in_vain(tmp_path: Path, data: Path) -> None:
+def test_run_stopped_loses_no_finished_step(tmp_path: Path, data: Path) -> None:
     """The step at hand is the last, and a stop in an evaluation leaves that for later: even when
     what goes on from there is killed before the next checkpoint, it is in the logs once."""
     recipe, broken, whole = (

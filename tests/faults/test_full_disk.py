@@ -100,7 +100,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 # --- files that may not grow -----------------------------------------------------------------
 
 
-def test_tokenizer_train_leaves_nothing(tmp_path: Path, corpus: Path) -> None:
+def test_tokenizer_train_with_file_size_limit_leaves_nothing(tmp_path: Path, corpus: Path) -> None:
     out = tmp_path / "new" / "tokenizer"
     done = run_with_largest_file(
         5000, "tokenizer", "train", corpus, "--vocab-size", "300", "--out", out
@@ -110,7 +110,7 @@ def test_tokenizer_train_leaves_nothing(tmp_path: Path, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1000, 10_000])
-def test_prepare_leaves_nothing(
+def test_prepare_with_file_size_limit_leaves_nothing(
     tmp_path: Path, corpus: Path, tokenizer: Tokenizer, limit: int
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -129,7 +129,9 @@ def test_prepare_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
-def test_prepare_keeps_what_it_was_to_overwrite(tmp_path: Path, corpus: Path, data: Path) -> None:
+def test_prepare_overwrite_with_file_size_limit_keeps_old_corpus(
+    tmp_path: Path, corpus: Path, data: Path
+) -> None:
     shutil.copytree(data, tmp_path / "data")
     before = contents(tmp_path)
     arguments = ("--tokenizer", data, "--out", tmp_path / "data", "--overwrite")
@@ -139,7 +141,7 @@ def test_prepare_keeps_what_it_was_to_overwrite(tmp_path: Path, corpus: Path, da
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_train_without_room_for_its_first_checkpoint_leaves_no_checkpoint(
+def test_train_without_room_for_first_checkpoint_leaves_no_checkpoint(
     tmp_path: Path, recipe: dict[str, Any], asynchronous: bool
 ) -> None:
     recipe["checkpoint"]["asynchronous"] = asynchronous
@@ -155,7 +157,7 @@ def test_train_without_room_for_its_first_checkpoint_leaves_no_checkpoint(
 
 
 @pytest.mark.parametrize("limit", [100, 30_000, 250_000])
-def test_train_keeps_its_earlier_checkpoints(
+def test_train_with_file_size_limit_keeps_earlier_checkpoints(
     tmp_path: Path, recipe: dict[str, Any], limit: int
 ) -> None:
     """The limits hit the log, the weights and the moments."""
@@ -214,7 +216,7 @@ sys.exit(main(sys.argv[3:]))
 
 
 @pytest.mark.parametrize("room", [4096, 400_000])
-def test_a_disk_that_fills_up_stops_the_run_and_a_freed_one_lets_it_go_on(
+def test_train_on_full_disk_stops_and_resumes_once_freed(
     tmp_path: Path, recipe: dict[str, Any], small_disk: Path, room: int
 ) -> None:
     recipe["checkpoint"] |= {"keep_best": 0}  # the disk has room for one checkpoint less
@@ -238,7 +240,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_a_freed_one_lets_it_go_on(
 
 
 @pytest.mark.parametrize("room", [0, 4096, 12_288])
-def test_preparing_onto_a_full_disk_leaves_nothing(
+def test_prepare_on_full_disk_leaves_nothing(
     tmp_path: Path, corpus: Path, tokenizer: Tokenizer, small_disk: Path, room: int
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -16,7 +16,7 @@ _SECONDS = 60
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_fuzzing_found_is_refused_in_one_line_or_read(reader: str) -> None:
+def test_reader_inputs_found_by_fuzzing_raise_one_line_or_are_read(reader: str) -> None:
     kept = sorted((_CORPUS / reader).iterdir())
     assert kept
     for path in kept:
@@ -25,7 +25,7 @@ def test_what_fuzzing_found_is_refused_in_one_line_or_read(reader: str) -> None:
 
 @pytest.mark.skipif(not FULL, reason="a minute for each reader: make test-faults")
 @pytest.mark.parametrize("reader", READERS)
-def test_a_fuzzed_reader_raises_nothing_but_its_own_errors(reader: str, tmp_path: Path) -> None:
+def test_reader_fuzzed_raises_only_its_own_errors(reader: str, tmp_path: Path) -> None:
     pytest.importorskip("atheris")
     done = subprocess.run(
         [sys.executable, _HERE / "fuzz_readers.py", reader, str(_SECONDS), tmp_path,

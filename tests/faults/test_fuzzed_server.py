@@ -95,7 +95,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_bodies_are_answered_as_the_document_says(url: str, path: str, mode: str) -> None:
+def test_server_fuzzed_bodies_are_answered_as_documented(url: str, path: str, mode: str) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operation = schema[path]["POST"]
     strategy = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
@@ -127,7 +127,7 @@ def test_bodies_are_answered_as_the_document_says(url: str, path: str, mode: str
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}", "/health", "/metrics"])
-def test_routes_that_take_no_body_are_as_documented(url: str, path: str) -> None:
+def test_server_fuzzed_routes_without_body_follow_documentation(url: str, path: str) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     strategy = schema[path]["GET"].as_strategy()
 

@@ -102,7 +102,7 @@ def reports(
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
-def test_a_hostile_file_is_refused_and_does_nothing(
+def test_hostile_file_is_rejected_and_does_nothing(
     name: str, reports: dict[str, Report], record_property: Callable[[str, object], None]
 ) -> None:
     report = reports[name]
@@ -117,7 +117,7 @@ def test_a_hostile_file_is_refused_and_does_nothing(
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_link_beside_the_checkpoints_is_not_written_through(
+def test_hostile_link_beside_checkpoints_is_not_written_through(
     name: str, reports: dict[str, Report], record_property: Callable[[str, object], None]
 ) -> None:
     report = reports[name]
@@ -127,7 +127,7 @@ def test_a_link_beside_the_checkpoints_is_not_written_through(
 
 
 @pytest.mark.parametrize("name", DAMAGED_LOGS)
-def test_a_damaged_log_is_set_aside_and_the_run_goes_on(
+def test_hostile_damaged_log_is_set_aside_and_run_resumes(
     name: str, reports: dict[str, Report]
 ) -> None:
     report = reports[name]
@@ -138,7 +138,7 @@ def test_a_damaged_log_is_set_aside_and_the_run_goes_on(
     assert [json.loads(line)["step"] for line in lines] == [3]
 
 
-def test_nothing_was_written_elsewhere_and_nothing_executed(
+def test_hostile_files_wrote_nothing_elsewhere_and_executed_nothing(
     base: Path, reports: dict[str, Report]
 ) -> None:
     assert reports
@@ -146,7 +146,7 @@ def test_nothing_was_written_elsewhere_and_nothing_executed(
     assert found == {"secret": "secret\n", "elsewhere": "elsewhere\n"}
 
 
-def test_the_watch_would_see_it(base: Path, tmp_path: Path) -> None:
+def test_hostile_file_driver_detects_forbidden_actions(base: Path, tmp_path: Path) -> None:
     """The driver itself: what is forbidden is reported, and so are time and memory."""
     secret = tmp_path / "secret"
     secret.write_text("secret")

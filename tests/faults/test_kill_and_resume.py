@@ -70,7 +70,7 @@ _FEW = [["step", 7, 1], ["half model.safetensors", 8, 1], ["step", 19, 1], None]
 _RUNS = {
     ("gpt2", "adamw"): (False, _CRASHES),
     # Where a run is saved does not depend on what is, and each write of a background save is a
-    # moment of `test_no_call_that_changes_the_disk_is_a_bad_moment_to_be_killed_at`.
+    # moment of `test_run_killed_at_any_disk_call_resumes`.
     ("llama", "muon"): (True, _CRASHES if FULL else _FEW),
     **({("gpt2", "muon"): (True, _FEW), ("llama", "adamw"): (False, _FEW)} if FULL else {}),
 }
@@ -177,7 +177,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("family, optimizer", _RUNS)
-def test_a_run_killed_at_many_moments_resumes_to_the_last_bit(
+def test_run_killed_at_many_moments_resumes_bit_for_bit(
     crashed: Path, family: str, optimizer: str
 ) -> None:
     recipe = crashed / f"{family}-{optimizer}-broken.yaml"
@@ -199,7 +199,7 @@ def test_a_run_killed_at_many_moments_resumes_to_the_last_bit(
     assert_same_run(run_of(recipe), whole)
 
 
-def test_dropout_was_on(crashed: Path) -> None:
+def test_kill_test_model_uses_dropout(crashed: Path) -> None:
     config = json.loads(
         (list_checkpoints(crashed / "gpt2-adamw-whole")[-1] / "config.json").read_text("utf-8")
     )
@@ -207,7 +207,7 @@ def test_dropout_was_on(crashed: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_no_call_that_changes_the_disk_is_a_bad_moment_to_be_killed_at(
+def test_run_killed_at_any_disk_call_resumes(
     tmp_path: Path,
     data: Path,
     asynchronous: bool,

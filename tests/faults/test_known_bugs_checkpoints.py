@@ -64,7 +64,7 @@ def newest_step(run: Path) -> int:
 # Choosing
 
 
-def test_a_partial_folder_is_chosen(tmp_path: Path) -> None:
+def test_newest_checkpoint_ignores_partial_folder(tmp_path: Path) -> None:
     """speculators #739: the newest folder won, complete or not."""
     save_checkpoint(tmp_path, 1, content(1))
     partial = checkpoint_folder(tmp_path, 2)
@@ -75,7 +75,7 @@ def test_a_partial_folder_is_chosen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json"])
-def test_a_damaged_checkpoint_is_gone_on_from(tmp_path: Path, name: str) -> None:
+def test_resume_skips_damaged_checkpoint(tmp_path: Path, name: str) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, step, content(step))
     path = checkpoint_folder(tmp_path, 2) / name
@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_gone_on_from(tmp_path: Path, name: str) -> None
 # Deleting
 
 
-def test_a_limit_of_one_deletes_the_only_checkpoint(tmp_path: Path) -> None:
+def test_prune_with_limit_of_one_keeps_only_checkpoint(tmp_path: Path) -> None:
     """transformers #25136."""
     keeper = saver(tmp_path, keep_last=1)
     for step in (1, 2, 3):
@@ -100,7 +100,7 @@ def test_a_limit_of_one_deletes_the_only_checkpoint(tmp_path: Path) -> None:
     keeper.close()
 
 
-def test_the_old_checkpoint_is_deleted_before_the_new_one_is_there(
+def test_save_keeps_old_checkpoint_until_new_one_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """accelerate: a save that fails then leaves none."""
@@ -128,7 +128,7 @@ def fail_to_verify(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("first", [25, 30, 40])
-def test_after_a_rollback_the_newest_save_is_deleted(tmp_path: Path, first: int) -> None:
+def test_prune_after_rollback_keeps_newest_save(tmp_path: Path, first: int) -> None:
     """Retention sorted by step: the checkpoints of the branch that was given up won."""
     keeper = saver(tmp_path, keep_last=2)
     for step in (10, 20, 30):
@@ -140,7 +140,7 @@ def test_after_a_rollback_the_newest_save_is_deleted(tmp_path: Path, first: int)
     keeper.close()
 
 
-def test_a_damaged_newest_checkpoint_takes_a_good_ones_place(tmp_path: Path) -> None:
+def test_prune_damaged_newest_checkpoint_does_not_displace_good_one(tmp_path: Path) -> None:
     """Going on from step 10 because 20 and 30 are damaged, only damaged ones were kept."""
     for step in (10, 20, 30):
         save_checkpoint(tmp_path, step, content(step))
@@ -153,7 +153,7 @@ def test_a_damaged_newest_checkpoint_takes_a_good_ones_place(tmp_path: Path) -> 
     keeper.close()
 
 
-def test_the_best_checkpoint_is_deleted_when_it_gets_old(tmp_path: Path) -> None:
+def test_prune_keeps_old_best_checkpoint(tmp_path: Path) -> None:
     keeper = saver(tmp_path, keep_last=1, keep_best=1)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, math.pi)):
         keeper.save(step, lambda step=step, loss=loss: content(step, loss))  # type: ignore[misc]
@@ -166,7 +166,9 @@ def test_the_best_checkpoint_is_deleted_when_it_gets_old(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_checkpoints_of_nan_push_the_good_ones_out(tmp_path: Path, part: str, value: float) -> None:
+def test_prune_nan_checkpoints_do_not_displace_good_ones(
+    tmp_path: Path, part: str, value: float
+) -> None:
     """pocket-tts #262."""
     keeper = saver(tmp_path, keep_last=1)
     keeper.save(1, lambda: content(1))
@@ -179,7 +181,7 @@ def test_checkpoints_of_nan_push_the_good_ones_out(tmp_path: Path, part: str, va
     keeper.close()
 
 
-def test_an_asynchronous_save_holds_later_values(
+def test_asynchronous_save_holds_values_at_time_of_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pytorch #144657, lightning #21079: training went on in the very tensors that were written."""
@@ -207,7 +209,7 @@ def test_an_asynchronous_save_holds_later_values(
     assert saved.trainer_state["events"] == []
 
 
-def test_a_failed_asynchronous_save_is_never_heard_of(
+def test_asynchronous_save_failure_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -242,7 +244,7 @@ def stop_after(recipe: dict[str, Any], step: int, *, resume: bool = False) -> No
         train(recipe, on_step=stop, resume=resume)
 
 
-def test_the_wrong_step_is_saved(recipe: dict[str, Any]) -> None:
+def test_save_records_correct_step(recipe: dict[str, Any]) -> None:
     """Megatron-Bridge #3267: a resumed run did a step twice, or left one out."""
     recipe = short(recipe)
     train(recipe)
@@ -270,7 +272,7 @@ _DROPOUT = {
 }
 
 
-def test_random_numbers_are_restored_at_the_wrong_moment(recipe: dict[str, Any]) -> None:
+def test_resume_restores_random_numbers_at_right_moment(recipe: dict[str, Any]) -> None:
     """transformers #46628: dropout differed from that of the run that was never stopped."""
     whole = short(recipe, model=_DROPOUT)
     train(whole)
@@ -291,7 +293,7 @@ def test_random_numbers_are_restored_at_the_wrong_moment(recipe: dict[str, Any])
     assert losses[0] == losses[1]
 
 
-def test_what_is_saved_cannot_be_loaded(recipe: dict[str, Any]) -> None:
+def test_saved_run_can_be_loaded_and_resumed(recipe: dict[str, Any]) -> None:
     """accelerate #3971, torchtitan #811."""
     recipe = short(recipe)
     recipe["model"] = {**recipe["model"], "tie_word_embeddings": True}
@@ -302,7 +304,7 @@ def test_what_is_saved_cannot_be_loaded(recipe: dict[str, Any]) -> None:
     assert train(recipe, resume=True).step == 6
 
 
-def test_random_states_are_pickles(recipe: dict[str, Any]) -> None:
+def test_random_states_are_not_stored_as_pickles(recipe: dict[str, Any]) -> None:
     """CVE-2026-1839: whoever resumed a run from somebody else ran their code."""
     result = train(short(recipe))
     files = sorted(result.checkpoint.iterdir())
@@ -330,14 +332,14 @@ def written(folder: Path, change: Any) -> Path:
     return folder
 
 
-def test_weights_that_are_missing_are_random(tmp_path: Path) -> None:
+def test_load_model_with_missing_weights_raises(tmp_path: Path) -> None:
     """transformers #46620: with a warning that nobody read."""
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(ModelError, match=f"lacks tensors: {name}"):
         load(written(tmp_path / "a", lambda tensors: tensors.pop(name)))
 
 
-def test_a_head_of_its_own_is_dropped_for_a_tied_one(tmp_path: Path) -> None:
+def test_load_untied_head_with_tied_config_raises(tmp_path: Path) -> None:
     """transformers #38870: the config said tied, the file held another head."""
     folder = written(tmp_path / "a", lambda tensors: None)
     config = json.loads((folder / "config.json").read_text())
@@ -346,7 +348,7 @@ def test_a_head_of_its_own_is_dropped_for_a_tied_one(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_lines_of_metrics_stand_twice_after_a_resume(recipe: dict[str, Any]) -> None:
+def test_metrics_lines_are_not_duplicated_after_resume(recipe: dict[str, Any]) -> None:
     recipe = short(recipe)
     stop_after(recipe, 5)
     train(recipe, resume=True)

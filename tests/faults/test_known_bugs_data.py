@@ -35,7 +35,7 @@ def rows_from(dataset: TokenDataset, rows_seen: int, count: int, **options: Any)
 # Order and position
 
 
-def test_the_order_of_an_epoch_is_reset_on_resume(tmp_path: Path) -> None:
+def test_loader_resumed_in_second_epoch_keeps_its_order(tmp_path: Path) -> None:
     """transformers #40691, accelerate #4071: a run resumed in its second epoch saw the first's
     order again."""
     dataset = counting_split(tmp_path, 161)  # 20 rows
@@ -44,7 +44,7 @@ def test_the_order_of_an_epoch_is_reset_on_resume(tmp_path: Path) -> None:
     assert rows_from(dataset, 33, 27) == whole[33:]
 
 
-def test_the_second_resume_differs(tmp_path: Path) -> None:
+def test_loader_resumed_twice_yields_same_rows(tmp_path: Path) -> None:
     """KempnerForge #57, composer #3725: the position was counted from the last start."""
     dataset = counting_split(tmp_path, 161)
     whole, found, seen = rows_from(dataset, 0, 50), [], 0
@@ -56,7 +56,7 @@ def test_the_second_resume_differs(tmp_path: Path) -> None:
     assert seen == 50
 
 
-def test_a_run_resumed_at_the_end_of_an_epoch_ends_untrained(recipe: dict[str, Any]) -> None:
+def test_run_resumed_at_epoch_end_trains_to_the_end(recipe: dict[str, Any]) -> None:
     """verl #7401, streaming #700, torchdata #1437: the loader was at its end, the run exited 0."""
     recipe["evaluation"] = {"every_steps": 0, "max_rows": 1, "sample_tokens": 1}
     dataset = TokenDataset(recipe["data"]["dir"], "train")
@@ -77,7 +77,7 @@ def test_a_run_resumed_at_the_end_of_an_epoch_ends_untrained(recipe: dict[str, A
     assert result.step == 3
 
 
-def test_a_resume_reads_all_the_data_before_its_position_again(
+def test_loader_resume_does_not_read_earlier_data_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers #11284: hours of batches were made and thrown away."""
@@ -93,7 +93,7 @@ def test_a_resume_reads_all_the_data_before_its_position_again(
     assert len(reads) == 3
 
 
-def test_the_state_of_all_ranks_but_one_is_dropped(tmp_path: Path) -> None:
+def test_loader_resume_restores_position_of_every_rank(tmp_path: Path) -> None:
     """Megatron-Bridge #5637, prime-rl #1035: after a resume every rank read the first one's part,
     or rows were seen twice and others never."""
     dataset = counting_split(tmp_path, 161)
@@ -110,7 +110,7 @@ def test_the_state_of_all_ranks_but_one_is_dropped(tmp_path: Path) -> None:
     assert seen == len(found) == 36
 
 
-def test_what_was_read_ahead_is_lost_on_resume(tmp_path: Path) -> None:
+def test_loader_resume_yields_rows_read_ahead(tmp_path: Path) -> None:
     dataset = counting_split(tmp_path, 161)
     with TokenLoader(dataset, 8, 1, 1, workers=2, prefetch=8) as loader:
         before = [loader.next_batch().input_ids[0].tolist() for _ in range(3)]
@@ -119,7 +119,7 @@ def test_what_was_read_ahead_is_lost_on_resume(tmp_path: Path) -> None:
     assert before + after == rows_from(dataset, 0, 8)
 
 
-def test_batches_come_in_the_order_in_which_readers_finish(
+def test_loader_batches_keep_order_whichever_reader_finishes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = counting_split(tmp_path, 161)
@@ -144,14 +144,14 @@ def test_batches_come_in_the_order_in_which_readers_finish(
 # What is learned from
 
 
-def test_the_last_partial_row_of_an_epoch_is_lost(tmp_path: Path) -> None:
+def test_loader_last_partial_row_of_epoch_is_kept(tmp_path: Path) -> None:
     dataset = counting_split(tmp_path, 30)  # rows of 8, 8, 8 and 5 predictions
     with TokenLoader(dataset, 8, 2, 1, workers=0) as loader:
         labels = torch.cat([loader.next_batch().labels.flatten() for _ in range(2)])
     assert sorted(labels[labels != -100].tolist()) == list(range(2, 31))
 
 
-def test_a_rows_last_token_is_never_predicted(tmp_path: Path) -> None:
+def test_loader_last_token_of_row_is_predicted(tmp_path: Path) -> None:
     """The label after a row is the next row's first token, also in the next shard."""
     dataset = TokenDataset(
         make_split(tmp_path, [range(1, 9), range(9, 17), range(17, 26)], shard_tokens=8), "train"
@@ -169,7 +169,7 @@ def words(vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, eos_token="w1")
 
 
-def test_ids_above_65535_wrap_around(tmp_path: Path) -> None:
+def test_prepare_ids_above_65535_do_not_overflow(tmp_path: Path) -> None:
     """transformers #2825: 16 bits for a vocabulary that needs 17."""
     source = tmp_path / "text.txt"
     source.write_text("w5 w65535 w65536 w69999")
@@ -177,14 +177,14 @@ def test_ids_above_65535_wrap_around(tmp_path: Path) -> None:
     assert TokenDataset(tmp_path / "data", "train")[0:5].tolist() == [5, 65535, 65536, 69999, 1]
 
 
-def test_shards_whose_ids_have_wrapped_around_are_trained_on(tmp_path: Path) -> None:
+def test_prepared_shards_with_too_few_bytes_per_token_raise_data_error(tmp_path: Path) -> None:
     folder = make_split(tmp_path, [[5, 65535, 0, 3, 1]], vocab_size=70_000)
     for verify in (True, False):
         with pytest.raises(DataError, match=r"2 bytes per token, too few .* of 70000"):
             TokenDataset(folder, "train", verify=verify)
 
 
-def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with(
+def test_prepare_tokenizer_with_ids_beyond_vocabulary_raises_data_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "text.txt"
@@ -195,7 +195,7 @@ def test_a_tokenizer_that_gives_ids_beyond_its_vocabulary_is_prepared_with(
     assert not (tmp_path / "data").exists()
 
 
-def test_an_id_beyond_the_vocabulary_reaches_the_model(tmp_path: Path) -> None:
+def test_train_token_id_beyond_vocabulary_raises_before_model(tmp_path: Path) -> None:
     """A GPU answers with a device-side assert hours later, or reads another tensor's memory."""
     folder = make_split(tmp_path, [range(40), [7, 299, 300, 8], range(40)], vocab_size=300)
     with pytest.raises(DataError, match="contains token id 300, beyond its vocabulary of 300"):
@@ -219,7 +219,7 @@ def change_offsets(path: Path, change: Sequence[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     "change", [[(1, 9), (2, 4)], [(0, 1)], [(3, 11)], [(3, 13)], [(1, 2**64 - 1)], [(2, 13)]]
 )
-def test_documents_that_overlap_or_lie_outside_are_trained_on(
+def test_dataset_invalid_document_offsets_raise_data_error(
     tmp_path: Path, change: list[tuple[int, int]]
 ) -> None:
     folder = make_split(tmp_path, [range(4), range(5), range(3)])
@@ -228,7 +228,7 @@ def test_documents_that_overlap_or_lie_outside_are_trained_on(
         TokenDataset(folder, "train", verify=False)
 
 
-def test_the_end_of_document_token_is_dropped(tmp_path: Path) -> None:
+def test_prepare_keeps_end_of_document_token(tmp_path: Path) -> None:
     """Two documents run into one another, and a model never learns to stop."""
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"w{number + 5} w9")
@@ -236,7 +236,7 @@ def test_the_end_of_document_token_is_dropped(tmp_path: Path) -> None:
     assert TokenDataset(tmp_path / "data", "train")[0:99].tolist() == [5, 9, 1, 6, 9, 1, 7, 9, 1]
 
 
-def test_a_shard_that_is_listed_twice_is_seen_twice(tmp_path: Path) -> None:
+def test_dataset_shard_listed_twice_raises_data_error(tmp_path: Path) -> None:
     folder = make_split(tmp_path, [range(60), range(60)])
     manifest = TokenDataset(folder, "train").manifest
     split = manifest["splits"]["train"]
@@ -248,7 +248,7 @@ def test_a_shard_that_is_listed_twice_is_seen_twice(tmp_path: Path) -> None:
         TokenDataset(folder, "train")
 
 
-def test_the_validation_loss_is_a_mean_of_batch_means(tmp_path: Path) -> None:
+def test_validation_loss_is_mean_over_tokens_not_batches(tmp_path: Path) -> None:
     """The short last batch counted as much as a whole one."""
     dataset = counting_split(tmp_path, 28)  # rows of 8, 8, 8 and 3 predictions
     found = evaluate_split(
@@ -262,7 +262,7 @@ def test_the_validation_loss_is_a_mean_of_batch_means(tmp_path: Path) -> None:
     assert found.loss == pytest.approx(sum(range(2, 29)) / 27)
 
 
-def test_data_of_another_tokenizer_is_trained_on(
+def test_dataset_with_other_tokenizer_raises_data_error(
     recipe: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
     """The shards' ids mean other words than the tokenizer beside them says."""

@@ -55,7 +55,7 @@ def joined(batches: list[Batch]) -> Batch:
 # Loss and gradients
 
 
-def test_accumulation_normalised_by_the_means_of_micro_batches() -> None:
+def test_accumulation_is_normalised_by_tokens_not_micro_batches() -> None:
     """transformers #34191, #35438: a token of a short micro-batch counted for more."""
     micro_batches = [batch_of([8, 8], 1), batch_of([1], 2), batch_of([3, 0], 3)]
     # Equal rows, as micro-batches have in a run.
@@ -65,7 +65,7 @@ def test_accumulation_normalised_by_the_means_of_micro_batches() -> None:
         torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_only_the_last_micro_batch_has_a_gradient() -> None:
+def test_accumulation_includes_gradient_of_every_micro_batch() -> None:
     """FunASR #3472: what the micro-steps before the last had found was lost."""
     first, second = batch_of([8], 1), batch_of([8], 2)
     together, alone = gradients([first, second]), gradients([second])
@@ -76,7 +76,7 @@ def test_only_the_last_micro_batch_has_a_gradient() -> None:
         torch.testing.assert_close((one[name] + two[name]) / 2, gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_gradients_of_the_step_before_are_added_to_the_next() -> None:
+def test_gradients_of_previous_step_are_cleared() -> None:
     model = new_model()
     optimizer = new_optimizer(model, max_grad_norm=0.0, learning_rate=1e-30)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_gradients_of_the_step_before_are_added_to_the_next() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_the_partial_last_window_of_an_epoch_weighs_as_much_as_a_whole_one(tmp_path: Path) -> None:
+def test_accumulation_partial_last_window_is_weighted_by_tokens(tmp_path: Path) -> None:
     """ms-swift #10084: the filled-up part of the last row counted as tokens learned from."""
     dataset = counting_split(tmp_path, 20)  # rows of 8, 8 and 3 predictions
     with TokenLoader(dataset, SEQ_LEN, 1, 1, workers=0) as loader:
@@ -103,7 +103,7 @@ def test_the_partial_last_window_of_an_epoch_weighs_as_much_as_a_whole_one(tmp_p
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["weight", "loss"])
-def test_nan_passes_clipping(value: float, where: str) -> None:
+def test_clipping_nan_gradient_raises_and_changes_nothing(value: float, where: str) -> None:
     """pytorch #46849: a norm of NaN "clips" every weight to NaN."""
     model = new_model()
     optimizer = new_optimizer(model)
@@ -126,7 +126,7 @@ def test_nan_passes_clipping(value: float, where: str) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before[1].items())
 
 
-def test_clipping_before_the_loss_scale_is_taken_out() -> None:
+def test_clipping_applies_after_unscaling_loss() -> None:
     """The scaled gradient of fp16 is a thousand times the limit, and is "clipped" to nothing."""
     plain, scaled = new_model(), new_model()
     for model, scaler in ((plain, None), (scaled, LossScaler(2.0**16))):
@@ -141,7 +141,7 @@ def test_clipping_before_the_loss_scale_is_taken_out() -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_a_tied_weight_counts_twice_in_the_gradients_norm() -> None:
+def test_grad_norm_counts_tied_weight_once() -> None:
     model = new_model(GPT2)
     optimizer = new_optimizer(model, max_grad_norm=0.0)
     result = train_step(summed_loss(model), optimizer, [batch_of([8, 8])])
@@ -151,7 +151,7 @@ def test_a_tied_weight_counts_twice_in_the_gradients_norm() -> None:
     assert result.grad_norm == pytest.approx(math.sqrt(squares), rel=1e-5)
 
 
-def test_weight_decay_on_norms_and_biases() -> None:
+def test_weight_decay_excludes_norms_and_biases() -> None:
     model = new_model(GPT2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -163,7 +163,7 @@ def test_weight_decay_on_norms_and_biases() -> None:
         assert torch.equal(parameter, torch.full_like(parameter, expected)), name
 
 
-def test_dropout_stays_off_after_an_evaluation(recipe: dict[str, Any]) -> None:
+def test_dropout_is_reenabled_after_evaluation(recipe: dict[str, Any]) -> None:
     """A run that is evaluated often learns otherwise than one that isn't."""
     recipe["model"] = {**_DROPOUT}
     recipe["schedule"]["max_steps"] = 4
@@ -198,14 +198,14 @@ _DROPOUT = {
 # Schedule
 
 
-def test_the_schedule_is_off_by_one() -> None:
+def test_schedule_warmup_and_decay_start_at_expected_step() -> None:
     """lightning #1772: the first update had a learning rate of 0, or the second's."""
     shares = [Schedule(10, 4, 10, 0.1).lr_scale(step) for step in range(10)]
     assert shares[:4] == [0.25, 0.5, 0.75, 1.0]
     assert shares[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 6)))
 
 
-def test_the_least_learning_rate_is_never_reached_or_a_step_early() -> None:
+def test_schedule_minimum_learning_rate_is_reached_at_last_step() -> None:
     for max_steps, warmup in ((10, 4), (7, 0), (2, 1), (100, 9)):
         shares = [
             Schedule(max_steps, warmup, max_steps, 0.1).lr_scale(step) for step in range(max_steps)
@@ -215,7 +215,7 @@ def test_the_least_learning_rate_is_never_reached_or_a_step_early() -> None:
     assert Schedule(10, 4, 10, 0.1).lr_scale(10**6) == pytest.approx(0.1)
 
 
-def test_the_horizon_is_rescaled_on_resume(recipe: dict[str, Any]) -> None:
+def test_schedule_horizon_is_unchanged_on_resume(recipe: dict[str, Any]) -> None:
     """OneTrainer #1604: the steps that were left became the whole length of the schedule."""
     recipe["evaluation"] = {"every_steps": 0, "max_rows": 1, "sample_tokens": 1}
     recipe["checkpoint"] = {"every_steps": 3}
@@ -245,7 +245,7 @@ def test_the_horizon_is_rescaled_on_resume(recipe: dict[str, Any]) -> None:
 # Optimizer and loss scale
 
 
-def test_a_stale_learning_rate_in_restored_groups() -> None:
+def test_restored_optimizer_uses_learning_rate_of_schedule() -> None:
     """torchtitan #4598: the group's rate of the checkpoint won over the schedule's."""
     for name in ("adamw", "muon"):
         saved, fresh = new_model(LLAMA), new_model(LLAMA)
@@ -263,7 +263,7 @@ def test_a_stale_learning_rate_in_restored_groups() -> None:
             assert rates == {rate / 2}
 
 
-def test_the_loss_scale_is_lost_on_resume(recipe: dict[str, Any]) -> None:
+def test_loss_scale_is_restored_on_resume(recipe: dict[str, Any]) -> None:
     """transformers #34053: it began anew, too large, and the first steps overflowed."""
     recipe["evaluation"] = {"every_steps": 0, "max_rows": 1, "sample_tokens": 1}
     recipe["efficiency"] = {"precision": "fp16"}
@@ -295,7 +295,7 @@ def test_the_loss_scale_is_lost_on_resume(recipe: dict[str, Any]) -> None:
 # Numbers that mislead
 
 
-def test_an_mfu_of_more_than_a_hundred_percent() -> None:
+def test_mfu_excludes_embedding_lookup() -> None:
     """nanoGPT #464: the embedding's look-up, which computes nothing, was counted as a product."""
     config = LLAMA
     found = train_flops_per_token(meta_model(config), SEQ_LEN)
@@ -305,7 +305,7 @@ def test_an_mfu_of_more_than_a_hundred_percent() -> None:
     assert found == 6 * products + attention
 
 
-def test_tokens_a_second_are_divided_by_a_moment_and_not_a_time(recipe: dict[str, Any]) -> None:
+def test_tokens_per_second_divides_by_step_duration(recipe: dict[str, Any]) -> None:
     """litgpt `pretrain.py`: by seconds since the machine started, or since 1970."""
     recipe["schedule"]["max_steps"] = 2
     recipe["evaluation"] = {"every_steps": 0, "max_rows": 1, "sample_tokens": 1}
@@ -323,7 +323,7 @@ def test_tokens_a_second_are_divided_by_a_moment_and_not_a_time(recipe: dict[str
         tokens = record["tokens_seen"]
 
 
-def test_a_step_without_update_moves_the_moments() -> None:
+def test_skipped_step_leaves_moments_unchanged() -> None:
     """An overflow of fp16 that halves the scale must leave everything else as it was."""
     model, scaler = new_model(), LossScaler(2.0**16)
     optimizer = new_optimizer(model)

@@ -262,7 +262,7 @@ def check_order(case: Case) -> None:
         assert whole == Counter(map(repr, reference.rows))
 
 
-def test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_process(
+def test_loader_any_shards_ranks_workers_and_resumes_keep_one_order(
     record_property: Callable[[str, object], None],
 ) -> None:
     count, tried = cases(100, 10_000), 0
@@ -279,7 +279,7 @@ def test_any_shards_ranks_workers_and_interruptions_give_the_order_of_one_proces
     record_property("cases", ("orders of the data like the one-process reference's", tried))
 
 
-def test_the_reference_is_a_permutation_of_its_own() -> None:
+def test_reference_order_is_distinct_permutation_per_epoch() -> None:
     """What the reference itself says: each epoch every row once, and no epoch like another."""
     orders = [permutation(57, 3, epoch) for epoch in range(20)]
     assert all(sorted(order) == list(range(57)) for order in orders)

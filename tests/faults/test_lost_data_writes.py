@@ -30,7 +30,7 @@ Record = Callable[[str, object], None]
 # Shards
 
 
-def test_prepared_shards_are_whole_or_refused_after_a_power_cut(
+def test_prepared_shards_after_power_cut_are_whole_or_rejected(
     tmp_path: Path, tokenizer: Tokenizer, texts: list[str], record_property: Record
 ) -> None:
     place, source = tmp_path / "place", tmp_path / "texts"
@@ -70,7 +70,7 @@ def test_prepared_shards_are_whole_or_refused_after_a_power_cut(
 # Caches
 
 
-def test_the_cache_of_fetched_shards_never_gives_others_after_a_power_cut(
+def test_shard_cache_after_power_cut_never_returns_other_data(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
     cache = tmp_path / "cache"
@@ -91,7 +91,7 @@ def test_the_cache_of_fetched_shards_never_gives_others_after_a_power_cut(
     tried(record, check, cases(20, ALL), "fetched shards", record_property)
 
 
-def test_measured_gpus_are_whole_or_measured_again_after_a_power_cut(
+def test_measured_gpus_after_power_cut_are_whole_or_measured_again(
     tmp_path: Path, record_property: Record
 ) -> None:
     cache = tmp_path / "cache"
@@ -114,7 +114,7 @@ def test_measured_gpus_are_whole_or_measured_again_after_a_power_cut(
     tried(record, check, cases(20, ALL), "measured GPUs", record_property)
 
 
-def test_a_compiled_kernel_is_whole_or_compiled_again_after_a_power_cut(
+def test_compiled_kernel_after_power_cut_is_whole_or_recompiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
     home = tmp_path / "home"

@@ -36,7 +36,7 @@ def contents(record: RecordingDisk) -> set[tuple[tuple[str, bytes | None], ...]]
     return {tuple(sorted(state.tree.items())) for state in states(record)}
 
 
-def test_what_a_power_cut_may_leave_of_a_file_is_worked_out(tmp_path: Path) -> None:
+def test_lost_writes_model_enumerates_states_after_power_cut(tmp_path: Path) -> None:
     """A new file, synced without its name; then another name, synced with the folder."""
     with recording(tmp_path) as record:
         with record.create(tmp_path / "a") as file:
@@ -51,7 +51,7 @@ def test_what_a_power_cut_may_leave_of_a_file_is_worked_out(tmp_path: Path) -> N
     assert all(state.tree == {"b": b"abcd"} for state in last)
 
 
-def test_changes_that_go_past_the_disk_are_found_and_are_not_synced(tmp_path: Path) -> None:
+def test_lost_writes_model_finds_unsynced_changes(tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(b"1")
     with recording(tmp_path) as record:
         (tmp_path / "old").write_bytes(b"2")
@@ -92,7 +92,7 @@ def new_saver(run: Path, kind: str, keep_last: int) -> CheckpointSaver | Sharded
 @pytest.mark.parametrize(
     "kind, keep_last", [("in turn", 1), ("in turn", 2), ("asynchronous", 1), ("sharded", 2)]
 )
-def test_a_power_cut_costs_no_checkpoint_that_was_saved(
+def test_power_cut_loses_no_saved_checkpoint(
     tmp_path: Path, kind: str, keep_last: int, record_property: Record
 ) -> None:
     place = tmp_path / "place"
@@ -140,7 +140,7 @@ def test_a_power_cut_costs_no_checkpoint_that_was_saved(
 # Runs
 
 
-def test_a_run_that_lost_unsynced_writes_resumes_to_the_last_bit(
+def test_run_with_lost_unsynced_writes_resumes_bit_for_bit(
     tmp_path: Path,
     recipe: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -233,9 +233,7 @@ def require_whole_logs(run: Path, resumed_from: int) -> None:
         assert "no lines of steps" not in message
 
 
-def test_log_lines_that_were_synced_outlive_a_power_cut(
-    tmp_path: Path, record_property: Record
-) -> None:
+def test_synced_log_lines_survive_power_cut(tmp_path: Path, record_property: Record) -> None:
     run = tmp_path / "run"
     run.mkdir()
     with recording(run) as record:
@@ -255,7 +253,7 @@ def test_log_lines_that_were_synced_outlive_a_power_cut(
     tried(record, check, cases(40, ALL), "logs", record_property)
 
 
-def test_a_second_power_cut_while_damaged_logs_are_put_right_costs_no_line(
+def test_second_power_cut_during_log_repair_loses_no_line(
     tmp_path: Path, record_property: Record
 ) -> None:
     run = tmp_path / "run"

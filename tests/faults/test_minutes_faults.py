@@ -48,7 +48,7 @@ def kept(budget: TimeBudget, *_: Any) -> int:
 
 # What is open where a process is killed stays open here.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_call_that_changes_the_disk_is_a_bad_moment_for_a_run_in_minutes(
+def test_timed_run_killed_at_any_disk_call_resumes(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -24,7 +24,7 @@ def mutants() -> Any:
         return mutants
 
 
-def test_every_bug_can_still_be_put_into_the_source(
+def test_mutant_table_entries_apply_to_source(
     mutants: Any, record_property: Callable[[str, object], None]
 ) -> None:
     names = [mutant.name for mutant in mutants.MUTANTS]
@@ -47,13 +47,13 @@ def test_every_bug_can_still_be_put_into_the_source(
         {"tests": ("tests/faults/test_mutants.py::test_that_is_gone",)},
     ],
 )
-def test_a_stale_entry_of_the_table_is_refused(mutants: Any, change: dict[str, Any]) -> None:
+def test_mutant_table_stale_entry_raises(mutants: Any, change: dict[str, Any]) -> None:
     with pytest.raises(mutants.StaleTableError, match=r"times|is not Python|there is no"):
         mutants.mutated(mutants.MUTANTS[0]._replace(**change))
 
 
 @pytest.mark.skipif(not FULL, reason="`make test-faults` and `make test-mutants` do it")
-def test_a_bug_in_the_copy_is_caught_and_no_bug_is_not() -> None:
+def test_mutant_runner_catches_bug_and_passes_harmless_change() -> None:
     """The runner itself, on a bug that is quickly tried and on a change that is none."""
     program = (
         "import sys, mutants\n"

@@ -160,7 +160,7 @@ def losses(run: Path) -> list[float]:
     return [record["train/loss"] for record in read_json_lines(run / "metrics.jsonl")]
 
 
-def test_a_step_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
+def test_out_of_memory_step_equals_that_of_smaller_micro_batches(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     generator, memory = random.Random("out of memory"), Memory(monkeypatch)
@@ -182,7 +182,7 @@ def test_a_step_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
     record_property("cases", ("micro-steps out of memory", count))
 
 
-def test_the_loss_curve_is_that_of_the_run_that_had_the_memory(
+def test_out_of_memory_run_has_loss_curve_of_undisturbed_run(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(monkeypatch)
@@ -198,7 +198,7 @@ def test_the_loss_curve_is_that_of_the_run_that_had_the_memory(
     assert [(event["step"], event["micro_batch_rows"]) for event in events] == [(3, 4), (3, 2)]
 
 
-def test_a_resumed_run_stays_with_the_smaller_micro_batches(
+def test_out_of_memory_resumed_run_keeps_smaller_micro_batches(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, failure = Memory(monkeypatch), {3: ("forward", no_memory_on_a_cpu)}
@@ -229,7 +229,7 @@ class Adviser:
         return f"with {recipe.batch.rows} rows, cheese fills it; without would be 0.5 of the speed"
 
 
-def test_what_filled_memory_and_what_would_have_saved_it_is_said(
+def test_out_of_memory_message_names_cause_and_remedy(
     recipe: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -248,7 +248,7 @@ def test_what_filled_memory_and_what_would_have_saved_it_is_said(
         train(tiny(recipe, tmp_path / "none", 4), forecaster=Adviser())
 
 
-def test_where_not_even_one_row_fits_the_run_ends_and_says_what_to_do(
+def test_out_of_memory_with_one_row_raises_training_error_with_advice(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(monkeypatch)
@@ -260,7 +260,7 @@ def test_where_not_even_one_row_fits_the_run_ends_and_says_what_to_do(
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000001"]
 
 
-def test_updates_in_the_backward_pass_are_not_repeated(
+def test_out_of_memory_with_optimizer_in_backward_is_not_retried(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of them are made by then."""
@@ -280,7 +280,7 @@ def test_updates_in_the_backward_pass_are_not_repeated(
 
 
 @pytest.mark.parametrize("failure", _FAILURES)
-def test_an_update_that_ran_out_of_memory_says_what_would_have_saved_it(
+def test_out_of_memory_in_update_raises_training_error_with_advice(
     failure: Callable[[], None],
     recipe: dict[str, Any],
     tmp_path: Path,
@@ -314,7 +314,7 @@ _METHODS: dict[str, dict[str, dict[str, Any]]] = {
 
 # Compiling takes half of the time of all.
 @pytest.mark.parametrize("name", [name for name in _METHODS if FULL or name != "compiled"])
-def test_what_a_failed_attempt_left_behind_counts_nowhere(
+def test_out_of_memory_attempt_leaves_no_side_effects(
     name: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Router statistics, fp32 gradients of masters, the loss scale."""

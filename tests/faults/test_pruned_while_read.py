@@ -70,7 +70,7 @@ def going_run(tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.Monkey
     return GoingRun(train(recipe).run_folder, aside, monkeypatch)
 
 
-def test_a_checkpoint_deleted_while_a_command_reads_it_gives_way_to_the_newest(
+def test_load_checkpoint_deleted_during_read_falls_back_to_newest(
     tmp_path: Path, recipe: dict[str, Any], going_run: GoingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, newer = going_run.folder, going_run.newer
@@ -105,7 +105,7 @@ def test_a_checkpoint_deleted_while_a_command_reads_it_gives_way_to_the_newest(
     }
 
 
-def test_a_checkpoint_deleted_between_two_openings_of_a_file_gives_way_to_the_newest(
+def test_load_checkpoint_deleted_between_file_opens_falls_back_to_newest(
     going_run: GoingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer, run = going_run.older, going_run.newer, going_run.folder
@@ -141,7 +141,7 @@ def test_a_checkpoint_deleted_between_two_openings_of_a_file_gives_way_to_the_ne
         assert load(run, device="cpu").folder == newer
 
 
-def test_a_model_whose_checkpoint_is_deleted_is_evaluated_as_it_was_trained(
+def test_evaluate_model_of_deleted_checkpoint_gives_same_result(
     going_run: GoingRun,
 ) -> None:
     before = going_run.beside(lambda: evaluate(going_run.folder, device="cpu"))
@@ -151,7 +151,7 @@ def test_a_model_whose_checkpoint_is_deleted_is_evaluated_as_it_was_trained(
     assert evaluate(loaded, device="cpu") == before
 
 
-def test_a_checkpoint_that_is_named_and_deleted_is_said_to_be(
+def test_load_named_checkpoint_deleted_during_read_raises(
     recipe: dict[str, Any], going_run: GoingRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = going_run.older

@@ -46,7 +46,7 @@ def end_of(run: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_killed_at_random_times_ends_as_one_that_was_not(
+def test_run_killed_at_random_times_ends_like_uninterrupted_run(
     tmp_path: Path, data: Path, record_property: Any
 ) -> None:
     recipes = [

@@ -46,7 +46,7 @@ def assert_names(result: dict[str, Any], rank: int, pid: int, kind: str, said: s
 
 
 @pytest.mark.parametrize("kind", slow_but(["kill"], ["kill", "stop", "raise"]))
-def test_the_other_rank_ends_and_names_the_one_that_is_gone(kind: str) -> None:
+def test_lost_rank_is_named_by_remaining_rank(kind: str) -> None:
     ranks = (0, 1)
     results = run_ranks([fault(kind, rank, 2) for rank in ranks])
     for rank, result in zip(ranks, results, strict=True):
@@ -60,7 +60,7 @@ def test_the_other_rank_ends_and_names_the_one_that_is_gone(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_busy_is_told_too() -> None:
+def test_lost_rank_is_reported_to_busy_rank() -> None:
     """Not in an exchange: what is heard there is not heard by the main thread."""
     faults = [{"kind": "sleep", "rank": 0, "step": 2}, {"kind": "raise", "rank": 1, "step": 2}]
     busy = scenario(plan={"faults": faults})
@@ -72,7 +72,7 @@ def test_a_rank_that_is_busy_is_told_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_may_go_at_any_moment(record_property: Any) -> None:
+def test_lost_rank_is_handled_at_any_moment(record_property: Any) -> None:
     generator = random.Random("ranks")
     scenarios: list[dict[str, Any]] = []
     for number in range(cases(12, 60)):
@@ -88,7 +88,7 @@ def test_a_rank_may_go_at_any_moment(record_property: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [-1, 0, 1, 4])
-def test_a_rank_may_go_before_the_first_step_and_after_the_last(step: int) -> None:
+def test_lost_rank_before_first_or_after_last_step_is_handled(step: int) -> None:
     kinds = [(kind, rank) for kind in ("kill", "stop", "raise") for rank in (0, 1)]
     results = run_ranks([fault(kind, rank, step) for kind, rank in kinds])
     for (kind, rank), result in zip(kinds, results, strict=True):

@@ -115,7 +115,7 @@ def once(kind: str, rank: int, step: int) -> dict[str, Any]:
     return {"kind": kind, "rank": rank, "step": step, "once": True}
 
 
-def test_a_killed_rank_is_started_again_from_what_was_saved(tmp_path: Path) -> None:
+def test_launch_killed_rank_restarts_from_checkpoint(tmp_path: Path) -> None:
     with launched(tmp_path, {"max_restarts": 1}, faults=[once("kill", 1, 2)]) as run:
         code, said = run.end()
         assert code == 0, said
@@ -130,7 +130,7 @@ def test_a_killed_rank_is_started_again_from_what_was_saved(tmp_path: Path) -> N
         assert (tmp_path / "done-1").exists()
 
 
-def test_an_error_that_nobody_thought_of_is_shown_whole_and_once(tmp_path: Path) -> None:
+def test_launch_unexpected_error_is_shown_completely_once(tmp_path: Path) -> None:
     fault = {"kind": "unexpected", "rank": 1, "step": 2}
     with launched(tmp_path, {}, faults=[fault]) as run:
         code, said = run.end()
@@ -142,7 +142,7 @@ def test_an_error_that_nobody_thought_of_is_shown_whole_and_once(tmp_path: Path)
     assert not any("torchelastic" in line or "ChildFailed" in line for line in said)
 
 
-def test_a_signal_reaches_the_ranks_and_stopping_has_its_exit_code(tmp_path: Path) -> None:
+def test_launch_signal_reaches_ranks_and_returns_stop_exit_code(tmp_path: Path) -> None:
     with launched(tmp_path, {"max_restarts": 3}, endless=True) as run:
         run.ranks()
         run.process.send_signal(signal.SIGTERM)
@@ -151,7 +151,7 @@ def test_a_signal_reaches_the_ranks_and_stopping_has_its_exit_code(tmp_path: Pat
         run.wait_until_nothing_is_left()
 
 
-def test_ranks_have_an_hour_to_save_after_a_signal_and_half_a_minute_before_a_restart(
+def test_launch_allows_an_hour_for_saving_and_half_a_minute_before_restart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     closed: list[tuple[signal.Signals, int]] = []
@@ -177,7 +177,7 @@ def test_ranks_have_an_hour_to_save_after_a_signal_and_half_a_minute_before_a_re
     agent.close()
 
 
-def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_launch_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     with launched(tmp_path, {}, endless=True) as run:
         ranks = run.ranks()
         assert all(is_running(rank) for rank in ranks)
@@ -188,7 +188,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(tmp_path: Path) -> None:
         run.wait_until_nothing_is_left()
 
 
-def test_a_stop_that_one_rank_was_asked_for_is_no_failure(tmp_path: Path) -> None:
+def test_launch_stop_requested_by_one_rank_is_not_a_failure(tmp_path: Path) -> None:
     """As when a time limit is over on one of the machines first: nothing is started again."""
     with launched(tmp_path, {"max_restarts": 3}, endless=True) as run:
         run.ranks()[1].send_signal(signal.SIGTERM)
@@ -197,7 +197,7 @@ def test_a_stop_that_one_rank_was_asked_for_is_no_failure(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_each_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_launch_passes_on_each_signal(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, {}, endless=True) as run:
         run.ranks()
         run.process.send_signal(number)
@@ -207,7 +207,7 @@ def test_each_signal_is_passed_on(tmp_path: Path, number: signal.Signals) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_under_nohup_does_not_hear_that_its_terminal_has_gone(tmp_path: Path) -> None:
+def test_launch_under_nohup_ignores_hangup(tmp_path: Path) -> None:
     with launched(tmp_path, {}, ("nohup",), endless=True) as run:
         run.ranks()
         run.process.send_signal(signal.SIGHUP)
@@ -217,7 +217,7 @@ def test_a_run_under_nohup_does_not_hear_that_its_terminal_has_gone(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_ended_and_started_again(tmp_path: Path, rank: int) -> None:
+def test_launch_stopped_rank_is_killed_and_restarted(tmp_path: Path, rank: int) -> None:
     options = {"max_restarts": 2}
     with launched(tmp_path, options, timeout=5.0, faults=[once("stop", rank, 2)]) as run:
         code, said = run.end()
@@ -240,7 +240,7 @@ def test_a_stopped_rank_is_ended_and_started_again(tmp_path: Path, rank: int) ->
         ({"kind": "stop", "rank": 0, "step": 2}, 1, "has not answered for 5 s"),
     ],
 )
-def test_what_failed_is_said_once(
+def test_launch_failure_is_reported_once(
     tmp_path: Path, fault: dict[str, Any], code: int, message: str
 ) -> None:
     with launched(tmp_path, {}, timeout=5.0, faults=[fault]) as run:
@@ -253,7 +253,7 @@ def test_what_failed_is_said_once(
 
 
 @pytest.mark.slow
-def test_what_cant_be_meant_is_not_tried_again(tmp_path: Path) -> None:
+def test_launch_invalid_config_is_not_retried(tmp_path: Path) -> None:
     with launched(tmp_path, {"max_restarts": 3}, fingerprints={"1": "another"}) as run:
         code, said = run.end()
         assert code == 2, said
@@ -263,7 +263,7 @@ def test_what_cant_be_meant_is_not_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_machines_start_again_together(tmp_path: Path, rank: int) -> None:
+def test_launch_two_machines_restart_together(tmp_path: Path, rank: int) -> None:
     options = {"nproc": 1, "nnodes": 2, "endpoint": f"127.0.0.1:{free_port()}", "max_restarts": 1}
     plan: dict[str, Any] = {"faults": [once("kill", rank, 2)]}
     with (
@@ -280,7 +280,7 @@ def test_two_machines_start_again_together(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_machine_says_what_failed_on_one_of_them(tmp_path: Path, rank: int) -> None:
+def test_launch_every_machine_reports_failure_of_one(tmp_path: Path, rank: int) -> None:
     options = {"nproc": 1, "nnodes": 2, "endpoint": f"127.0.0.1:{free_port()}"}
     plan: dict[str, Any] = {"faults": [{"kind": "raise", "rank": rank, "step": 2}]}
     with (

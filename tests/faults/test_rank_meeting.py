@@ -19,7 +19,7 @@ def four_ranks() -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why_not() -> None:
+def test_ranks_of_one_run_end_together_and_foreign_ranks_report_reason() -> None:
     plan: dict[str, Any] = {"steps": 3, "timeout": 60.0}
     both = two_ranks()
     other_size = [both[0], both[1] | {"WORLD_SIZE": "4"}]
@@ -49,7 +49,7 @@ def test_ranks_that_belong_together_exchange_and_end_together_and_others_say_why
 
 
 @pytest.mark.slow
-def test_ranks_without_the_others_say_who_is_missing() -> None:
+def test_ranks_without_peers_name_missing_ones() -> None:
     # Those who come may come some seconds after one another.
     plan: dict[str, Any] = {"steps": 3, "timeout": 15.0}
     four = four_ranks()

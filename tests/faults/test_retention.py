@@ -268,7 +268,7 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_run_is_never_without_a_sound_checkpoint_after_its_first(
+def test_retention_run_always_has_sound_checkpoint_after_first(
     in_memory: Path, record_property: Callable[[str, object], None]
 ) -> None:
     count, saves = cases(60, 5000), 0
@@ -285,7 +285,7 @@ def test_a_run_is_never_without_a_sound_checkpoint_after_its_first(
 
 @pytest.mark.parametrize("keep_last", [1, 2])
 @pytest.mark.parametrize("again", [False, True])
-def test_no_call_of_a_save_is_without_a_sound_checkpoint(
+def test_retention_every_call_of_a_save_leaves_sound_checkpoint(
     tmp_path: Path, keep_last: int, again: bool
 ) -> None:
     """Looked at before each call; `again`: the same step is saved anew, as after a resume that is
@@ -309,7 +309,7 @@ def test_no_call_of_a_save_is_without_a_sound_checkpoint(
     assert load_checkpoint(newest_checkpoint(tmp_path)[0] or tmp_path).trainer_state["branch"] == 1
 
 
-def test_a_save_that_is_killed_between_the_names_of_the_same_step_keeps_the_old_one(
+def test_retention_save_killed_between_renames_of_same_step_keeps_old_one(
     tmp_path: Path,
 ) -> None:
     save_checkpoint(tmp_path, 4, content(4, branch=0))
@@ -354,7 +354,7 @@ def kept_steps(past: list[Saved], *rules: int) -> list[int]:
     return [one.step for one in past if one in kept]
 
 
-def test_the_rules_add_up() -> None:
+def test_kept_steps_combines_all_rules() -> None:
     past = saved(5, 10, 15, 20, 25, 30)
     assert kept_steps(past, 1, 0, 0) == [30]
     assert kept_steps(past, 2, 0, 0) == [25, 30]
@@ -371,7 +371,7 @@ def test_the_rules_add_up() -> None:
     assert kept_steps(past, 2, 15, 3) == [5, 10, 15, 20, 25, 30]
 
 
-def test_a_dead_branch_is_what_was_saved_since_the_parent() -> None:
+def test_own_past_excludes_steps_saved_since_parent() -> None:
     line = saved(4, 8, 12)
     # After a rollback to 8, by way of an earlier, the same and a later step than 12.
     for step in (10, 12, 16):
@@ -387,12 +387,12 @@ def test_a_dead_branch_is_what_was_saved_since_the_parent() -> None:
     assert [one.step for one in own_past(again)] == [4, 8, 12, 16]
 
 
-def test_a_dead_branch_stays_dead_when_what_tells_so_is_replaced() -> None:
+def test_own_past_dead_branch_stays_dead_when_marker_is_replaced() -> None:
     line = [*saved(4, 8, 10), Saved(Path("a"), 12, 4, 2), Saved(Path("b"), 12, 5, 4)]
     assert [one.folder for one in own_past(line)] == [Path("4"), Path("8"), Path("b")]
 
 
-def test_a_dead_branch_is_dead_at_every_moment_of_its_deletion(tmp_path: Path) -> None:
+def test_dead_branch_stays_dead_during_its_deletion(tmp_path: Path) -> None:
     """What tells that it is dead may be one too many itself, and is deleted after it."""
     for at in itertools.count(1):
         run = tmp_path / str(at)
@@ -410,7 +410,7 @@ def test_a_dead_branch_is_dead_at_every_moment_of_its_deletion(tmp_path: Path) -
     assert at > 20
 
 
-def test_a_dead_branch_is_never_taken_before_the_runs_own_past(tmp_path: Path) -> None:
+def test_newest_checkpoint_prefers_own_past_to_dead_branch(tmp_path: Path) -> None:
     for step in (4, 8, 12):
         save_checkpoint(tmp_path, step, content(step))
     # A rollback to 4; killed before the dead ones were deleted.
@@ -427,7 +427,7 @@ def test_a_dead_branch_is_never_taken_before_the_runs_own_past(tmp_path: Path) -
     assert len(problems) == 2
 
 
-def test_incomplete_folders_never_count_and_are_cleaned(tmp_path: Path) -> None:
+def test_prune_ignores_and_cleans_incomplete_folders(tmp_path: Path) -> None:
     for step in (4, 8):
         save_checkpoint(tmp_path, step, content(step))
     (checkpoint_folder(tmp_path, 8) / "manifest.json").unlink()

@@ -97,7 +97,7 @@ def final(run: Path) -> Any:
     return records_of(run), state, files, samples, read_json_lines(run / "events.jsonl")
 
 
-def test_a_few_bad_steps_are_skipped_and_said(
+def test_guard_few_bad_steps_are_skipped_and_reported(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     bad_data.steps(6, 7)
@@ -116,7 +116,7 @@ def test_a_few_bad_steps_are_skipped_and_said(
     assert load_trainer_state(result.checkpoint)["skipped_steps"] == 2
 
 
-def test_too_many_bad_steps_are_gone_back_on_and_their_data_passed_over(
+def test_rollback_after_too_many_bad_steps_skips_their_data(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     bad_data.steps(9, 12)
@@ -139,7 +139,7 @@ def test_too_many_bad_steps_are_gone_back_on_and_their_data_passed_over(
     assert [sample["step"] for sample in samples] == [6, 12, 18, 20]
 
 
-def test_the_weights_after_a_rollback_are_the_checkpoints(
+def test_rollback_restores_weights_of_checkpoint(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     """As in a run that is stopped at the checkpoint and resumed with the later data by hand."""
@@ -178,7 +178,7 @@ def test_the_weights_after_a_rollback_are_the_checkpoints(
 
 
 @pytest.mark.parametrize("stop", [9, 11, 13])
-def test_a_run_killed_around_a_rollback_does_it_the_same_way_again(
+def test_rollback_interrupted_by_kill_is_repeated_identically(
     stop: int, recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     bad_data.steps(9, 11)
@@ -209,7 +209,7 @@ def saving_at(step: int, run: Path) -> Callable[[Mapping[str, Any]], None]:
     return on_step
 
 
-def test_a_checkpoint_that_was_not_due_is_not_gone_back_to_and_dead_then(
+def test_rollback_ignores_unscheduled_checkpoint(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     run = tmp_path / "run"
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_was_not_due_is_not_gone_back_to_and_dead_then(
     assert [folder.name for folder in list_checkpoints(run)] == ["step-00000008", "step-00000012"]
 
 
-def test_where_nothing_better_is_left_a_checkpoint_amid_skipped_steps_is_gone_back_to(
+def test_rollback_uses_checkpoint_amid_skipped_steps_as_last_resort(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     run = tmp_path / "run"
@@ -238,7 +238,7 @@ def test_where_nothing_better_is_left_a_checkpoint_amid_skipped_steps_is_gone_ba
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_spike_is_skipped_where_the_guard_looks_for_them(
+def test_guard_skips_loss_spike_only_when_enabled(
     recipe: dict[str, Any],
     tmp_path: Path,
     bad_data: BadData,
@@ -268,7 +268,7 @@ def test_a_spike_is_skipped_where_the_guard_looks_for_them(
         ((6, 6), {"max_skipped_steps": 1, "on_divergence": "stop"}, "step 6: this step was skip"),
     ],
 )
-def test_where_there_is_no_way_back_the_run_ends_and_says_what_to_do(
+def test_rollback_without_checkpoint_raises_training_error_with_advice(
     steps: tuple[int, int],
     guard: dict[str, Any],
     said: str,
@@ -284,7 +284,7 @@ def test_where_there_is_no_way_back_the_run_ends_and_says_what_to_do(
         assert load_trainer_state(folder)["guard"]["skipped_in_a_row"] == 0
 
 
-def test_updates_made_in_the_backward_pass_are_gone_back_on_at_once(
+def test_rollback_with_optimizer_in_backward_is_immediate(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     bad_data.steps(10, 10)
@@ -299,7 +299,7 @@ def test_updates_made_in_the_backward_pass_are_gone_back_on_at_once(
     assert records[-1]["skipped_steps"] == 0
 
 
-def test_an_exhausted_loss_scale_is_gone_back_on(
+def test_rollback_follows_exhausted_loss_scale(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     """fp16's own skipped steps are no reason before that."""
@@ -315,7 +315,7 @@ def test_an_exhausted_loss_scale_is_gone_back_on(
     assert "not finite at any loss scale" in event["reason"]
 
 
-def test_weights_that_an_update_ruined_are_gone_back_on(
+def test_rollback_follows_weights_ruined_by_update(
     recipe: dict[str, Any], tmp_path: Path, bad_data: BadData
 ) -> None:
     """The loss before the update was fine: the evaluation is the first to notice."""

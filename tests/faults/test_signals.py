@@ -80,7 +80,7 @@ def test_sigterm_in_any_phase_of_a_run_loses_nothing(
     record_property("cases", ("SIGTERM in a phase of a run", len(codes)))
 
 
-def test_a_second_signal_ends_a_run_at_once_and_a_file_asks_for_a_checkpoint(
+def test_second_signal_ends_run_at_once_and_request_file_saves_checkpoint(
     tmp_path: Path, data: Path
 ) -> None:
     whole, asked = write_recipe(tmp_path, "whole", data, **_SECTIONS), tmp_path / "asked.yaml"
@@ -102,7 +102,7 @@ def test_a_second_signal_ends_a_run_at_once_and_a_file_asks_for_a_checkpoint(
         assert differences(run_of(tmp_path / f"{again}.yaml"), run_of(whole)) == ["drawn again"]
 
 
-def test_a_run_that_has_a_minute_at_a_time_gets_on(tmp_path: Path, data: Path) -> None:
+def test_run_limited_to_one_minute_at_a_time_makes_progress(tmp_path: Path, data: Path) -> None:
     """The time is over when the first step is done, each time."""
     sections = {**_SECTIONS, "schedule": {"max_steps": 5}}
     recipe = write_recipe(tmp_path, "run", data, **sections, run={"max_minutes": 1e-9})
@@ -139,7 +139,7 @@ _STARTS = [
 
 
 @pytest.mark.usefixtures("real_processes")  # imports
-def test_a_signal_while_a_run_starts_ends_it_at_once_and_leaves_nothing(
+def test_signal_during_run_start_ends_it_at_once_and_leaves_nothing(
     tmp_path: Path, data: Path, record_property: Any
 ) -> None:
     recipe = write_recipe(tmp_path, "run", data)

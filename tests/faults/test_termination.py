@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("signal_name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
-def test_a_terminated_prepare_leaves_nothing_and_says_so(
+def test_prepare_terminated_leaves_nothing_and_reports_it(
     tmp_path: Path, tokenizer: Tokenizer, corpus: Path, signal_name: str, code: int, workers: int
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -55,7 +55,7 @@ def test_a_terminated_prepare_leaves_nothing_and_says_so(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["driver.py", "tokenizer"]
 
 
-def test_ctrl_c_while_python_ends_prints_nothing() -> None:
+def test_ctrl_c_during_interpreter_exit_prints_nothing() -> None:
     script = (
         "import atexit, os, signal, sys\n"
         "from firstlight.cli.main import main\n"

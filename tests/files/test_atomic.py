@@ -51,7 +51,7 @@ def fill(
         then()
 
 
-def test_write_file_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_write_file_creates_parents_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "text.txt"
     write_file(path, "größer\r\n")
     assert path.read_bytes() == "größer\r\n".encode()
@@ -61,7 +61,7 @@ def test_write_file_makes_parents_and_leaves_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
-def test_full_disk_leaves_the_old_file_and_nothing_new(
+def test_write_file_on_full_disk_keeps_old_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     path = tmp_path / "kept.json"
@@ -74,7 +74,7 @@ def test_full_disk_leaves_the_old_file_and_nothing_new(
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError, SystemExit])
-def test_interruption_while_writing_leaves_the_old_file(
+def test_write_file_interrupted_keeps_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: type[BaseException]
 ) -> None:
     def interrupted(*_: Any) -> None:
@@ -111,17 +111,17 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_a_file_is_synced_before_it_gets_its_name(tmp_path: Path, disk: list[str]) -> None:
+def test_write_file_syncs_before_rename(tmp_path: Path, disk: list[str]) -> None:
     write_file(tmp_path / "file", "content")
     assert disk == ["sync file", "rename", "sync folder"]
 
 
-def test_a_folder_is_synced_before_it_gets_its_name(tmp_path: Path, disk: list[str]) -> None:
+def test_new_folder_syncs_before_rename(tmp_path: Path, disk: list[str]) -> None:
     fill(tmp_path / "out", then=lambda: disk.clear())
     assert disk == ["sync file", "sync folder", "rename", "sync folder"]
 
 
-def test_folders_in_a_new_folder_are_synced_as_well(tmp_path: Path, disk: list[str]) -> None:
+def test_new_folder_syncs_nested_folders(tmp_path: Path, disk: list[str]) -> None:
     with new_folder(tmp_path / "out") as folder:
         (folder / "a").mkdir()
         (folder / "a" / "file").write_text("content")
@@ -129,9 +129,7 @@ def test_folders_in_a_new_folder_are_synced_as_well(tmp_path: Path, disk: list[s
     assert disk == ["sync file", "sync folder", "sync folder", "rename", "sync folder"]
 
 
-def test_files_that_are_synced_already_are_not_synced_again(
-    tmp_path: Path, disk: list[str]
-) -> None:
+def test_new_folder_does_not_sync_files_twice(tmp_path: Path, disk: list[str]) -> None:
     with new_folder(tmp_path / "out", synced=True) as folder:
         disk.clear()
         with OutputFile(folder / "file") as file:
@@ -139,7 +137,7 @@ def test_files_that_are_synced_already_are_not_synced_again(
     assert disk == ["sync file", "sync folder", "rename", "sync folder"]
 
 
-def test_folders_that_are_made_are_synced_from_the_outside_in(
+def test_created_folders_are_synced_from_outside_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, str]] = []
@@ -160,7 +158,7 @@ def test_folders_that_are_made_are_synced_from_the_outside_in(
     assert len(calls) == 4
 
 
-def test_write_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
+def test_write_json_rejects_values_outside_json(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     write_json(path, {"ä": [1, None, 0.1]})
     assert json.loads(path.read_text(encoding="utf-8")) == {"ä": [1, None, 0.1]}
@@ -169,7 +167,7 @@ def test_write_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
     assert read_json(path) == {"ä": [1, None, 0.1]}
 
 
-def test_new_folder_appears_whole(tmp_path: Path) -> None:
+def test_new_folder_appears_complete(tmp_path: Path) -> None:
     path = tmp_path / "a" / "out"
     with new_folder(path) as folder:
         (folder / "file").write_text("content")
@@ -180,9 +178,7 @@ def test_new_folder_appears_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, GeneratorExit])
-def test_new_folder_leaves_no_trace_of_a_failure(
-    tmp_path: Path, failure: type[BaseException]
-) -> None:
+def test_new_folder_failure_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
     def fail_half_way() -> None:
         assert len(names(tmp_path / "a" / "b")) == 1
         raise failure
@@ -192,7 +188,7 @@ def test_new_folder_leaves_no_trace_of_a_failure(
     assert names(tmp_path) == []
 
 
-def test_new_folder_keeps_parents_that_others_filled_meanwhile(tmp_path: Path) -> None:
+def test_new_folder_keeps_parents_filled_by_others(tmp_path: Path) -> None:
     def fail_half_way() -> None:
         (tmp_path / "a" / "theirs").write_text("kept")
         raise RuntimeError
@@ -204,7 +200,7 @@ def test_new_folder_keeps_parents_that_others_filled_meanwhile(tmp_path: Path) -
 
 @pytest.mark.parametrize("refused", ["sync", "sync_folder", "rename"])
 @pytest.mark.parametrize("replace", [False, True])
-def test_full_disk_at_the_end_of_new_folder_leaves_what_was_there(
+def test_new_folder_full_disk_at_end_keeps_existing_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, replace: bool
 ) -> None:
     path = tmp_path / "out"
@@ -218,7 +214,7 @@ def test_full_disk_at_the_end_of_new_folder_leaves_what_was_there(
         assert names(path) == ["old"]
 
 
-def test_replacing_puts_the_old_folder_back_when_the_second_rename_fails(
+def test_new_folder_failed_second_rename_restores_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out"
@@ -241,7 +237,7 @@ def test_replacing_puts_the_old_folder_back_when_the_second_rename_fails(
     assert names(tmp_path) == ["out"]
 
 
-def test_what_was_there_can_be_kept_under_another_name(tmp_path: Path) -> None:
+def test_new_folder_can_keep_old_folder_under_another_name(tmp_path: Path) -> None:
     path, aside = tmp_path / "out", tmp_path / "old"
     for name in ("first", "second"):
         with new_folder(path, replace=True, aside=aside) as folder:
@@ -251,7 +247,7 @@ def test_what_was_there_can_be_kept_under_another_name(tmp_path: Path) -> None:
     assert names(tmp_path) == ["old", "out"]
 
 
-def test_replacing_leaves_only_the_new_content(tmp_path: Path) -> None:
+def test_new_folder_replacement_leaves_only_new_content(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.mkdir()
     (path / "old").write_text("old")
@@ -262,7 +258,7 @@ def test_replacing_leaves_only_the_new_content(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_new_folder_refuses_a_folder_that_holds_something(tmp_path: Path) -> None:
+def test_new_folder_onto_non_empty_folder_raises_storage_error(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.mkdir()
     fill(path, "first")
@@ -272,7 +268,7 @@ def test_new_folder_refuses_a_folder_that_holds_something(tmp_path: Path) -> Non
     assert names(tmp_path) == ["out"]
 
 
-def test_a_failing_parent_leaves_no_parents(
+def test_new_folder_failure_removes_created_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = seam.disk.make_folder
@@ -289,7 +285,7 @@ def test_a_failing_parent_leaves_no_parents(
     assert names(tmp_path) == []
 
 
-def test_a_link_to_an_empty_folder_is_written_through(tmp_path: Path) -> None:
+def test_new_folder_link_to_empty_folder_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "disk" / "target").mkdir(parents=True)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk" / "target")
@@ -304,7 +300,7 @@ def never() -> None:
     pytest.fail("the work was begun")
 
 
-def test_the_current_folder_is_refused_before_any_work(
+def test_new_folder_current_folder_raises_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -315,7 +311,7 @@ def test_the_current_folder_is_refused_before_any_work(
     assert names(tmp_path) == ["inside"]
 
 
-def test_a_mount_point_is_refused_before_any_work(
+def test_new_folder_mount_point_raises_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path.resolve())
@@ -323,7 +319,7 @@ def test_a_mount_point_is_refused_before_any_work(
         fill(tmp_path, then=never)
 
 
-def test_a_folder_under_a_file_is_a_storage_error(tmp_path: Path) -> None:
+def test_new_folder_below_file_raises_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"Not a directory.*file"):
         fill(tmp_path / "file" / "out", then=never)
@@ -331,7 +327,7 @@ def test_a_folder_under_a_file_is_a_storage_error(tmp_path: Path) -> None:
         write_file(tmp_path / "file" / "out", "")
 
 
-def test_remove_folder_removes_all_and_names_a_missing_one(tmp_path: Path) -> None:
+def test_remove_folder_removes_everything_and_names_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "c").write_text("")
     remove_folder(tmp_path / "a")
@@ -340,7 +336,7 @@ def test_remove_folder_removes_all_and_names_a_missing_one(tmp_path: Path) -> No
         remove_folder(tmp_path / "a")
 
 
-def test_remove_file_removes_one_that_is_there(tmp_path: Path) -> None:
+def test_remove_file_removes_existing_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     remove_file(tmp_path / "file")
     remove_file(tmp_path / "file")
@@ -349,7 +345,7 @@ def test_remove_file_removes_one_that_is_there(tmp_path: Path) -> None:
         remove_file(tmp_path)
 
 
-def test_what_can_not_be_deleted_now_goes_later(
+def test_new_folder_leftover_that_resists_deletion_is_deleted_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
@@ -451,7 +447,7 @@ def test_write_probe_on_a_full_disk_names_the_folder_and_leaves_nothing(
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_process_leaves_is_a_leftover(tmp_path: Path) -> None:
+def test_write_file_killed_process_leaves_removable_leftover(tmp_path: Path) -> None:
     manager = new_folder(tmp_path / "out")
     (manager.__enter__() / "file").write_text("half")
     assert len(names(tmp_path)) == 1
@@ -459,7 +455,7 @@ def test_what_a_killed_process_leaves_is_a_leftover(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_require_free_accepts_nothing_and_empty_folders_only(tmp_path: Path) -> None:
+def test_require_free_accepts_missing_and_empty_folders_only(tmp_path: Path) -> None:
     require_free(tmp_path / "missing", "move it")
     require_free(tmp_path, "move it")
     (tmp_path / "file").write_text("")
@@ -469,7 +465,7 @@ def test_require_free_accepts_nothing_and_empty_folders_only(tmp_path: Path) -> 
             require_free(path, "move it")
 
 
-def test_sha256_of_is_that_of_the_bytes(tmp_path: Path) -> None:
+def test_sha256_of_matches_hashlib(tmp_path: Path) -> None:
     content = bytes(range(256)) * 5000
     (tmp_path / "file").write_bytes(content)
     assert sha256_of(tmp_path / "file") == hashlib.sha256(content).hexdigest()
@@ -493,7 +489,7 @@ def test_read_json_names_a_damaged_file(tmp_path: Path, content: bytes, message:
         read_json(path)
 
 
-def test_read_json_does_not_read_more_than_it_may(tmp_path: Path) -> None:
+def test_read_json_stops_at_size_limit(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
     path.write_text("[1, 2]")
     assert read_json(path, max_bytes=6) == [1, 2]
@@ -504,7 +500,7 @@ def test_read_json_does_not_read_more_than_it_may(tmp_path: Path) -> None:
 # --- files that are written ------------------------------------------------------------------
 
 
-def test_small_writes_are_gathered_and_large_ones_go_past(
+def test_output_file_buffers_small_writes_and_passes_large_ones_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seam, "_GATHERED_BYTES", 8)
@@ -526,7 +522,7 @@ def test_small_writes_are_gathered_and_large_ones_go_past(
     assert file.sha256 == hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_the_start_of_a_file_can_be_written_over(tmp_path: Path) -> None:
+def test_write_start_of_file_overwrites_only_start(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "file") as file:
         file.write(bytes(4))
         file.write(b"content")
@@ -534,7 +530,7 @@ def test_the_start_of_a_file_can_be_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"headcontent"
 
 
-def test_an_output_file_is_no_other_that_is_there(tmp_path: Path) -> None:
+def test_output_file_never_replaces_existing_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("theirs")
     with pytest.raises(FileExistsError):
         OutputFile(tmp_path / "file")
@@ -555,7 +551,9 @@ class Short(Disk):
         return super().write(file, memoryview(data)[:count]) if count else 0
 
 
-def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_file_completes_short_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(seam, "disk", Short(10, says_so=True))
     write_file(tmp_path / "file", "0123456789")
     assert (tmp_path / "file").read_text() == "0123456789"
@@ -563,7 +561,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("says_so", [False, True])
 @pytest.mark.parametrize("room", range(10))
-def test_a_disk_that_takes_a_part_leaves_the_old_file(
+def test_write_file_partial_disk_write_keeps_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, says_so: bool
 ) -> None:
     write_file(tmp_path / "file", "old")
@@ -575,7 +573,7 @@ def test_a_disk_that_takes_a_part_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("room", range(10))
-def test_an_appended_piece_is_whole_or_taken_back(
+def test_append_partial_write_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     file = AppendedFile(tmp_path / "file")
@@ -590,16 +588,14 @@ def test_an_appended_piece_is_whole_or_taken_back(
     assert (tmp_path / "file").read_bytes() == b"firstsecond"
 
 
-def test_the_name_of_an_appended_file_is_on_the_disk_before_its_first_byte(
-    tmp_path: Path, disk: list[str]
-) -> None:
+def test_append_syncs_folder_before_first_byte(tmp_path: Path, disk: list[str]) -> None:
     AppendedFile(tmp_path / "file").close()
     assert disk == ["sync folder"]
     AppendedFile(tmp_path / "file").close()
     assert disk == ["sync folder"]
 
 
-def test_an_appended_file_whose_name_the_disk_refuses_is_closed(
+def test_append_folder_sync_error_closes_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seam.disk, "sync_folder", full_disk)
@@ -609,7 +605,9 @@ def test_an_appended_file_whose_name_the_disk_refuses_is_closed(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_replace_file_non_regular_file_raises_storage_error(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     """As /dev/null, which is there for all."""
     make(tmp_path / "thing")
     before = (tmp_path / "thing").stat()
@@ -619,7 +617,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], 
     assert names(tmp_path) == ["thing"]
 
 
-def test_a_replaced_file_is_another_one(tmp_path: Path) -> None:
+def test_replace_file_creates_new_inode(tmp_path: Path) -> None:
     """What is mapped into memory goes on to be what it was."""
     write_file(tmp_path / "file", "old")
     with open(tmp_path / "file", "rb") as reader:
@@ -629,7 +627,7 @@ def test_a_replaced_file_is_another_one(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
-def test_read_json_names_what_is_missing_or_no_file(tmp_path: Path) -> None:
+def test_read_json_missing_file_or_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.json does not exist"):
         read_json(tmp_path / "none.json")
     with pytest.raises(InputError, match="can't be read: it is a folder"):
@@ -646,14 +644,14 @@ def test_read_json_names_what_is_missing_or_no_file(tmp_path: Path) -> None:
         (errno.EIO, f"{os.strerror(errno.EIO)} at /x"),
     ],
 )
-def test_storage_errors_says_what_to_do(number: int, words: str) -> None:
+def test_storage_errors_raises_error_with_advice(number: int, words: str) -> None:
     with pytest.raises(StorageError) as caught, storage_errors(Path("somewhere")):
         raise OSError(number, os.strerror(number), "/x")
     assert str(caught.value) == words
     assert isinstance(caught.value, FirstlightError)
 
 
-def test_an_os_error_without_a_number_still_says_something() -> None:
+def test_describe_os_error_without_errno_returns_message() -> None:
     assert describe_os_error(OSError("strange")) == "strange"
     # Of a copy, the file that could not be written.
     copied = OSError(errno.EFBIG, "File too large", "source", None, "out/.tmp-target-0123abcd")
@@ -668,7 +666,7 @@ def test_storage_errors_lets_other_errors_pass(make: Callable[[], Exception]) ->
     assert caught.value is error
 
 
-def test_an_error_that_names_nothing_is_given_the_place() -> None:
+def test_storage_errors_without_filename_names_given_place() -> None:
     with pytest.raises(StorageError, match="the disk is full at somewhere: "):  # noqa: SIM117
         with storage_errors(Path("somewhere")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

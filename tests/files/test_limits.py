@@ -40,7 +40,7 @@ def limited() -> Iterator[Callable[[str], LimitedProcess]]:
 Make = Callable[[str], LimitedProcess]
 
 
-def test_call_returns_result_from_one_child(limited: Make) -> None:
+def test_child_call_returns_result_from_one_process(limited: Make) -> None:
     process = limited("lambda x: [x, __import__('os').getpid()]")
     data = {"é": [1, None, "\ud800", 0.5], "long": "a" * _MEGABYTE}
     result, child = process.call(data, seconds=1)
@@ -50,7 +50,7 @@ def test_call_returns_result_from_one_child(limited: Make) -> None:
     assert process.start() == 1
 
 
-def test_call_of_function_that_raises_raises_the_same_error(limited: Make) -> None:
+def test_child_call_raises_same_error_as_function(limited: Make) -> None:
     data = limited("lambda x: exec('from firstlight.errors import DataError; raise DataError(x)')")
     unknown = limited("lambda _: {}[1]")
     for process, kind, message in (
@@ -79,7 +79,7 @@ def test_call_of_function_that_raises_raises_the_same_error(limited: Make) -> No
         ("lambda x: __import__('os').abort() if x else 0", {-signal.SIGABRT}),
     ],
 )
-def test_call_that_exceeds_limit_is_stopped_and_next_call_answered(
+def test_child_call_exceeding_limit_is_stopped_and_next_call_succeeds(
     limited: Make, function: str, returncodes: set[int]
 ) -> None:
     process = limited(function)
@@ -95,7 +95,7 @@ def test_call_that_exceeds_limit_is_stopped_and_next_call_answered(
     assert process.start() == 2
 
 
-def test_call_that_waits_without_working_is_given_up(
+def test_child_call_waiting_without_working_is_ended(
     limited: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = limited("lambda _: __import__('time').sleep(999)")
@@ -105,14 +105,14 @@ def test_call_that_waits_without_working_is_given_up(
         process.call(0, seconds=1)
 
 
-def test_calls_that_work_little_each_are_not_counted_together(limited: Make) -> None:
+def test_child_calls_have_separate_time_limits(limited: Make) -> None:
     process = limited("lambda _: sum(range(300_000))")
     for _ in range(20):
         process.call(0, seconds=0.2)
     assert process.start() == 1
 
 
-def test_interrupted_call_leaves_no_answer_for_the_next(
+def test_child_call_interrupted_leaves_no_answer_for_next(
     limited: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = limited("lambda x: x or __import__('time').sleep(999)")
@@ -128,7 +128,7 @@ def test_interrupted_call_leaves_no_answer_for_the_next(
     assert process.call(5, seconds=1) == 5
 
 
-def test_child_that_cannot_be_made_raises_and_is_ended(limited: Make) -> None:
+def test_child_that_fails_to_start_raises_and_is_ended(limited: Make) -> None:
     process = limited("1 / 0")
     before = len(psutil.Process().children())
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_child_that_cannot_be_made_raises_and_is_ended(limited: Make) -> None:
     "python, reason",
     [("false", "exit code 1"), ("nowhere", "No such file or directory.*")],
 )
-def test_child_that_cannot_start_is_told_apart_from_a_call_beyond_limits(
+def test_child_process_start_failure_is_distinguished_from_limit_error(
     python: str, reason: str, limited: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "false"
@@ -156,7 +156,7 @@ def test_child_that_cannot_start_is_told_apart_from_a_call_beyond_limits(
     assert process.call(1, seconds=1) == 1
 
 
-def test_calls_of_several_threads_get_their_own_answers(limited: Make) -> None:
+def test_child_calls_of_several_threads_get_their_own_answers(limited: Make) -> None:
     process = limited("lambda x: x")
     answers: dict[int, int] = {}
 
@@ -173,7 +173,7 @@ def test_calls_of_several_threads_get_their_own_answers(limited: Make) -> None:
     assert process.start() == 1
 
 
-def test_child_is_in_a_session_of_its_own(limited: Make) -> None:
+def test_child_process_has_own_session(limited: Make) -> None:
     """Ctrl-C in a terminal reaches the terminal's session only."""
     child, _ = limited(_IDS).call(0, seconds=1)
     assert os.getsid(child) == child
@@ -187,7 +187,7 @@ first = process.call(0, seconds=1)
 """
 
 
-def test_call_in_forked_process_starts_a_child_of_its_own() -> None:
+def test_call_in_forked_process_starts_new_child() -> None:
     program = (
         _FORKS
         + """
@@ -203,7 +203,7 @@ print(os.read(readable, 99).decode(), process.call(0, seconds=1) == first)
     assert done.stdout == "[True] True\n", done.stderr
 
 
-def test_child_ends_with_killed_parent_though_a_forked_process_lives() -> None:
+def test_child_ends_with_killed_parent_despite_living_fork() -> None:
     program = (
         _FORKS
         + """

@@ -75,7 +75,7 @@ _TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 # The library keeps several entries of metadata in no particular order.
 @given(_TENSORS, st.none() | st.dictionaries(_TEXTS, _TEXTS, min_size=1, max_size=1))
-def test_the_bytes_are_those_of_the_library(
+def test_tensor_file_bytes_equal_those_of_safetensors(
     tmp_path_factory: pytest.TempPathFactory,
     tensors: dict[str, Tensor],
     metadata: dict[str, str] | None,
@@ -84,14 +84,14 @@ def test_the_bytes_are_those_of_the_library(
     assert written(path, tensors, metadata) == safetensors.torch.save(tensors, metadata)
 
 
-def test_every_pair_of_formats_stands_in_the_order_of_the_library(tmp_path: Path) -> None:
+def test_tensor_file_orders_dtypes_like_safetensors(tmp_path: Path) -> None:
     tensors = {f"{n:02d}": torch.zeros(3, dtype=dtype) for n, dtype in enumerate(_DTYPES)}
     reverse = {f"{-n % 15:02d}": torch.zeros(3, dtype=dtype) for n, dtype in enumerate(_DTYPES)}
     for some in (tensors, reverse):
         assert written(tmp_path / "file", some) == safetensors.torch.save(some)
 
 
-def test_views_shared_memory_and_scalars_are_written_as_their_values(tmp_path: Path) -> None:
+def test_tensor_file_stores_values_of_views_shared_memory_and_scalars(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     tensors = {
         "whole": base,
@@ -110,7 +110,7 @@ def test_views_shared_memory_and_scalars_are_written_as_their_values(tmp_path: P
         assert torch.equal(read[name], tensor.detach()), name
 
 
-def test_large_tensors_are_written_in_parts(
+def test_tensor_file_writes_large_tensors_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {"a": torch.randn(1000, 3), "b": torch.randn(7, 11).bfloat16()}
@@ -126,6 +126,6 @@ def test_large_tensors_are_written_in_parts(
         ("__metadata__", torch.zeros(2)),
     ],
 )
-def test_what_such_a_file_cannot_hold_is_named(tmp_path: Path, name: str, tensor: Tensor) -> None:
+def test_tensor_file_unsupported_tensor_is_named(tmp_path: Path, name: str, tensor: Tensor) -> None:
     with pytest.raises(StorageError, match=f"safetensors format does not support tensor '{name}'"):
         written(tmp_path / "file", {"good": torch.ones(1), name: tensor})

@@ -106,7 +106,7 @@ def chosen(
     return choose_tuning(facts, length, fixed or {})
 
 
-def test_conversations_teach_a_model_to_answer(
+def test_fine_tuning_teaches_model_to_answer(
     tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", [*draw_records(60), {"messages": []}, LONG])
@@ -152,9 +152,7 @@ def test_conversations_teach_a_model_to_answer(
     assert (again.training, again.bits_per_byte) == (None, run.bits_per_byte)
 
 
-def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
-    tmp_path: Path, model: Path
-) -> None:
+def test_fine_tuning_samples_answer_given_held_out_questions(tmp_path: Path, model: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     turns = [{"role": "user", "content": "Who asks?"}, {"role": "assistant", "content": "I do."}]
     held = write_lines(tmp_path / "held.jsonl", [{"messages": turns}])
@@ -165,7 +163,7 @@ def test_samples_are_answers_to_questions_of_the_given_held_out_conversations(
     assert [prompt for prompt, _ in run.samples] == ["Who asks?"]
 
 
-def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> None:
+def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     stop = {"run.max_minutes": 1e-9, "evaluation.sample_tokens": 4}
     first = tuned(chats, model, overrides=stop)
@@ -179,7 +177,7 @@ def test_a_stopped_fine_tuning_is_gone_on_with(tmp_path: Path, model: Path) -> N
     assert (second.run_folder, second.training.step) == (first.run_folder, 2)
 
 
-def test_the_plan_is_for_the_device_of_the_run(
+def test_fine_tuning_plan_uses_device_of_run(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
@@ -189,7 +187,7 @@ def test_the_plan_is_for_the_device_of_the_run(
     assert find.call_args_list[0] == call(None, device="cpu")
 
 
-def test_adapters_are_trained_where_all_weights_do_not_fit(
+def test_fine_tuning_uses_adapters_if_all_weights_do_not_fit(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
@@ -225,7 +223,9 @@ def test_conversations_for_an_adapter_without_tokenizer_use_that_of_its_base(
     assert FineTuning(request, lambda _: None, progress=False).content_key
 
 
-def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
+def test_train_texts_from_model_continues_pretraining(
+    tmp_path: Path, model: Path, tokenizer: Tokenizer
+) -> None:
     texts = write_texts(tmp_path / "texts")
     run = tuned(texts, model)
     recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
@@ -244,7 +244,7 @@ def test_texts_go_on_with_pretraining(tmp_path: Path, model: Path, tokenizer: To
         train_texts(texts, steps=1, overrides={"lora.rank": 8}, progress=False)
 
 
-def test_conversations_are_told_from_texts_by_what_is_in_them(
+def test_conversations_in_detects_conversations_by_content(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "mixed"
@@ -274,7 +274,9 @@ def test_conversations_are_told_from_texts_by_what_is_in_them(
     assert len(find_records([folder])) == 5
 
 
-def test_columns_are_a_conversation_unless_they_are_named_as_texts(tmp_path: Path) -> None:
+def test_conversations_in_treats_columns_as_conversation_unless_named_as_texts(
+    tmp_path: Path,
+) -> None:
     table = tmp_path / "a.csv"
     table.write_text("question,answer\na,b\n")
     beside = write_lines(tmp_path / "b.jsonl", [{"text": "t", "question": "a", "answer": "b"}])
@@ -292,7 +294,7 @@ def test_columns_are_a_conversation_unless_they_are_named_as_texts(tmp_path: Pat
         ('[{"q": "a", "a": "b"}]', r"a\.json record 1: not a text, .*\(fields: q, a\)$"),
     ],
 )
-def test_unusable_records_are_refused_without_advising_the_same_command(
+def test_fine_tuning_unusable_records_raise_without_suggesting_same_command(
     tmp_path: Path, content: str, message: str
 ) -> None:
     (tmp_path / "a.json").write_text(content)
@@ -301,7 +303,7 @@ def test_unusable_records_are_refused_without_advising_the_same_command(
     assert "--init-from" not in str(caught.value)
 
 
-def test_options_without_meaning_are_refused(
+def test_fine_tuning_meaningless_options_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("a text\n")
@@ -316,7 +318,7 @@ def test_options_without_meaning_are_refused(
         assert message.count("\n") == 1
 
 
-def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
+def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "mixed"
@@ -352,7 +354,7 @@ def test_the_plan_of_a_fine_tuning_says_what_would_be_trained(
 
 
 @pytest.mark.parametrize("kind", ["conversations", "texts"])
-def test_budget_without_time_for_steps_is_refused_and_the_named_one_is_accepted(
+def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
     tmp_path: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],
@@ -379,7 +381,7 @@ def test_budget_without_time_for_steps_is_refused_and_the_named_one_is_accepted(
     assert "1 sample text per evaluation, " in shown
 
 
-def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
+def test_fine_tuning_plan_counts_conversations_longer_than_context(
     tmp_path: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],
@@ -414,7 +416,7 @@ def test_the_plan_counts_the_conversations_that_are_longer_than_the_context(
     ) in capsys.readouterr().err
 
 
-def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
+def test_row_of_fits_longest_conversation_or_nearly_all() -> None:
     assert row_of(CHATS, MODEL, {}).value == 256
     assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
     long = dataclasses.replace(CHATS, longest=9000)
@@ -428,7 +430,7 @@ def test_the_row_holds_the_longest_conversation_or_nearly_all() -> None:
     assert row_of(TuningData("text", 5), wide, {}).value == 1024
 
 
-def test_few_conversations_are_read_more_often() -> None:
+def test_fine_tuning_few_conversations_use_more_epochs() -> None:
     assert chosen(Length(3600.0)).epochs == pytest.approx(3.0, rel=0.05)
     assert chosen(Length(3600.0))["schedule.epochs"] == 3.0
     assert chosen(Length(3600.0), count=250)["schedule.epochs"] == 6.0
@@ -442,7 +444,7 @@ def test_few_conversations_are_read_more_often() -> None:
     assert chosen(Length(steps=7))["schedule.max_steps"] == 7
 
 
-def test_steps_of_a_gpu_that_starts_kernels_slowly_fill_the_budget() -> None:
+def test_fine_tuning_on_gpu_with_slow_kernel_launches_fills_budget() -> None:
     """Half a second a step, whatever its size: 57 steps in 30 seconds, of the usual batch."""
     slow = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e6)], steps=[(9e6, 0.5)])
     row = row_of(CHATS, MODEL, {})
@@ -458,7 +460,7 @@ def test_steps_of_a_gpu_that_starts_kernels_slowly_fill_the_budget() -> None:
     assert found.seconds == pytest.approx(30.0, rel=0.05)
 
 
-def test_the_rate_follows_width_and_method() -> None:
+def test_fine_tuning_learning_rate_follows_width_and_method() -> None:
     full = chosen(Length(60.0))["optimizer.learning_rate"]
     assert full == pytest.approx(5e-5 * 2000 / 64, rel=0.05)
     adapters = chosen(Length(60.0), Method(adapters=True))

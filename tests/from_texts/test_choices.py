@@ -72,17 +72,17 @@ def recipe_of(choices: Choices) -> Any:
     "size, tokens",
     [(1e4, 512), (1.1e6, 512), (2e6, 1024), (5e6, 2048), (12e6, 4096), (2e9, 16384), (2e10, 32768)],
 )
-def test_more_text_has_a_larger_vocabulary(size: float, tokens: int) -> None:
+def test_choose_vocabulary_grows_with_text(size: float, tokens: int) -> None:
     assert choose_vocabulary(corpus(total_bytes=int(size)), {}).value == tokens
 
 
-def test_a_script_of_many_characters_has_tokens_for_them() -> None:
+def test_choose_vocabulary_large_script_gets_tokens_for_its_characters() -> None:
     korean = corpus(total_bytes=1_000_000, common_characters=1500)
     assert choose_vocabulary(korean, {}).value == 4096
     assert choose_vocabulary(korean, {"model.vocab_size": 1000}).value == 1000
 
 
-def test_text_in_three_bytes_a_character_has_more_bytes_a_token() -> None:
+def test_estimated_text_three_byte_script_has_more_bytes_per_token() -> None:
     latin, han = corpus(), corpus(characters=4_000_000)
     assert (
         estimated_text(han, 4096, 1e6).bytes_per_token
@@ -90,7 +90,7 @@ def test_text_in_three_bytes_a_character_has_more_bytes_a_token() -> None:
     )
 
 
-def test_speed_lies_on_a_line_through_the_known_ones() -> None:
+def test_tokens_per_second_is_interpolated_between_known_speeds() -> None:
     assert MACHINE.tokens_per_second(9e6) == pytest.approx(20_000)
     assert MACHINE.tokens_per_second(56e6) == pytest.approx(4_500)
     assert MACHINE.tokens_per_second(103e6) == pytest.approx(1 / (2 / 4_500 - 1 / 20_000))
@@ -98,7 +98,7 @@ def test_speed_lies_on_a_line_through_the_known_ones() -> None:
     assert MACHINE.tokens_per_second(0.0) <= 40_000
 
 
-def test_a_step_takes_at_least_as_long_as_its_kernels_take_to_start() -> None:
+def test_tokens_per_second_small_step_is_limited_by_kernel_launches() -> None:
     steps = [(9e6, 0.02), (56e6, 0.05)]
     gpu = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 2e6), (56e6, 5e5)], steps=steps)
     assert gpu.tokens_per_second(9e6) == gpu.tokens_per_second(9e6, 1e9) == pytest.approx(2e6)
@@ -112,7 +112,7 @@ def test_a_step_takes_at_least_as_long_as_its_kernels_take_to_start() -> None:
     assert MACHINE.tokens_per_second(9e6, 1) == MACHINE.tokens_per_second(9e6)
 
 
-def test_the_time_of_small_steps_counts_when_a_model_is_chosen() -> None:
+def test_choose_model_accounts_for_minimum_step_time() -> None:
     """Three minutes of a GPU whose steps take 50 ms are 3,600 steps at most."""
     steps = [(9e6, 0.05), (56e6, 0.05)]
     gpu = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e7), (56e6, 1e6)], steps=steps)
@@ -135,7 +135,7 @@ def test_the_time_of_small_steps_counts_when_a_model_is_chosen() -> None:
     ],
     ids=str,
 )
-def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
+def test_choose_compile_mode_fits_time_and_speed_includes_gain(
     seconds: float, given: dict[str, Any], way: tuple[bool, bool]
 ) -> None:
     compiler = Compiler("cpu", device="", cores=2)
@@ -172,7 +172,7 @@ def test_run_is_compiled_as_far_as_its_time_allows_and_its_speed_is_that(
         (300e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
     ],
 )
-def test_parts_of_a_slow_model_are_few(
+def test_run_parts_of_slow_model_are_few(
     parameters: float,
     held_out: float,
     seq_len: int,
@@ -193,7 +193,7 @@ def test_parts_of_a_slow_model_are_few(
     st.floats(1, 1e5),
     st.floats(1e3, 1e9),
 )
-def test_parts_and_steps_fit_into_each_accepted_time(
+def test_run_parts_and_steps_fit_each_accepted_time(
     rate: float, parameters: float, seq_len: int, held: float, seconds: float, most: float
 ) -> None:
     facts = PartFacts(seq_len, held, STATE_BYTES * parameters, {})
@@ -206,13 +206,13 @@ def test_parts_and_steps_fit_into_each_accepted_time(
     assert rate * steps * found.loop_seconds >= wanted * 0.9
 
 
-def test_model_of_a_run_that_has_no_time_to_compile_is_not_the_largest() -> None:
+def test_choose_model_without_time_to_compile_is_not_largest() -> None:
     machine = dataclasses.replace(MACHINE, compiler=Compiler("cpu", device="", cores=2))
     found = choose(TEXT, machine, Length(5.0), {"efficiency.compile": True})
     assert found.parameters <= choose(TEXT, MACHINE, Length(5.0)).parameters
 
 
-def test_long_runs_have_longer_sequences() -> None:
+def test_choose_long_run_gets_longer_sequences() -> None:
     lengths = {
         tokens: choose(TEXT, MACHINE, Length(None, tokens=tokens), size="tiny")["data.seq_len"]
         for tokens in (2e6, 4.9e6, 5.1e6, 2e7)
@@ -229,7 +229,7 @@ def test_long_runs_have_longer_sequences() -> None:
 
 
 @given(st.floats(60, 1e6), st.floats(2, 100))
-def test_more_time_never_expects_more_bits(seconds: float, factor: float) -> None:
+def test_choose_more_time_never_expects_more_bits(seconds: float, factor: float) -> None:
     first = choose(TEXT, MACHINE, Length(seconds))
     longer = choose(TEXT, MACHINE, Length(seconds * factor))
     assert first.bits_per_byte is not None
@@ -244,7 +244,7 @@ def test_more_time_never_expects_more_bits(seconds: float, factor: float) -> Non
     st.sampled_from(["cpu", "cuda"]),
     st.sampled_from([None, "tiny", "medium", "5M"]),
 )
-def test_every_choice_is_a_valid_recipe(
+def test_choose_every_result_is_valid_recipe(
     seconds: float, tokens: float, kind: str, size: str | None
 ) -> None:
     text = dataclasses.replace(TEXT, train_tokens=tokens)
@@ -262,7 +262,7 @@ def test_every_choice_is_a_valid_recipe(
     assert len({choice.key for choice in choices.choices}) == len(choices.choices)
 
 
-def test_a_given_key_stands_and_the_others_follow() -> None:
+def test_choose_given_key_is_kept_and_others_follow() -> None:
     chosen = choose(TEXT, MACHINE, Length(600.0))
     given_width = choose(TEXT, MACHINE, Length(600.0), {"model.hidden_size": 512})
     assert given_width["model.hidden_size"] == 512
@@ -285,7 +285,9 @@ def test_a_given_key_stands_and_the_others_follow() -> None:
         ({"data.seq_len": None, "model.vocab_size": 9999}, 4096, 8),
     ],
 )
-def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, micro: int) -> None:
+def test_choose_batch_is_multiple_of_micro_batches(
+    fixed: dict[str, Any], batch: int, micro: int
+) -> None:
     found = choose(TEXT, MACHINE, Length(None, tokens=4_900_000), fixed)
     values = found.values
     passes = fixed.get("batch.gradient_accumulation_steps")
@@ -297,7 +299,7 @@ def test_the_batch_is_whole_micro_batches(fixed: dict[str, Any], batch: int, mic
     assert found["model.vocab_size"] == TEXT.vocab_size
 
 
-def test_a_batch_of_parts_of_sequences_is_refused() -> None:
+def test_choose_batch_of_partial_sequences_raises_config_error() -> None:
     with pytest.raises(
         ConfigError, match="not a multiple of the 256 tokens of a sequence: set it to 256"
     ):
@@ -314,12 +316,12 @@ def test_a_batch_of_parts_of_sequences_is_refused() -> None:
         choose(TEXT, MACHINE, Length(600), size="0M")
 
 
-def test_a_width_without_whole_heads_is_refused() -> None:
+def test_choose_width_without_whole_heads_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"not a multiple of the head size 64: set it to 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
 
 
-def test_sizes_have_names_and_numbers() -> None:
+def test_choose_size_accepts_names_and_numbers() -> None:
     assert choose(TEXT, MACHINE, Length(60.0), {}, "medium")["model.hidden_size"] == 512
     assert choose(TEXT, MACHINE, Length(60.0), {}, "3M")["model.hidden_size"] == 192
     table = {one.key: one.reason for one in choose(TEXT, MACHINE, Length(60.0), {}, "3M").choices}
@@ -335,7 +337,7 @@ def test_sizes_have_names_and_numbers() -> None:
         request_of(["not-read.txt"], None, None, None, "3Q", {}, "text")
 
 
-def test_tokens_have_the_model_whose_time_they_fill() -> None:
+def test_choose_token_count_gets_model_for_its_training_time() -> None:
     few = choose(TEXT, MACHINE, Length(tokens=1e6))
     assert few.tokens == pytest.approx(1e6, rel=0.01)
     in_time = choose(TEXT, MACHINE, Length(few.seconds))
@@ -344,7 +346,7 @@ def test_tokens_have_the_model_whose_time_they_fill() -> None:
 
 
 @pytest.mark.parametrize("fixed", [{}, {"model.vocab_size": 512}, {"schedule.epochs": 12.0}])
-def test_gain_of_more_text_is_that_of_its_own_plan(fixed: dict[str, Any]) -> None:
+def test_choose_gain_of_more_text_uses_plan_for_more_text(fixed: dict[str, Any]) -> None:
     """With the model, the vocabulary and the passes that a longer text would have."""
     text, day = TextFacts(512, 4.2e5, 1.9, TEXT.hardness, 5e4), Length(86_400.0)
     choices = choose(text, MACHINE, day, fixed)
@@ -361,7 +363,7 @@ def test_gain_of_more_text_is_that_of_its_own_plan(fixed: dict[str, Any]) -> Non
     )
 
 
-def test_more_text_than_a_run_reads_is_not_advised() -> None:
+def test_choose_advice_suggests_no_more_text_than_run_reads() -> None:
     tokens = 2.2 * TEXT.train_tokens
     choices = choose(TEXT, MACHINE, Length(tokens=tokens), {"model.vocab_size": 4096})
     assert choices.advice == (
@@ -370,7 +372,7 @@ def test_more_text_than_a_run_reads_is_not_advised() -> None:
     )
 
 
-def test_little_text_is_read_a_limited_number_of_times() -> None:
+def test_choose_little_text_limits_epochs() -> None:
     little = dataclasses.replace(TEXT, train_tokens=30_000.0)
     choices = choose(little, MACHINE, Length(3600.0))
     assert choices.epochs <= defaults.MOST_EPOCHS * 1.05
@@ -408,7 +410,7 @@ def test_little_text_is_read_a_limited_number_of_times() -> None:
         (1.1796e6, "adamw", 0.15),
     ],
 )
-def test_weight_decay_of_repeated_text_follows_the_parameters_per_token(
+def test_choose_weight_decay_of_repeated_text_follows_parameters_per_token(
     train_tokens: float, optimizer: str, decay: float
 ) -> None:
     text = dataclasses.replace(TEXT, train_tokens=train_tokens)
@@ -420,11 +422,11 @@ def test_weight_decay_of_repeated_text_follows_the_parameters_per_token(
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(1e6, 2048), (6.3e6, 4096), (64e6, 16384)])
-def test_the_batch_grows_with_the_root_of_the_tokens(tokens: float, batch: int) -> None:
+def test_choose_batch_grows_with_square_root_of_tokens(tokens: float, batch: int) -> None:
     assert choose(TEXT, MACHINE, Length(tokens=tokens))["batch.global_batch_tokens"] == batch
 
 
-def test_what_does_not_fit_into_memory_is_not_chosen() -> None:
+def test_choose_model_too_large_for_memory_is_not_selected() -> None:
     tight = dataclasses.replace(MACHINE, usable_bytes=16 * 2_000_000)
     assert choose(TEXT, tight, Length(1e6)).parameters <= 2_000_000
     with pytest.raises(ConfigError, match="smaller --size"):
@@ -438,7 +440,7 @@ def test_repeated_text_is_worth_less_than_new_text(unique: float, read: float) -
     assert worth <= min(read, 17 * unique) * (1 + 1e-9)
 
 
-def test_parameters_are_counted_as_the_model_has_them() -> None:
+def test_choose_parameter_count_equals_that_of_model() -> None:
     from firstlight.models.accounting import count_parameters, meta_model
 
     choices = choose(TEXT, MACHINE, Length(60.0), {}, "tiny")
@@ -447,7 +449,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
     assert shape.parameters == pytest.approx(count_parameters(meta_model(model)).total, rel=0.01)
 
 
-def test_the_recipe_has_the_reason_above_each_key() -> None:
+def test_choose_recipe_text_has_reason_above_each_key() -> None:
     recipe = recipe_of(choose(TEXT, MACHINE, Length(60.0)))
     text = commented_yaml(
         recipe, {"model.hidden_size": "why", "data.seq_len": "long " * 40}, ["a\nb"]
@@ -458,7 +460,7 @@ def test_the_recipe_has_the_reason_above_each_key() -> None:
     assert parse_recipe(parse_yaml(text)) == recipe
 
 
-def test_learning_rate_that_is_given_is_that_of_the_chosen_model() -> None:
+def test_choose_given_learning_rate_replaces_chosen_rates() -> None:
     given = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
     own = choose(TEXT, MACHINE, Length(60.0), given)
     assert own["optimizer.learning_rate"] == 0.01
@@ -474,9 +476,7 @@ def test_learning_rate_that_is_given_is_that_of_the_chosen_model() -> None:
         ("adamw", 1.5e-3, {"optimizer.tuned_width"}),
     ],
 )
-def test_learning_rate_of_another_optimizer_than_muon_is_its_own(
-    name: str, rate: float, keys: set[str]
-) -> None:
+def test_choose_learning_rate_matches_optimizer(name: str, rate: float, keys: set[str]) -> None:
     # AdamW's 2e-3 and Lion's 4e-4 are for a width of 192.
     fixed = {"optimizer.name": name, "model.hidden_size": 256}
     chosen = choose(TEXT, MACHINE, Length(60.0), fixed)
@@ -487,7 +487,7 @@ def test_learning_rate_of_another_optimizer_than_muon_is_its_own(
     assert chosen.keys & others == keys
 
 
-def test_an_optimizer_without_a_known_rate_needs_one() -> None:
+def test_choose_optimizer_without_known_learning_rate_requires_one() -> None:
     fixed: dict[str, Any] = {"optimizer.name": "sgd"}
     with pytest.raises(ConfigError, match=r"optimizer.name sgd: set --optimizer.learning_rate"):
         choose(TEXT, MACHINE, Length(60.0), fixed)
@@ -504,9 +504,7 @@ def test_an_optimizer_without_a_known_rate_needs_one() -> None:
         ("schedule.min_learning_rate", 1e-4, "schedule.min_lr_ratio"),
     ],
 )
-def test_a_given_key_takes_the_place_of_one_that_says_the_same(
-    key: str, value: float, displaced: str
-) -> None:
+def test_choose_given_key_replaces_equivalent_key(key: str, value: float, displaced: str) -> None:
     assert displaced in choose(TEXT, MACHINE, Length(None, tokens=1e6)).keys
     chosen = choose(TEXT, MACHINE, Length(None, tokens=1e6), {key: value})
     assert displaced not in chosen.keys
@@ -524,7 +522,7 @@ def test_a_given_key_takes_the_place_of_one_that_says_the_same(
         ({"model.num_key_value_heads": 2, "model.num_attention_heads": 4}, None, 4),
     ],
 )
-def test_the_width_goes_with_given_heads(
+def test_choose_width_matches_given_heads(
     fixed: dict[str, Any], width: set[int] | None, heads: int
 ) -> None:
     chosen = choose(TEXT, MACHINE, Length(600.0), fixed)
@@ -537,7 +535,7 @@ def test_the_width_goes_with_given_heads(
     assert len(found) > 10
 
 
-def test_heads_that_go_with_no_width_are_refused() -> None:
+def test_choose_heads_matching_no_width_raise_config_error() -> None:
     with pytest.raises(
         ConfigError, match=r"none of the hidden sizes 256 fits .*_heads 6: set .* multiple of 12"
     ):
@@ -546,14 +544,14 @@ def test_heads_that_go_with_no_width_are_refused() -> None:
     assert near["model.hidden_size"] == 384
 
 
-def test_another_layout_has_its_own_width_of_the_mlp() -> None:
+def test_choose_other_architecture_uses_its_own_mlp_width() -> None:
     chosen = choose(TEXT, MACHINE, Length(600.0), {"model.model_type": "gpt2"})
     assert "model.intermediate_size" not in chosen.keys
     model = recipe_of(chosen).model
     assert model.intermediate_size == 4 * model.hidden_size
 
 
-def test_a_sequence_fits_into_a_given_context() -> None:
+def test_choose_sequence_fits_given_context() -> None:
     for length in (60.0, 36_000.0):
         chosen = choose(TEXT, MACHINE, Length(length), {"model.max_position_embeddings": 128})
         assert (chosen["data.seq_len"], chosen["model.max_position_embeddings"]) == (128, 128)
@@ -562,24 +560,24 @@ def test_a_sequence_fits_into_a_given_context() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "inverse_sqrt", "wsd"])
-def test_every_kind_of_schedule_can_be_given(kind: str) -> None:
+def test_choose_accepts_every_schedule_kind(kind: str) -> None:
     assert (
         recipe_of(choose(TEXT, MACHINE, Length(60.0), {"schedule.kind": kind})).schedule.kind
         == kind
     )
 
 
-def test_an_automatic_micro_batch_can_be_given() -> None:
+def test_choose_accepts_automatic_micro_batch() -> None:
     chosen = choose(TEXT, MACHINE, Length(60.0), {"batch.micro_batch_size": "auto"})
     assert chosen["batch.micro_batch_size"] == "auto"
 
 
-def test_text_that_xz_makes_very_small_is_expected_to_need_few_bits() -> None:
+def test_expected_bits_of_highly_compressible_text_are_few() -> None:
     easy = with_hardness(xz_bits_per_byte=0.15)
     assert expected_bits(1e6, 1e6, easy) < expected_bits(1e6, 1e6, TEXT)
 
 
-def test_a_sequence_has_more_characters_where_a_token_has_more() -> None:
+def test_choose_sequence_length_in_characters_grows_with_token_length() -> None:
     for text, characters in (
         (TEXT, 845),
         (dataclasses.replace(TEXT, bytes_per_character=2.0), 422),
@@ -589,7 +587,7 @@ def test_a_sequence_has_more_characters_where_a_token_has_more() -> None:
         assert reason.startswith(f"about {characters} characters")
 
 
-def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:
+def test_expected_bits_of_wider_characters_are_fewer_per_byte() -> None:
     # The same text with each character in two bytes.
     wide = dataclasses.replace(
         TEXT,
@@ -601,19 +599,19 @@ def test_a_text_of_wider_characters_needs_fewer_bits_for_a_byte() -> None:
     assert expected_bits(1e6, 1e7, wide) == pytest.approx(narrow_bits / 2)
 
 
-def test_no_more_than_the_bits_of_guessing_are_expected() -> None:
+def test_expected_range_is_capped_at_bits_of_guessing() -> None:
     assert expected_range(2.0, TEXT, {}) == (2 * 0.84, 2 * 1.18)
     assert expected_range(7.5, TEXT, {}) == (7.5 * 0.84, 8.0)
 
 
-def test_expected_range_of_text_that_xz_makes_smaller_begins_at_xz() -> None:
+def test_expected_range_of_highly_compressible_text_starts_at_xz() -> None:
     text = with_hardness(held_out_xz_bits_per_byte=0.4)
     assert expected_range(2.0, text, {}) == (0.4, 2 * 1.18)
     assert expected_range(0.1, text, {}) == (0.1 * 0.84, 0.1 * 1.18)
 
 
 @pytest.mark.parametrize("ratio, unusual", [(0.7, True), (0.8, False), (1.1, False), (1.3, True)])
-def test_the_range_of_unusual_text_is_wider(ratio: float, unusual: bool) -> None:
+def test_expected_range_of_unusual_text_is_wider(ratio: float, unusual: bool) -> None:
     text = with_hardness(long_ngram_ratio=ratio)
     low, high = expected_range(2.0, text, {}) or (0.0, 0.0)
     assert (low, high) == ((2 * 0.6, 2 * 1.3) if unusual else (2 * 0.84, 2 * 1.18))
@@ -621,26 +619,26 @@ def test_the_range_of_unusual_text_is_wider(ratio: float, unusual: bool) -> None
     assert choose(text, MACHINE, Length(60.0)).values == choose(TEXT, MACHINE, Length(60.0)).values
 
 
-def test_estimated_facts_of_a_text_have_its_hardness() -> None:
+def test_estimated_text_keeps_hardness_of_corpus() -> None:
     hard = Hardness(2.0, 4.0, 1.5)
     assert estimated_text(corpus(hardness=hard), 512, 1e6).hardness == hard
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_text_whose_letters_follow_less_from_those_before_needs_more_bits(dense: bool) -> None:
+def test_expected_bits_grow_with_hardness_of_text(dense: bool) -> None:
     xz = 4.5 if dense else 1.72
     text, harder = (with_hardness(xz_bits_per_byte=xz, ngram_bits_per_character=n) for n in (2, 4))
     bits = expected_bits(1e6, 5e6, text)
     assert expected_bits(1e6, 5e6, harder) == pytest.approx(min(2**0.95 * bits, 8.0))
 
 
-def test_the_harder_text_gets_the_same_model() -> None:
+def test_choose_harder_text_gets_same_model() -> None:
     harder = with_hardness(ngram_bits_per_character=4.0)
     easy, hard = (choose(text, MACHINE, Length(600.0)) for text in (TEXT, harder))
     assert easy.values == hard.values
 
 
-def test_the_losses_of_another_optimizer_are_not_known() -> None:
+def test_choose_other_optimizer_has_no_expected_loss() -> None:
     lion = choose(TEXT, MACHINE, Length(60.0), {"optimizer.name": "lion"})
     assert lion.bits_per_byte is None
     muon = choose(TEXT, MACHINE, Length(60.0), {"optimizer.name": "muon"})
@@ -674,7 +672,7 @@ def test_the_losses_of_another_optimizer_are_not_known() -> None:
         ((0.303, 0.62, 0.73), 2.789, 1_049_975, 1.000, 3_211_264, 1_499_136, 0.190),
     ],
 )
-def test_measured_runs_lie_within_what_is_expected_of_them(
+def test_expected_range_contains_measured_runs(
     hardness: tuple[float, float, float],
     bytes_per_token: float,
     train_tokens: float,

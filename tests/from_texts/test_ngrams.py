@@ -30,7 +30,7 @@ def noise(length: int, alphabet: str, seed: int = 0) -> str:
     return "".join(random.Random(seed).choices(alphabet, k=length))
 
 
-def test_the_bits_are_those_of_witten_and_bell() -> None:
+def test_ngram_bits_match_witten_bell_estimate() -> None:
     # "ab" has each letter once. At the beginning of a text, "a" came once in the one case, for
     # contexts of one, two and three characters.
     alone = (1 + 2 * 2**-21) / (2 + 2)
@@ -40,17 +40,17 @@ def test_the_bits_are_those_of_witten_and_bell() -> None:
 
 
 @pytest.mark.parametrize("alphabet", ["abcd", "\u3042\u3044\u3046\u3048", "\U0001f600\U0001f601ab"])
-def test_random_text_costs_the_logarithm_of_its_alphabet(alphabet: str) -> None:
+def test_ngram_bits_of_random_text_equal_log_of_alphabet(alphabet: str) -> None:
     train, test = noise(50_000, alphabet), noise(5000, alphabet, seed=1)
     assert ngram_bits(codes(train), codes(test)) == pytest.approx(2.0, abs=0.01)
 
 
-def test_a_letter_that_follows_from_the_three_before_costs_nothing() -> None:
+def test_ngram_bits_of_letter_determined_by_context_are_near_zero() -> None:
     assert ngram_bits(codes("abcbabcbd" * 2000), codes("abcbabcbd" * 100)) < 0.3
     assert ngram_bits(codes("abcbd" * 2000), codes("abcbd" * 100)) < 0.01
 
 
-def test_a_context_that_is_not_known_is_left_for_a_shorter_one() -> None:
+def test_ngram_bits_unknown_context_backs_off_to_shorter_one() -> None:
     known = ngram_bits(codes("abcd" * 500), codes("abcd" * 50))
     new = ngram_bits(codes("abcd" * 500), codes("xabcd" * 50))
     # The new letter costs the 19 bits of one of 2^21 for four known ones, and its share after no,
@@ -59,7 +59,7 @@ def test_a_context_that_is_not_known_is_left_for_a_shorter_one() -> None:
     assert new - known == pytest.approx((unseen + 2) / 5, abs=0.2)
 
 
-def test_held_out_documents_are_measured_by_the_others() -> None:
+def test_hardness_of_held_out_documents_uses_the_others() -> None:
     sample = TextSample()
     for number in range(20):
         text = noise(20_000, "abcd", number) if number % 10 else noise(20_000, "ab", number)
@@ -74,7 +74,7 @@ def test_held_out_documents_are_measured_by_the_others() -> None:
     )
 
 
-def test_held_out_ends_are_measured_by_the_beginnings() -> None:
+def test_hardness_of_held_out_ends_uses_the_beginnings() -> None:
     sample = TextSample()
     sample.add(b"one", noise(180_000, "abcd") + "a" * 20_000, 180_000)
     sample.add(b"two", noise(180_000, "abcd", seed=1) + "abcdabcd" * 2500, 180_000)
@@ -87,7 +87,7 @@ def test_held_out_ends_are_measured_by_the_beginnings() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_corpus_is_sampled_evenly() -> None:
+def test_hardness_sample_of_large_corpus_is_evenly_spread() -> None:
     """Its middle is another text, which a sample of the beginning or the end would not know."""
     sample = TextSample()
     for number in range(120):
@@ -99,7 +99,7 @@ def test_a_large_corpus_is_sampled_evenly() -> None:
     )
 
 
-def test_too_little_held_out_text_is_measured_with_other_documents() -> None:
+def test_hardness_of_too_little_held_out_text_uses_other_documents() -> None:
     sample = TextSample()
     for number in range(20):
         sample.add(str(number).encode(), noise(8000, "abcd", number), 7200)
@@ -111,14 +111,14 @@ def test_too_little_held_out_text_is_measured_with_other_documents() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "ab"])
-def test_a_text_of_which_nothing_is_held_out_is_taken_for_a_usual_one(text: str) -> None:
+def test_hardness_without_held_out_text_uses_defaults(text: str) -> None:
     sample = TextSample()
     sample.add(b"", text, len(text))
     found = sample.hardness(HeldOut(None, 0.1))
     assert (found.ngram_bits_per_character, found.long_ngram_ratio) == (defaults.NGRAM_BITS, 1.0)
 
 
-def test_longer_contexts_tell_text_that_repeats_itself_from_lists() -> None:
+def test_long_ngram_ratio_distinguishes_repetitive_text_from_lists() -> None:
     def of(text: str) -> Hardness:
         sample = TextSample()
         sample.add(b"", text, len(text) * 9 // 10)
@@ -134,7 +134,7 @@ def test_longer_contexts_tell_text_that_repeats_itself_from_lists() -> None:
     assert of(table).long_ngram_ratio > 1.5
 
 
-def test_a_text_of_one_letter_has_the_least_bits() -> None:
+def test_hardness_of_single_letter_text_is_minimum() -> None:
     sample = TextSample()
     sample.add(b"", "a" * 100_000, 90_000)
     found = sample.hardness(HeldOut(None, 0.1))
@@ -142,7 +142,7 @@ def test_a_text_of_one_letter_has_the_least_bits() -> None:
     assert found.long_ngram_ratio == 1.0
 
 
-def test_xz_is_measured_on_all_parts_of_a_text() -> None:
+def test_xz_bits_cover_all_parts_of_text() -> None:
     # Its first half is one letter.
     sample = TextSample()
     text = "a" * 80_000 + noise(80_000, "abcd")
@@ -150,7 +150,7 @@ def test_xz_is_measured_on_all_parts_of_a_text() -> None:
     assert sample.hardness(HeldOut(None, 0.1)).xz_bits_per_byte == pytest.approx(1.1, abs=0.1)
 
 
-def test_held_out_text_is_measured_by_xz_alone() -> None:
+def test_held_out_xz_bits_are_measured_separately() -> None:
     sample = TextSample()
     sample.add(b"", "a" * 80_000 + noise(20_000, "abcd"), 80_000)
     found = sample.hardness(HeldOut(None, 0.2))
@@ -158,7 +158,7 @@ def test_held_out_text_is_measured_by_xz_alone() -> None:
     assert found.held_out_xz_bits_per_byte == pytest.approx(2.4, abs=0.1)
 
 
-def test_short_documents_are_measured_one_by_one() -> None:
+def test_hardness_of_short_documents_is_measured_separately() -> None:
     """Each begins in one of four ways, and goes on in one way."""
     lines = [letter + "ijklmnopqrstuvwxyz" for letter in noise(20_000, "abcd")]
     sample = TextSample()

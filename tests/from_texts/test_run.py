@@ -104,11 +104,11 @@ def trained(folder: Path, **changes: Any) -> TextRun:
         (" \n ", ""),
     ],
 )
-def test_a_command_begins_with_harmless_whole_words_of_a_prompt(prompt: str, words: str) -> None:
+def test_first_words_keeps_shell_safe_whole_words_of_prompt(prompt: str, words: str) -> None:
     assert first_words(prompt) == words
 
 
-def test_a_folder_of_texts_becomes_a_model_and_a_second_call_uses_it(
+def test_train_texts_folder_makes_model_and_second_call_reuses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "my texts")
@@ -225,7 +225,7 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert "\noptimizer.learning_rate " in capfd.readouterr().err
 
 
-def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
+def test_train_texts_stopped_run_is_resumed(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
     first = trained(texts, overrides=TINY | {"run.max_minutes": 1e-9})
     assert first.training is not None
@@ -250,7 +250,7 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert (third.run_folder, third.training) == (first.run_folder, None)
 
 
-def test_run_whose_shards_are_deleted_in_between_ends_and_cannot_be_resumed(tmp_path: Path) -> None:
+def test_train_texts_deleted_shards_end_run_and_prevent_resume(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts")
 
     def delete_shards(record: Mapping[str, Any]) -> None:
@@ -267,7 +267,7 @@ def test_run_whose_shards_are_deleted_in_between_ends_and_cannot_be_resumed(tmp_
     assert trained(texts, run_dir="runs/again").training is not None
 
 
-def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
+def test_train_texts_resume_continues_newest_unfinished_run_without_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts")
@@ -308,7 +308,9 @@ def test_resume_goes_on_with_the_newest_unfinished_run_without_its_options(
     assert third.run_folder == Path("runs/texts-2")
 
 
-def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_texts_changed_texts_start_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     trained(texts, steps=1)
     first, second, *_ = sorted(texts.iterdir())
@@ -321,7 +323,7 @@ def test_changed_texts_are_another_run(tmp_path: Path, capsys: pytest.CaptureFix
         trained(texts, steps=2, run_dir="runs/texts")
 
 
-def test_changed_validation_texts_and_runs_of_earlier_versions_are_told_on_resume(
+def test_train_texts_resume_reports_changed_validation_texts_and_old_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts, val = write_texts(tmp_path / "texts", count=12), tmp_path / "val.txt"
@@ -342,7 +344,7 @@ def test_changed_validation_texts_and_runs_of_earlier_versions_are_told_on_resum
     assert changed in capsys.readouterr().err
 
 
-def test_texts_that_are_all_near_validation_texts_are_too_little(tmp_path: Path) -> None:
+def test_train_texts_all_near_validation_texts_raise_input_error(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=1, words=1000)
     val = tmp_path / "val.txt"
     val.write_text((texts / "00.txt").read_text() + "mat and bird\n")
@@ -350,7 +352,7 @@ def test_texts_that_are_all_near_validation_texts_are_too_little(tmp_path: Path)
         trained(texts, val_inputs=val)
 
 
-def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
+def test_train_texts_concurrent_call_raises_and_other_options_reuse_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
@@ -376,7 +378,7 @@ def test_a_second_call_at_once_is_refused_and_other_options_use_the_same_texts(
     assert train(recipe, resume=True, progress=False).step == 3
 
 
-def test_shards_of_other_texts_are_not_used_after_a_kill(
+def test_train_texts_shards_of_other_texts_are_not_used_after_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_killed = False
@@ -442,7 +444,7 @@ def believed(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
 
 
 @pytest.mark.usefixtures("after_one_step")
-def test_model_of_a_wrong_speed_is_chosen_again_once_and_trained_from_the_beginning(
+def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=60, words=500)
@@ -491,7 +493,7 @@ def test_model_of_a_wrong_speed_is_chosen_again_once_and_trained_from_the_beginn
 
 
 @pytest.mark.usefixtures("after_one_step")
-def test_model_of_a_wrong_speed_is_saved_rather_than_chosen_again_after_a_signal(
+def test_train_texts_signal_saves_instead_of_choosing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=60, words=500)
@@ -539,7 +541,7 @@ def plan_of(request: Request, speed: MachineFacts, text: TextFacts, choices: Cho
         (1.6, {"size": "tiny"}, []),
     ],
 )
-def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open(
+def test_train_texts_measured_speed_is_reported_if_different_and_model_open(
     tmp_path: Path, factor: float, other: Mapping[str, Any], told: Sequence[str]
 ) -> None:
     lines: list[str] = []
@@ -558,7 +560,7 @@ def test_speed_of_the_first_steps_is_told_if_it_is_another_and_the_model_is_open
     assert [line.removesuffix(" for the time left") for line in lines] == told
 
 
-def test_speed_of_a_compiled_run_is_that_of_its_steps_after_compiling(tmp_path: Path) -> None:
+def test_train_texts_speed_of_compiled_run_excludes_compiling(tmp_path: Path) -> None:
     lines: list[str] = []
     text = TextFacts(512, 1e6, 1.9, Hardness(1.72, 2.24, 1.0), 1e5)
     compiler = Compiler("cpu", device="", cores=2)
@@ -587,14 +589,14 @@ def test_speed_of_a_compiled_run_is_that_of_its_steps_after_compiling(tmp_path: 
         assert lines
 
 
-def test_a_budget_that_is_used_up_says_so(tmp_path: Path) -> None:
+def test_train_texts_used_up_budget_raises_config_error(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="the budget of 5 s is too short"):
         trained(texts, steps=None, budget="5s")
 
 
 @pytest.mark.parametrize("preparing, is_advised", [(0.0, False), (10.0, False), (20.0, True)])
-def test_second_call_is_advised_only_where_its_time_is_enough(
+def test_train_texts_second_call_is_suggested_only_if_time_suffices(
     tmp_path: Path, preparing: float, is_advised: bool
 ) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
@@ -605,7 +607,7 @@ def test_second_call_is_advised_only_where_its_time_is_enough(
 
 
 @pytest.mark.parametrize("data", [None, "data", "another/data"])
-def test_run_that_has_not_begun_is_forgotten_without_data_of_its_own(
+def test_train_texts_unstarted_run_is_forgotten_without_its_own_data(
     tmp_path: Path, data: str | None
 ) -> None:
     call = RunCall(tmp_path, time.time(), lambda line: None, progress=False)
@@ -616,14 +618,14 @@ def test_run_that_has_not_begun_is_forgotten_without_data_of_its_own(
     assert (tmp_path / "pipeline.json").exists() == (data == "data")
 
 
-def test_a_run_that_has_begun_is_not_forgotten(tmp_path: Path) -> None:
+def test_train_texts_started_run_is_not_forgotten(tmp_path: Path) -> None:
     call = RunCall(tmp_path, time.time(), lambda line: None, progress=False)
     call.remember(data="another/data", begun=True)
     call.forget()
     assert (tmp_path / "pipeline.json").exists()
 
 
-def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> None:
+def test_train_texts_failed_plan_leaves_nothing(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match=r"^--size 1T: "):
         trained(texts, size="1T")
@@ -641,7 +643,7 @@ def test_nothing_is_left_of_a_run_that_could_not_be_planned(tmp_path: Path) -> N
         ({"optimizer.name": "sgd"}, "no learning rate is known"),
     ],
 )
-def test_overrides_that_fit_no_model_are_refused_before_texts_are_read(
+def test_train_texts_invalid_overrides_raise_before_reading_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(scan_module, "scan_corpus", Mock(side_effect=AssertionError("read")))
@@ -650,7 +652,7 @@ def test_overrides_that_fit_no_model_are_refused_before_texts_are_read(
     assert not Path("runs").exists()
 
 
-def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(
+def test_train_texts_failed_start_leaves_no_folder_of_linked_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "texts")
@@ -662,7 +664,7 @@ def test_run_that_could_not_begin_leaves_no_folder_of_linked_shards(
     assert (first.run_folder / "data" / "manifest.json").is_file()
 
 
-def test_a_run_whose_shards_are_not_complete_keeps_its_folder(
+def test_train_texts_run_with_incomplete_shards_keeps_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
@@ -678,7 +680,7 @@ def test_a_run_whose_shards_are_not_complete_keeps_its_folder(
     assert trained(texts, steps=1).run_folder == Path("runs/texts")
 
 
-def test_a_run_is_not_forgotten_when_a_later_call_fails(tmp_path: Path) -> None:
+def test_train_texts_run_is_kept_when_later_call_fails(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), steps=2)
     state = json.loads((run.run_folder / "pipeline.json").read_text())
     for key in ("complete", "data"):  # stopped; and without shards of its own
@@ -692,7 +694,7 @@ def test_a_run_is_not_forgotten_when_a_later_call_fails(tmp_path: Path) -> None:
         (run.run_folder / "recipe.yaml").write_text(recipe)
 
 
-def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
+def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"))
     path = run.run_folder / "metrics.jsonl"
     lines = [json.loads(line) | {"seconds": 600.0} for line in path.read_text().splitlines()]
@@ -709,7 +711,7 @@ def test_a_longer_run_is_proposed_by_what_this_one_took(tmp_path: Path) -> None:
     assert f" --budget {4 * minutes}m " in longer
 
 
-def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:
+def test_train_texts_bits_from_partial_held_out_text_are_marked(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), overrides=TINY | {"evaluation.max_rows": 1})
     recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
     manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
@@ -720,14 +722,14 @@ def test_bits_of_a_part_of_the_held_out_text_say_so(tmp_path: Path) -> None:
     assert trained(tmp_path / "texts", run_dir="all").held_out_share == 1
 
 
-def test_one_file_of_one_line_trains(tmp_path: Path) -> None:
+def test_train_texts_one_file_of_one_line_trains(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(map(str, range(500))))
     overrides = {"model.hidden_size": 64, "evaluation.sample_tokens": 4}
     run = trained(tmp_path / "a.txt", steps=1, overrides=overrides)
     assert run.bits_per_byte is not None
 
 
-def test_the_tokenizer_has_not_seen_the_held_out_end_of_a_text(tmp_path: Path) -> None:
+def test_train_texts_tokenizer_does_not_see_held_out_tail(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=1, words=4500)
     with open(texts / "00.txt", "a") as file:
         file.write("Quetzalcoatl\n" * 100)
@@ -738,7 +740,7 @@ def test_the_tokenizer_has_not_seen_the_held_out_end_of_a_text(tmp_path: Path) -
     assert len(tokenizer.encode("Quetzalcoatl")) > 5
 
 
-def test_empty_texts_are_refused(tmp_path: Path) -> None:
+def test_train_texts_empty_texts_raise_input_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n \n")
     with pytest.raises(InputError, match="the corpus is empty"):
         trained(tmp_path / "a.txt", steps=1)
@@ -747,7 +749,7 @@ def test_empty_texts_are_refused(tmp_path: Path) -> None:
         trained(tmp_path / "a.txt", steps=1)
 
 
-def test_keys_that_texts_decide_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_train_texts_keys_decided_by_texts_raise_before_training(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
         trained(texts, overrides={"schedule.max_steps": 2})
@@ -766,7 +768,7 @@ def test_keys_that_texts_decide_are_refused_before_anything_is_trained(tmp_path:
         trained(tmp_path / "empty.txt", overrides={"model.hidden_sise": 2})
 
 
-def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_only_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_texts(tmp_path / "texts", count=12)
     assert main(["train", "texts", "--plan-only", "--budget", "3m"]) == 0
     shown = capsys.readouterr()
@@ -789,9 +791,7 @@ def test_the_plan_alone_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     assert not Path("runs").exists()
 
 
-def test_the_plan_alone_expects_the_memory_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_only_memory_matches_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     # So few words fill no larger vocabulary.
     given = TINY | {"model.vocab_size": 280}
@@ -805,7 +805,7 @@ def test_the_plan_alone_expects_the_memory_of_the_run(
 
 
 @pytest.mark.usefixtures("known_memory")
-def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
+def test_plan_only_table_shows_given_keys_and_model_parameters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
@@ -830,7 +830,7 @@ def test_the_table_has_all_that_is_given_and_the_parameters_of_the_model(
 
 
 @pytest.mark.usefixtures("known_memory")
-def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
+def test_plan_only_uses_device_and_optimizer_of_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_texts(tmp_path / "texts", count=12)
@@ -847,7 +847,7 @@ def test_the_plan_is_for_the_device_and_the_optimizer_of_the_run(
 
 @pytest.mark.usefixtures("known_memory")
 @pytest.mark.parametrize("unusual", [False, True])
-def test_a_plan_says_that_a_text_is_unusual(
+def test_plan_only_reports_unusual_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], unusual: bool
 ) -> None:
     numbers = random.Random(0).choices(range(10**6), k=10_000)
@@ -858,7 +858,7 @@ def test_a_plan_says_that_a_text_is_unusual(
     assert (told in capsys.readouterr().out) is unusual
 
 
-def test_prepared_text_has_the_hardness_of_its_scan_and_xz_of_all_that_is_held_out(
+def test_prepared_text_has_hardness_of_scan_and_xz_of_all_held_out_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
@@ -873,7 +873,7 @@ def test_prepared_text_has_the_hardness_of_its_scan_and_xz_of_all_that_is_held_o
     assert run.expected_bits_per_byte[0] == 0.1
 
 
-def test_the_plan_alone_takes_the_micro_batch_that_fits(
+def test_plan_only_uses_micro_batch_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_texts(tmp_path / "texts", count=12)
@@ -899,7 +899,7 @@ def test_the_plan_alone_takes_the_micro_batch_that_fits(
     assert planned("--batch.micro_batch_size", str(rows)) == (rows, needed)
 
 
-def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:
+def test_takes_texts_distinguishes_texts_from_recipes(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=1)
     run = tmp_path / "run"
     run.mkdir()
@@ -923,7 +923,7 @@ def test_inputs_are_told_from_recipes(tmp_path: Path) -> None:
     assert not takes_texts(["a.yaml", "b.yaml"])
 
 
-def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
+def test_train_texts_prompt_for_time_shows_expectations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = work_of(
@@ -943,7 +943,7 @@ def test_a_person_is_asked_for_a_time_with_what_to_expect_of_some(
 
 
 @pytest.mark.slow
-def test_a_plan_for_a_gpu_needs_none(
+def test_plan_only_for_gpu_needs_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_texts(tmp_path / "texts")
@@ -960,7 +960,7 @@ def test_a_plan_for_a_gpu_needs_none(
     assert re.search(r"^precision +bf16 ", shown, re.M)
 
 
-def test_options_of_texts_are_refused_with_a_recipe(
+def test_train_texts_options_with_recipe_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "a.yaml", "--budget", "3m"]) == 2
@@ -970,7 +970,7 @@ def test_options_of_texts_are_refused_with_a_recipe(
     assert f"{pipe} is a pipe, neither a file nor a folder" in capsys.readouterr().err
 
 
-def test_a_missing_input_is_no_recipe(
+def test_train_missing_input_is_not_taken_for_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -981,7 +981,7 @@ def test_a_missing_input_is_no_recipe(
         assert f"{name} does not exist (did you mean 'my_texts'?): specify files, " in message
 
 
-def test_one_process_prepares_texts(
+def test_train_texts_in_several_processes_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -989,7 +989,7 @@ def test_one_process_prepares_texts(
     assert "texts are prepared by one process" in capsys.readouterr().err
 
 
-def test_names_and_times() -> None:
+def test_run_name_and_lengths_are_parsed() -> None:
     assert run_name(["hf:roneneldan/TinyStories:x"]) == "TinyStories"
     assert run_name(["/nowhere/my texts.tar.gz"]) == "my-texts"
     assert [time_text(s) for s in (5, 90, 600, 3600, 5400)] == [

@@ -44,7 +44,7 @@ def scanned(folder: Path, *texts: str) -> Scan:
     return scan_corpus(find_sources([folder]))
 
 
-def test_facts_of_a_corpus_are_counted(tmp_path: Path) -> None:
+def test_scan_counts_facts_of_corpus(tmp_path: Path) -> None:
     facts = scanned(tmp_path, "ab\n", "ab\n", "кот", "한국어", "").facts
     assert (facts.documents, facts.duplicates, facts.rejected) == (4, 1, {"empty": 1})
     assert (facts.text_bytes, facts.characters) == (3 + 6 + 9, 9)
@@ -53,7 +53,7 @@ def test_facts_of_a_corpus_are_counted(tmp_path: Path) -> None:
     assert facts.total_bytes == facts.text_bytes
 
 
-def test_what_was_not_read_or_not_compared_is_said(
+def test_scan_reports_unread_and_uncompared_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.from_texts.scan.NearDuplicates", lambda: NearDuplicates(most=2))
@@ -64,7 +64,7 @@ def test_what_was_not_read_or_not_compared_is_said(
     assert lines[2:] == [f"left out: {empty}"]
 
 
-def test_the_key_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
+def test_scan_key_depends_only_on_text(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder, text in zip(folders, ("one", "one", "two"), strict=True):
         folder.mkdir()
@@ -73,13 +73,13 @@ def test_the_key_follows_the_text_and_nothing_else(tmp_path: Path) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_no_text_is_refused_with_the_first_reason(tmp_path: Path) -> None:
+def test_scan_without_text_raises_with_first_reason(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("  \n")
     with pytest.raises(InputError, match=r"corpus is empty: .*a\.txt:1: only"):
         scan_corpus(find_sources([tmp_path]))
 
 
-def test_documents_that_differ_in_some_words_are_near_duplicates() -> None:
+def test_near_duplicates_are_documents_differing_in_few_words() -> None:
     words = prose(1).split()
     words[100] = words[200] = "changed"
     found = NearDuplicates()
@@ -90,7 +90,7 @@ def test_documents_that_differ_in_some_words_are_near_duplicates() -> None:
     assert similarity(sketch(prose(1)), sketch(prose(2))) == 0.0
 
 
-def test_documents_that_another_one_joins_are_not_held_out() -> None:
+def test_held_out_groups_exclude_documents_joined_by_another() -> None:
     # A third of the last document is in both of the first two, and a third in one of each.
     one, other = (f"{prose(0)} {prose(seed)}" for seed in (1, 2))
     found = NearDuplicates()
@@ -103,7 +103,7 @@ def test_documents_that_another_one_joins_are_not_held_out() -> None:
     assert held_out_groups(groups, [1] * 40, {1, 11}) == [2, 12, 21, 31]
 
 
-def test_similar_documents_that_are_held_out_together_are_mentioned(tmp_path: Path) -> None:
+def test_scan_reports_similar_documents_held_out_together(tmp_path: Path) -> None:
     texts = [prose(seed) for seed in range(30)]
     # The second document is held out, and with it a later one that is like it.
     scan = scanned(tmp_path, *texts, f"{texts[1]} and more")
@@ -115,7 +115,7 @@ def test_similar_documents_that_are_held_out_together_are_mentioned(tmp_path: Pa
     assert line not in "\n".join(described(scan_corpus(find_sources([tmp_path]))))
 
 
-def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
+def test_scan_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
     texts = [prose(seed) for seed in range(5)]
     longer = texts[0] + " " + prose(9, 60)
     scan = scanned(tmp_path, *texts, longer)
@@ -126,7 +126,7 @@ def test_ends_of_similar_documents_are_not_held_out(tmp_path: Path) -> None:
     assert list(described(scan))[1] == line
 
 
-def test_ends_of_documents_that_another_one_joins_are_not_held_out() -> None:
+def test_scan_ends_of_documents_joined_by_another_are_not_held_out() -> None:
     found = NearDuplicates()
     found.groups, found.bridged = [0, 1, 2, 3, 4, 0], {0, 1}
     held = hold_out(found, {bytes([number]): 10 for number in range(6)})
@@ -134,14 +134,14 @@ def test_ends_of_documents_that_another_one_joins_are_not_held_out() -> None:
     assert held.whole == {b"\0", b"\1", b"\5"}
 
 
-def test_parts_of_similar_documents_on_both_sides_are_mentioned(tmp_path: Path) -> None:
+def test_scan_reports_similar_documents_on_both_sides(tmp_path: Path) -> None:
     scan = scanned(tmp_path, prose(0), prose(0) + " and more")
     assert scan.split.splitter()(prose(0)) == "tail"
     line = "1 near-duplicate: parts of them may be in both the training and the validation split"
     assert list(described(scan))[1] == line
 
 
-def test_given_validation_texts_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
+def test_scan_given_validation_texts_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
     for folder, seeds in (("texts", range(8)), ("held", (3, 20))):
         (tmp_path / folder).mkdir()
         for seed in seeds:
@@ -160,7 +160,7 @@ def test_given_validation_texts_are_held_out_and_not_trained_on(tmp_path: Path) 
     assert scan.facts.content_key != scan_corpus([*held, *sources]).facts.content_key
 
 
-def test_the_documents_of_a_long_text_file_are_not_kept_at_the_limit_of_the_scan(
+def test_scan_long_text_file_does_not_keep_documents_at_scan_limit(
     tmp_path: Path,
 ) -> None:
     stories = "".join(f"{prose(seed, 100) * 30}\n<|endoftext|>\n" for seed in range(100))
@@ -172,7 +172,7 @@ def test_the_documents_of_a_long_text_file_are_not_kept_at_the_limit_of_the_scan
     assert len(list(read_documents(scan.limited(10**9)))) == 100
 
 
-def test_texts_after_a_file_without_any_are_read(tmp_path: Path) -> None:
+def test_scan_reads_texts_after_file_without_any(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": []}\n' * 3000)
     (tmp_path / "b.txt").write_text(prose(1))
     facts = scan_corpus(find_sources([tmp_path])).facts
@@ -180,7 +180,7 @@ def test_texts_after_a_file_without_any_are_read(tmp_path: Path) -> None:
     assert facts.rejected["conversation"] == 3000
 
 
-def test_compressed_texts_are_held_out_whole_when_a_part_of_them_is_read(tmp_path: Path) -> None:
+def test_scan_partly_read_compressed_texts_are_held_out_whole(tmp_path: Path) -> None:
     for number in range(60):
         data = gzip.compress(prose(number, 2000).encode())
         (tmp_path / f"{number:02}.txt.gz").write_bytes(data)
@@ -195,7 +195,7 @@ def test_compressed_texts_are_held_out_whole_when_a_part_of_them_is_read(tmp_pat
 
 @pytest.mark.parametrize("whole_bytes", [1 << 20, 1000])
 @pytest.mark.parametrize("ending", [".txt", ".txt.gz"])
-def test_whatever_part_of_the_texts_is_read_has_all_held_out_ones(
+def test_scan_held_out_texts_are_excluded_from_any_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, whole_bytes: int
 ) -> None:
     monkeypatch.setattr("firstlight.data.sources._WHOLE_BYTES", whole_bytes)
@@ -227,21 +227,21 @@ def test_whatever_part_of_the_texts_is_read_has_all_held_out_ones(
     assert not held & {text[:50] for text in texts}
 
 
-def test_the_similarity_is_about_the_share_of_common_shingles() -> None:
+def test_similarity_estimates_share_of_common_shingles() -> None:
     common, estimates = prose(0, 600), []
     for seed in range(1, 20):
         estimates.append(similarity(sketch(common), sketch(common + " " + prose(seed, 600))))
     assert sum(estimates) / len(estimates) == pytest.approx(0.5, abs=0.1)
 
 
-def test_memory_of_the_search_for_near_duplicates_is_bounded() -> None:
+def test_near_duplicate_search_has_bounded_memory() -> None:
     found = NearDuplicates(most=1)
     assert [found.add(prose(1)), found.add(prose(1))] == [False, False]
     assert (found.compared, len(found.groups)) == (1, 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 400)), max_size=120))
-def test_no_group_straddles_the_split(documents: list[tuple[int, int]]) -> None:
+def test_split_keeps_duplicate_groups_on_one_side(documents: list[tuple[int, int]]) -> None:
     groups, sizes = [group for group, _ in documents], [size for _, size in documents]
     held = held_out_groups(groups, sizes)
     if held is None:
@@ -251,20 +251,20 @@ def test_no_group_straddles_the_split(documents: list[tuple[int, int]]) -> None:
     assert 0.05 * sum(sizes) <= sum(sizes[n] for n in held) <= 0.2 * sum(sizes)
 
 
-def test_few_documents_are_split_inside() -> None:
+def test_held_out_groups_of_few_documents_returns_none() -> None:
     assert held_out_groups([0, 0, 2], [5, 5, 5]) is None
     # One document is most of the text.
     assert held_out_groups(range(12), [100_000, *[10] * 11]) is None
 
 
-def test_a_large_corpus_holds_out_a_smaller_share() -> None:
+def test_split_of_large_corpus_holds_out_smaller_share() -> None:
     sizes = [10_000] * 10_000
     held = held_out_groups(range(len(sizes)), sizes)
     assert held is not None
     assert sum(sizes[n] for n in held) == pytest.approx(HELD_OUT_BYTES, rel=0.02)
 
 
-def test_prepared_shards_have_the_split_of_the_scan(tmp_path: Path) -> None:
+def test_prepared_shards_use_split_of_scan(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     texts = [prose(seed) for seed in range(29)]
@@ -286,7 +286,7 @@ def test_prepared_shards_have_the_split_of_the_scan(tmp_path: Path) -> None:
     assert first.startswith(scan.prompts[0])
 
 
-def test_a_scan_tells_how_small_gzip_and_xz_make_the_text(tmp_path: Path) -> None:
+def test_scan_reports_gzip_and_xz_bits_per_byte(tmp_path: Path) -> None:
     text = prose(1, 3000)
     facts = scanned(tmp_path, text).facts
     data = text.encode()
@@ -296,7 +296,7 @@ def test_a_scan_tells_how_small_gzip_and_xz_make_the_text(tmp_path: Path) -> Non
     assert facts.hardness.xz_bits_per_byte == pytest.approx(xz, rel=0.15)
 
 
-def test_one_text_is_split_at_its_end(tmp_path: Path) -> None:
+def test_scan_single_text_is_split_at_its_end(tmp_path: Path) -> None:
     scan = scanned(tmp_path, prose(1, 3000))
     assert scan.split.digests is None
     assert scan.split.splitter()("anything") == "tail"
@@ -305,7 +305,9 @@ def test_one_text_is_split_at_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("documents", [10, 19, 20])
-def test_few_held_out_documents_have_three_prompts(tmp_path: Path, documents: int) -> None:
+def test_scan_few_held_out_documents_still_give_three_prompts(
+    tmp_path: Path, documents: int
+) -> None:
     texts = [prose(seed, 300) for seed in range(documents)]
     scan = scanned(tmp_path, *texts)
     split_of = scan.split.splitter()
@@ -316,7 +318,7 @@ def test_few_held_out_documents_have_three_prompts(tmp_path: Path, documents: in
     assert all(any(text.startswith(prompt) for prompt in scan.prompts) for text in held)
 
 
-def test_prompts_are_not_of_texts_whose_end_is_trained_on(tmp_path: Path) -> None:
+def test_scan_prompts_exclude_texts_whose_end_is_trained_on(tmp_path: Path) -> None:
     texts = [prose(seed, 300) for seed in range(6)]
     scan = scanned(tmp_path, *texts, "a new opening " + texts[0])
     assert scan.split.digests is None
@@ -325,7 +327,7 @@ def test_prompts_are_not_of_texts_whose_end_is_trained_on(tmp_path: Path) -> Non
     assert all(any(prompt in text for text in texts[1:]) for prompt in scan.prompts)
 
 
-def test_of_a_large_corpus_the_first_part_of_each_file_is_read(tmp_path: Path) -> None:
+def test_scan_large_corpus_reads_first_part_of_each_file(tmp_path: Path) -> None:
     lines = "".join(f'{{"text": "{prose(seed, 20)}"}}\n' for seed in range(100))
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(lines)
@@ -337,18 +339,18 @@ def test_of_a_large_corpus_the_first_part_of_each_file_is_read(tmp_path: Path) -
     assert facts.duplicates == facts.documents // 2
 
 
-def test_of_a_dataset_a_number_of_bytes_is_read() -> None:
+def test_limited_sources_dataset_is_limited_in_bytes() -> None:
     sources = [DataSource("hf:some", dataset="some")]
     assert [one.most_bytes for one in limited_sources(sources, 1000)] == [1000]
 
 
 @given(st.text(), st.integers(0, 3))
-def test_a_prompt_is_a_part_of_its_text(text: str, start: int) -> None:
+def test_opening_of_returns_short_part_of_text(text: str, start: int) -> None:
     assert opening_of(text, start) in text
     assert len(opening_of(text, start)) <= 60
 
 
-def test_a_part_of_a_corpus_reads_some_files_whole_and_the_lines_of_long_ones(
+def test_limited_sources_read_short_files_whole_and_lines_of_long_ones(
     tmp_path: Path,
 ) -> None:
     for number in range(50):
@@ -370,7 +372,7 @@ def test_a_part_of_a_corpus_reads_some_files_whole_and_the_lines_of_long_ones(
         assert record.value == expected or (expected is None and len(record.value) == 2001)
 
 
-def test_a_source_without_the_text_field_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_scan_source_without_text_field_is_not_read_to_end(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"content": "a text"}\n' * 5000)
     (source,) = find_sources([path])
@@ -379,14 +381,14 @@ def test_a_source_without_the_text_field_is_not_read_to_its_end(tmp_path: Path) 
         scan_corpus([source])
 
 
-def test_texts_after_many_bad_lines_of_a_file_are_read(tmp_path: Path) -> None:
+def test_scan_reads_texts_after_many_bad_lines(tmp_path: Path) -> None:
     lines = "{bad\n" * 1500 + "".join(f'{{"text": "{prose(one)}"}}\n' for one in range(20))
     (tmp_path / "a.jsonl").write_text(lines)
     facts = scan_corpus(find_sources([tmp_path])).facts
     assert (facts.documents, facts.rejected) == (20, {"broken_json": 1500})
 
 
-def test_the_files_of_a_run_are_no_texts(tmp_path: Path) -> None:
+def test_find_sources_ignores_files_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     (run / "data").mkdir(parents=True)
     for name in ("recipe.yaml", "metrics.jsonl", "samples.jsonl", "data/rejected.jsonl"):
@@ -395,7 +397,7 @@ def test_the_files_of_a_run_are_no_texts(tmp_path: Path) -> None:
     assert [source.path for source in find_sources([tmp_path])] == [tmp_path / "a.txt"]
 
 
-def test_a_text_of_one_repeated_character_is_refused_by_its_cause(tmp_path: Path) -> None:
+def test_scan_text_of_one_repeated_character_raises_with_cause(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("b" * 20_000 + "\n")
     with pytest.raises(InputError, match=r"100\.0% of the text is the single character 'b'"):
         scan_corpus(find_sources([tmp_path / "a.txt"]))

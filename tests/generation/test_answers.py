@@ -130,7 +130,7 @@ def parsed(answer_format: AnswerFormat, pieces: Iterable[str]) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answer_in_any_pieces_has_its_reasoning_text_and_calls(
+def test_answer_parser_any_pieces_give_reasoning_text_and_calls(
     tokenizer: Tokenizer, name: str
 ) -> None:
     template, answer, *expected = CASES[name]
@@ -140,7 +140,7 @@ def test_answer_in_any_pieces_has_its_reasoning_text_and_calls(
         assert parsed(answer_format, pieces) == tuple(expected), size
 
 
-def test_answer_after_a_prompt_that_opens_thoughts_begins_with_them(tokenizer: Tokenizer) -> None:
+def test_answer_parser_prompt_opening_reasoning_starts_in_reasoning(tokenizer: Tokenizer) -> None:
     ours = tokenizer.extended(["<think>"], HERMES)
     for prompt, reasoning, content in (
         ("<think>\n", "a", "b"),
@@ -153,7 +153,7 @@ def test_answer_after_a_prompt_that_opens_thoughts_begins_with_them(tokenizer: T
         assert parsed(AnswerFormat(ours, ids, {}, forced="content"), '{"a":1}')[1] == '{"a":1}'
 
 
-def test_answer_without_tools_is_streamed_at_once_and_keeps_its_calls_as_text(
+def test_answer_parser_without_tools_streams_at_once_and_keeps_calls_as_text(
     tokenizer: Tokenizer,
 ) -> None:
     parser = AnswerParser(AnswerFormat(tokenizer.extended([], HERMES), [], {}))
@@ -161,7 +161,7 @@ def test_answer_without_tools_is_streamed_at_once_and_keeps_its_calls_as_text(
         assert parser.push(piece) == [AnswerPart(piece)]
 
 
-def test_text_stream_shows_the_special_tokens_that_are_markers(tokenizer: Tokenizer) -> None:
+def test_text_stream_shows_special_tokens_that_are_markers(tokenizer: Tokenizer) -> None:
     ours = tokenizer.extended(["<tool_call>", "</tool_call>", "<other>"], HERMES)
     text = 'é<tool_call>{"name": "clock"}<other></tool_call>'
     ids = ours.encode(text, special_tokens=True)

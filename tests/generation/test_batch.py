@@ -112,7 +112,7 @@ def full(model: Model, ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_a_ragged_cache_gives_each_row_the_logits_of_its_own_text(name: str) -> None:
+def test_ragged_cache_gives_each_row_logits_of_its_own_text(name: str) -> None:
     model, lengths = MODELS[name], [1, 7, 12]
     texts = [[(7 * i + row) % 350 for i in range(20)] for row in range(3)]
     cache = model.make_cache(4, 32, torch.float32)
@@ -145,7 +145,7 @@ def _recorded(steps: RecordedSteps, rows: int, reach: int) -> tuple[Any, Tensor]
 @pytest.mark.parametrize("way", ["plain", "reuse_prefixes", "recorded"])
 @given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
 @settings(max_examples=25)
-def test_sequences_that_join_and_leave_have_the_logits_of_their_own_text(
+def test_batch_decoder_joining_and_leaving_texts_keep_their_own_logits(
     way: str, data: st.DataObject, name: str
 ) -> None:
     model, reuse_prefixes = MODELS[name], way == "reuse_prefixes"
@@ -201,7 +201,7 @@ def _join_and_leave(
 
 
 @pytest.mark.skipif(not has_kernels(), reason="no C++ compiler")
-def test_spare_rows_leave_the_bits_of_the_sequences_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_decoder_spare_rows_keep_logits_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model(LLAMA)
     use_few_rows(model)
     plain = BatchDecoder(model, 8, CONTEXT)
@@ -218,7 +218,7 @@ def test_spare_rows_leave_the_bits_of_the_sequences_logits(monkeypatch: pytest.M
             assert shapes[-2:] == [(size, 1), (rows, 1)]
 
 
-def test_what_a_text_shares_with_one_that_was_there_is_not_computed_again(
+def test_batch_decoder_shared_prefix_is_not_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = new_model(LLAMA)
@@ -264,7 +264,7 @@ def _computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, 
         ("longrope", 512, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
     ],
 )
-def test_neighbouring_prompts_of_similar_lengths_are_one_pass(
+def test_batch_decoder_neighbouring_prompts_of_similar_length_share_one_pass(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     pass_tokens: int,
@@ -282,14 +282,14 @@ def test_neighbouring_prompts_of_similar_lengths_are_one_pass(
     torch.testing.assert_close(logits_BV, expected_logits, atol=1e-4, rtol=1e-4)
 
 
-def test_of_prompts_with_a_bad_one_none_is_added() -> None:
+def test_batch_decoder_one_bad_prompt_adds_none() -> None:
     decoder = BatchDecoder(MODELS["llama"], 3, CONTEXT)
     with pytest.raises(ModelError, match="but the model's vocabulary"):
         decoder.add_many([[1, 2], [352], [3]])
     assert len(decoder) == 0
 
 
-def test_a_batch_takes_no_more_than_it_has_room_for() -> None:
+def test_batch_decoder_full_raises() -> None:
     decoder = BatchDecoder(MODELS["gpt2"], 1, 4)
     decoder.add([1, 2, 3])
     with pytest.raises(AssertionError, match="no room"):
@@ -332,7 +332,7 @@ PROMPTS = ["the star falls", "", "a stone under the river, and", "one", "日本 
     ],
     ids=["greedy", "top-k", "min-p", "penalties"],
 )  # fmt: skip
-def test_a_text_is_the_same_in_and_out_of_a_batch(
+def test_generate_batch_text_equals_single_generation(
     loaded: LoadedModel, config: SamplingConfig, sizes: tuple[int, ...]
 ) -> None:
     found, *others = [generate_batch(loaded, PROMPTS, config, batch_size=size) for size in sizes]
@@ -355,16 +355,16 @@ def test_a_text_is_the_same_in_and_out_of_a_batch(
         assert one == alone
 
 
-def test_without_a_seed_each_text_has_its_own(loaded: LoadedModel) -> None:
+def test_generate_batch_without_seed_gives_each_text_its_own(loaded: LoadedModel) -> None:
     found = generate_batch(loaded, ["the"] * 4, SamplingConfig(20, temperature=1.0))
     assert len({one.seed for one in found}) == 4
 
 
-def test_no_prompts_are_no_texts(loaded: LoadedModel) -> None:
+def test_generate_batch_without_prompts_returns_empty_list(loaded: LoadedModel) -> None:
     assert generate_batch(loaded, [], SamplingConfig()) == []
 
 
-def test_what_cannot_be_continued_is_refused_before_anything_is_computed(
+def test_generate_batch_invalid_prompt_raises_before_computing(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BatchDecoder, "add", None)
@@ -378,7 +378,7 @@ def test_what_cannot_be_continued_is_refused_before_anything_is_computed(
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_ids_that_pad_the_vocabulary_are_never_drawn(config: ModelConfig) -> None:
+def test_batch_decoder_never_draws_vocabulary_padding(config: ModelConfig) -> None:
     """Even where their rows hold what would be the likeliest tokens of all."""
     small = config.model_copy(update={"vocab_size": 67})
     model = new_model(small, vocab_multiple=64)

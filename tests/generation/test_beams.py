@@ -48,7 +48,7 @@ def logprob(model: Model, prompt: list[int], new: tuple[int, ...]) -> float:
     return sum(float(logprobs[len(prompt) - 1 + n, token]) for n, token in enumerate(new))
 
 
-def test_enough_beams_find_the_likeliest_of_all_texts() -> None:
+def test_beam_search_with_enough_beams_finds_most_likely_text() -> None:
     model, prompt = random_model(0, 4), [1, 3, 2]
     config = SamplingConfig(max_new_tokens=4, beams=4**3)
     found, reason = beam_search(model, prompt, config, ())
@@ -57,7 +57,7 @@ def test_enough_beams_find_the_likeliest_of_all_texts() -> None:
     assert (found, reason) == (list(best), "length")
 
 
-def test_beams_find_likelier_texts_than_greedy_decoding() -> None:
+def test_beam_search_finds_likelier_texts_than_greedy() -> None:
     prompt = [3, 1]
     gains = []
     for seed in range(20):
@@ -73,7 +73,7 @@ def test_beams_find_likelier_texts_than_greedy_decoding() -> None:
 
 
 @pytest.mark.parametrize("beams", [2, 4])
-def test_beams_are_those_of_transformers(beams: int) -> None:
+def test_beam_search_matches_transformers(beams: int) -> None:
     """With an end token, of a model that ends some texts early."""
     ended = 0
     for seed in range(12):
@@ -100,7 +100,7 @@ def test_beams_are_those_of_transformers(beams: int) -> None:
     assert 0 < ended < 12
 
 
-def test_texts_that_outgrow_longropes_original_context_are_those_of_transformers() -> None:
+def test_longrope_text_beyond_original_context_matches_transformers() -> None:
     """transformers' Phi-3 computes what is cached anew once a text needs the long factors."""
     config = transformers.Phi3Config(
         vocab_size=40,
@@ -145,7 +145,7 @@ def test_texts_that_outgrow_longropes_original_context_are_those_of_transformers
             assert found == expected, (length, beams)
 
 
-def test_beams_refuse_what_a_search_has_no_place_for() -> None:
+def test_beam_search_unsupported_options_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="beam search does not support stop"):
         SamplingConfig(beams=2, stop=("x",))
     with pytest.raises(ConfigError, match="beam search does not support top_k"):
@@ -159,14 +159,14 @@ def test_beams_refuse_what_a_search_has_no_place_for() -> None:
         SamplingConfig(slide=True, prompt_logprobs=0)
 
 
-def test_a_batch_refuses_what_is_for_one_text(tokenizer: Tokenizer) -> None:
+def test_generate_batch_single_text_options_raise_config_error(tokenizer: Tokenizer) -> None:
     loaded = LoadedModel(random_model(3, tokenizer.vocab_size), tokenizer, (), Path("a-model"))
     for config in (SamplingConfig(slide=True), SamplingConfig(beams=2)):
         with pytest.raises(ConfigError, match="one text at a time"):
             generate_batch(loaded, ["a", "b"], config)
 
 
-def test_a_text_slides_beyond_the_context(tokenizer: Tokenizer) -> None:
+def test_generate_slide_continues_beyond_context(tokenizer: Tokenizer) -> None:
     """When the context is full, its latest half is the prompt of what follows."""
     context = 16
     model = random_model(3, tokenizer.vocab_size, context)
@@ -189,7 +189,7 @@ def test_a_text_slides_beyond_the_context(tokenizer: Tokenizer) -> None:
     assert short.token_ids == expected[: len(short.token_ids)]
 
 
-def test_slide_of_one_token_reads_the_whole_context_for_each_token(tokenizer: Tokenizer) -> None:
+def test_generate_slide_of_one_token_rereads_whole_context(tokenizer: Tokenizer) -> None:
     """LLMs-from-scratch's `generate`: `idx[:, -context_size:]` for every token."""
     context = 16
     model = random_model(3, tokenizer.vocab_size, context)
@@ -210,7 +210,7 @@ def test_slide_of_one_token_reads_the_whole_context_for_each_token(tokenizer: To
         generate(loaded, "a b", slide_tokens=1)
 
 
-def test_a_prompt_beyond_the_context_slides_too(tokenizer: Tokenizer) -> None:
+def test_generate_slide_accepts_prompt_beyond_context(tokenizer: Tokenizer) -> None:
     model = random_model(3, tokenizer.vocab_size, 16)
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
     prompt = "one two three four five six seven eight nine ten eleven twelve"
@@ -223,7 +223,7 @@ def test_a_prompt_beyond_the_context_slides_too(tokenizer: Tokenizer) -> None:
         assert found.token_ids[0] == int(model(torch.tensor([window]))[0, -1].argmax())
 
 
-def test_choices_have_the_models_probability_and_the_sampled_one(tokenizer: Tokenizer) -> None:
+def test_choice_probabilities_are_those_of_model_and_sampling(tokenizer: Tokenizer) -> None:
     model = random_model(5, tokenizer.vocab_size)
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
     options: dict[str, Any] = {"max_new_tokens": 3, "seed": 4, "top_k": 2, "temperature": 0.5}

@@ -108,7 +108,7 @@ def users(*texts: str) -> list[dict[str, str]]:
 # The end of a turn
 
 
-def test_turns_end_with_the_token_that_the_template_writes_after_the_answer(
+def test_turn_end_ids_are_token_after_answer_in_template(
     tokenizer: Tokenizer,
 ) -> None:
     assert turn_end_ids(tokenizer) == ()
@@ -135,7 +135,7 @@ def test_turns_end_with_the_token_that_the_template_writes_after_the_answer(
         ("{{ messages[0].nothing.at_all }}", None),
     ],
 )  # fmt: skip
-def test_templates_of_others_end_turns_in_their_own_way(
+def test_turn_end_ids_support_foreign_templates(
     tokenizer: Tokenizer, template: str, token: str | None
 ) -> None:
     ours = tokenizer.extended(["<a>", "<z>"], template)
@@ -145,7 +145,7 @@ def test_templates_of_others_end_turns_in_their_own_way(
 # What the model is given
 
 
-def test_a_conversation_is_the_templates_text_and_nothing_is_computed_twice(
+def test_chat_session_uses_template_text_and_reuses_cache(
     tokenizer: Tokenizer,
 ) -> None:
     ours = chatting(tokenizer)
@@ -176,7 +176,7 @@ def test_a_conversation_is_the_templates_text_and_nothing_is_computed_twice(
     assert (session.stats.finish_reason, session.stats.dropped) == ("stop", 0)
 
 
-def test_the_prompt_begins_with_one_bos(tokenizer: Tokenizer) -> None:
+def test_chat_session_prompt_begins_with_one_bos(tokenizer: Tokenizer) -> None:
     for name in ("llama2", "llama3"):
         ours = chatting(tokenizer, name)
         ours = Tokenizer(
@@ -195,7 +195,7 @@ def test_the_prompt_begins_with_one_bos(tokenizer: Tokenizer) -> None:
         assert model.prompts[0].count(bos) == 1
 
 
-def test_control_tokens_in_messages_and_answers_are_text(tokenizer: Tokenizer) -> None:
+def test_chat_session_control_tokens_in_messages_and_answers_are_text(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     start, end = (ours.special_tokens[name] for name in required_tokens("chatml"))
     spelled = ours.encode("a<|im_end|>b")  # the model spells the token's name
@@ -208,7 +208,7 @@ def test_control_tokens_in_messages_and_answers_are_text(tokenizer: Tokenizer) -
 
 
 @pytest.mark.parametrize("eos", [(), (5,)])
-def test_an_end_token_of_the_model_ends_an_answer_too(
+def test_chat_session_end_token_of_model_ends_answer(
     tokenizer: Tokenizer, eos: tuple[int, ...]
 ) -> None:
     ours = chatting(tokenizer)
@@ -217,7 +217,7 @@ def test_an_end_token_of_the_model_ends_an_answer_too(
     assert say(session, "x") == expected
 
 
-def test_characters_come_whole(tokenizer: Tokenizer) -> None:
+def test_chat_session_emits_whole_characters(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     ids = ours.encode("é日🦜")
     assert len(ids) > 6
@@ -231,7 +231,7 @@ def test_characters_come_whole(tokenizer: Tokenizer) -> None:
 
 
 @given(count=st.integers(0, 200), data=st.data())
-def test_the_most_that_fits_is_found(count: int, data: st.DataObject) -> None:
+def test_most_that_fit_finds_largest_count(count: int, data: st.DataObject) -> None:
     limit, asked = data.draw(st.integers(0, count)), []
 
     def fits(n: int) -> bool:
@@ -251,7 +251,7 @@ _WORDS = st.lists(st.sampled_from(["the", "a b", "<z>", "é", "\n"]), min_size=1
     context=st.integers(20, 200),
     longest=st.integers(1, 60),
 )
-def test_what_is_kept_is_the_longest_row_of_whole_turns(
+def test_chat_session_keeps_longest_suffix_of_whole_turns(
     tokenizer: Tokenizer, words: list[str], system: str | None, context: int, longest: int
 ) -> None:
     ours = tokenizer.extended(["<a>", "<z>"], CHATML_LIKE)
@@ -290,7 +290,7 @@ def test_what_is_kept_is_the_longest_row_of_whole_turns(
     assert session.messages == [*before, *users(last), {"role": "assistant", "content": ""}]
 
 
-def test_a_conversation_goes_on_after_a_message_that_is_too_long(tokenizer: Tokenizer) -> None:
+def test_chat_session_continues_after_too_long_message(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     session, model = session_of(ours, turn_end_ids(ours), context=64, system="Be kind.")
     message = (
@@ -304,7 +304,7 @@ def test_a_conversation_goes_on_after_a_message_that_is_too_long(tokenizer: Toke
     assert len(model.prompts) == 1
 
 
-def test_an_answer_may_take_all_the_room_that_is_left(tokenizer: Tokenizer) -> None:
+def test_chat_session_answer_may_use_all_remaining_context(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     settings = SamplingConfig(max_new_tokens=1000, temperature=0)
     session, model = session_of(ours, itertools.repeat(9), context=64, settings=settings)
@@ -318,7 +318,7 @@ def test_an_answer_may_take_all_the_room_that_is_left(tokenizer: Tokenizer) -> N
     assert model.prompts[1] == ours.encode_chat(users("and"), add_generation_prompt=True)
 
 
-def test_memory_grows_with_the_conversation_and_is_kept_otherwise(tokenizer: Tokenizer) -> None:
+def test_chat_session_cache_grows_with_conversation_only(tokenizer: Tokenizer) -> None:
     model = Scripted(300, 5000, itertools.repeat(7))
     decoder = ConversationDecoder(cast(Any, model))
     small = decoder.with_room(10)
@@ -333,7 +333,7 @@ def test_memory_grows_with_the_conversation_and_is_kept_otherwise(tokenizer: Tok
 # Interruptions and failures
 
 
-def test_an_answer_that_is_not_taken_to_its_end_stays_as_it_is(tokenizer: Tokenizer) -> None:
+def test_chat_session_abandoned_answer_keeps_partial_text(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     ids = ours.encode(" the stone sings")
     session, model = session_of(ours, itertools.cycle(ids))
@@ -348,7 +348,7 @@ def test_an_answer_that_is_not_taken_to_its_end_stays_as_it_is(tokenizer: Tokeni
     assert model.prompts[1] == ours.encode_chat(asked, add_generation_prompt=True)
 
 
-def test_stop_ends_the_answer_after_the_token_at_hand(tokenizer: Tokenizer) -> None:
+def test_chat_session_stop_ends_answer_after_current_token(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     session, _ = session_of(ours, itertools.repeat(ours.encode("a")[0]))
     pieces = session.answer("hello")
@@ -363,7 +363,7 @@ def test_stop_ends_the_answer_after_the_token_at_hand(tokenizer: Tokenizer) -> N
     assert say(session, "hello") == "a" * 40
 
 
-def test_ctrl_c_inside_the_model_leaves_a_conversation_that_goes_on(tokenizer: Tokenizer) -> None:
+def test_chat_session_ctrl_c_inside_model_leaves_usable_session(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     a, [end] = ours.encode("a")[0], turn_end_ids(ours)
 
@@ -380,7 +380,7 @@ def test_ctrl_c_inside_the_model_leaves_a_conversation_that_goes_on(tokenizer: T
     assert say(session, "more") == "a"
 
 
-def test_an_answer_that_fails_was_not_asked_for(tokenizer: Tokenizer) -> None:
+def test_chat_session_failed_answer_restores_messages(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
 
     def script() -> Iterator[int]:
@@ -400,7 +400,7 @@ def test_an_answer_that_fails_was_not_asked_for(tokenizer: Tokenizer) -> None:
     assert session.messages == before
 
 
-def test_answer_with_reasoning_gives_it_apart_and_in_the_next_prompt(
+def test_chat_session_reasoning_is_separated_and_kept_for_next_prompt(
     tokenizer: Tokenizer, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     harmony = (
@@ -432,7 +432,7 @@ def test_answer_with_reasoning_gives_it_apart_and_in_the_next_prompt(
 # Changing the conversation
 
 
-def test_retry_undo_and_reset(tokenizer: Tokenizer) -> None:
+def test_chat_session_retry_undo_and_reset_restore_messages(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     a, b, [end] = ours.encode("a")[0], ours.encode("b")[0], turn_end_ids(ours)
     session, model = session_of(ours, [a, end, b, end, a, end], system="Be kind.")
@@ -451,7 +451,7 @@ def test_retry_undo_and_reset(tokenizer: Tokenizer) -> None:
     assert session.stats is None
 
 
-def test_the_system_message_can_be_set_changed_and_removed(tokenizer: Tokenizer) -> None:
+def test_chat_session_system_message_can_be_set_changed_and_removed(tokenizer: Tokenizer) -> None:
     ours = chatting(tokenizer)
     session, model = session_of(ours, turn_end_ids(ours) * 4)
     assert session.system is None
@@ -466,7 +466,7 @@ def test_the_system_message_can_be_set_changed_and_removed(tokenizer: Tokenizer)
         assert model.prompts[-1][: len(expected)] == expected
 
 
-def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) -> None:
+def test_chat_session_unsupported_system_message_raises(tokenizer: Tokenizer) -> None:
     without = tokenizer.extended(
         ["<z>"], "{% for m in messages if m.role != 'system' %}{{ m.content }}<z>{% endfor %}"
     )
@@ -483,7 +483,7 @@ def test_a_system_message_that_would_be_lost_is_refused(tokenizer: Tokenizer) ->
         session_of(tokenizer, system="x")
 
 
-def test_template_options_reach_the_template_and_unknown_ones_are_refused(
+def test_chat_session_passes_template_options_and_rejects_unknown_ones(
     tokenizer: Tokenizer,
 ) -> None:
     ours = tokenizer.extended(["<a>", "<z>"], f"{CHATML_LIKE}{{{{ style }}}}")
@@ -499,7 +499,7 @@ def test_template_options_reach_the_template_and_unknown_ones_are_refused(
         ChatSession(loaded, template_options={"stile": 1})
 
 
-def test_what_can_not_be_used_is_said_at_once(tokenizer: Tokenizer) -> None:
+def test_chat_session_unusable_model_raises_at_creation(tokenizer: Tokenizer) -> None:
     with pytest.raises(TokenizerError, match="fails on these messages"):
         session_of(tokenizer.extended([], "{{ messages.x.y }}"))
     session, _ = session_of(chatting(tokenizer))
@@ -511,7 +511,7 @@ def test_what_can_not_be_used_is_said_at_once(tokenizer: Tokenizer) -> None:
         ChatSession(loaded)
 
 
-def test_a_seed_makes_a_conversation_repeatable_and_its_answers_different(
+def test_chat_session_seed_repeats_conversation_with_varied_answers(
     tokenizer: Tokenizer,
 ) -> None:
     ours = chatting(tokenizer)
@@ -543,7 +543,7 @@ def test_a_seed_makes_a_conversation_repeatable_and_its_answers_different(
 # Models without a chat template
 
 
-def test_without_a_template_there_is_one_text_that_goes_on(tokenizer: Tokenizer) -> None:
+def test_chat_session_without_template_continues_one_text(tokenizer: Tokenizer) -> None:
     stone, bird = tokenizer.encode(" stone"), tokenizer.encode(" bird")
     eos = cast(int, tokenizer.eos_token_id)
     session, model = session_of(tokenizer, [*stone, eos, *bird, eos, eos], eos=[eos])
@@ -559,7 +559,7 @@ def test_without_a_template_there_is_one_text_that_goes_on(tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
-def test_the_end_of_a_text_that_is_too_long_is_kept(tokenizer: Tokenizer, add_bos: bool) -> None:
+def test_chat_session_too_long_text_keeps_its_end(tokenizer: Tokenizer, add_bos: bool) -> None:
     ours = Tokenizer(
         tokenizer.backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, add_bos=add_bos
     )

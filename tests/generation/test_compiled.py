@@ -59,7 +59,7 @@ def graphs() -> int:
     ["gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "bf16", "int8"))],
 )
 @torch.no_grad()
-def test_compiled_steps_give_the_plain_logits_and_compile_twice(kind: str) -> None:
+def test_compiled_steps_match_plain_logits_and_compile_twice(kind: str) -> None:
     model = new_model(MISTRAL if kind == "mistral" else GPT2)
     atol, rtol = 1e-4, 1e-4
     if kind in ("bf16", "int8"):
@@ -92,13 +92,15 @@ def test_compiled_steps_give_the_plain_logits_and_compile_twice(kind: str) -> No
     assert graphs() == 2
 
 
-def test_where_there_is_no_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_step_without_compiler_raises_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("firstlight.generation.batch.can_compile", lambda _: False)
     with pytest.raises(ConfigError, match=r"install g\+\+"):
         BatchDecoder(new_model(GPT2), 1, 8, compile=True)
 
 
-def test_nothing_is_compiled_unless_asked_for() -> None:
+def test_generate_compiles_nothing_by_default() -> None:
     decoder = BatchDecoder(new_model(GPT2), 2, 20)
     decoder.warm_up()
     decoder.add([1, 2])
@@ -163,7 +165,7 @@ class Recorder:
 run = RaggedSteps._run
 
 
-def test_a_shape_of_steps_is_recorded_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_record_shape_when_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
     steps = recorder.steps()
     found, expected = [], []
@@ -178,7 +180,7 @@ def test_a_shape_of_steps_is_recorded_when_it_comes_again(monkeypatch: pytest.Mo
     assert gc.isenabled()
 
 
-def test_tokens_and_lengths_stay_on_the_device_while_the_sequences_are_the_same(
+def test_recorded_steps_keep_tokens_and_lengths_on_device_for_same_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The two sequences have a spare row beside them."""
@@ -203,7 +205,7 @@ def test_tokens_and_lengths_stay_on_the_device_while_the_sequences_are_the_same(
     assert len(recorder.uploads) == 4
 
 
-def test_the_least_recently_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_evict_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firstlight.generation.batch._MOST_RECORDED", 2)
     recorder = Recorder(monkeypatch)
     steps = recorder.steps()

@@ -58,7 +58,7 @@ def follow(
     cuts=st.lists(st.integers(0, 30), max_size=6),
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
-def test_what_comes_through_ends_before_the_first_stop_text_however_it_is_cut(
+def test_stop_filter_passes_text_before_first_stop_text(
     text: str, cuts: list[int], stop: list[str]
 ) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -82,7 +82,7 @@ def test_what_comes_through_ends_before_the_first_stop_text_however_it_is_cut(
         assert passed == seen[: min(seen.find(one) for one in stop if one in seen)]
 
 
-def test_a_stop_text_ends_the_text_and_is_not_part_of_it(tokenizer: Tokenizer) -> None:
+def test_continue_text_stop_text_ends_text_and_is_excluded(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(" bird sings. And the river runs")
     config = SamplingConfig(max_new_tokens=100, temperature=0, stop=("xyz", ". And"))
     text, pieces = follow(tokenizer, ids, config)
@@ -92,7 +92,7 @@ def test_a_stop_text_ends_the_text_and_is_not_part_of_it(tokenizer: Tokenizer) -
     assert len(text.token_ids) < len(ids)
 
 
-def test_the_beginning_of_a_stop_text_is_held_back_until_it_is_none(tokenizer: Tokenizer) -> None:
+def test_continue_text_possible_start_of_stop_text_is_held_back(tokenizer: Tokenizer) -> None:
     ids = [token for part in ("a.", "\n", "b") for token in tokenizer.encode(part)]
     config = SamplingConfig(max_new_tokens=len(ids), temperature=0, stop=("\n\n",))
     _, pieces = follow(tokenizer, ids, config)
@@ -100,14 +100,14 @@ def test_the_beginning_of_a_stop_text_is_held_back_until_it_is_none(tokenizer: T
     assert "".join(pieces) == "a.\nb"
 
 
-def test_what_was_held_back_comes_at_the_end_of_the_text(tokenizer: Tokenizer) -> None:
+def test_continue_text_held_back_piece_is_emitted_at_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a.\n")
     config = SamplingConfig(max_new_tokens=len(ids), temperature=0, stop=("\n\n",))
     text, pieces = follow(tokenizer, ids, config)
     assert ("".join(pieces), text.finish_reason) == ("a.\n", "length")
 
 
-def test_any_of_several_end_tokens_ends_the_text(tokenizer: Tokenizer) -> None:
+def test_continue_text_any_of_several_end_tokens_ends_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(" bird sings")
     for end in (0, 319):
         text, pieces = follow(tokenizer, [*ids, end, *ids], GREEDY, eos=(0, 319))
@@ -115,7 +115,7 @@ def test_any_of_several_end_tokens_ends_the_text(tokenizer: Tokenizer) -> None:
         assert text.token_ids == ids
 
 
-def test_pieces_of_any_ids_are_the_whole_text(tokenizer: Tokenizer) -> None:
+def test_text_stream_pieces_of_random_ids_join_to_whole_text(tokenizer: Tokenizer) -> None:
     """10,000 sequences of random ids, halves of characters and control tokens among them."""
     generator = random.Random(0)
     prompt_ids = tokenizer.encode_prompt("the")
@@ -130,7 +130,7 @@ def test_pieces_of_any_ids_are_the_whole_text(tokenizer: Tokenizer) -> None:
 # Choosing
 
 
-def test_the_penalty_is_for_what_the_prompt_and_the_text_have(tokenizer: Tokenizer) -> None:
+def test_continue_text_penalty_applies_to_prompt_and_text(tokenizer: Tokenizer) -> None:
     prompt_ids = tokenizer.encode_prompt("the")
     first, second, third = [n for n in range(200, 210) if n not in prompt_ids][:3]
     logits = torch.zeros(tokenizer.vocab_size)
@@ -142,7 +142,7 @@ def test_the_penalty_is_for_what_the_prompt_and_the_text_have(tokenizer: Tokeniz
     assert text.token_ids == [first, second, prompt_ids[-1]]
 
 
-def test_the_penalty_makes_every_logit_seen_smaller() -> None:
+def test_penalize_lowers_every_seen_logit() -> None:
     logits = torch.tensor([3.0, -3.0, 1.0, -1.0])
     assert penalize(logits, 2.0, [0, 1]).tolist() == [1.5, -6.0, 1.0, -1.0]
     assert logits.tolist() == [3.0, -3.0, 1.0, -1.0]
@@ -155,7 +155,7 @@ def test_the_penalty_makes_every_logit_seen_smaller() -> None:
     presence=st.floats(-2, 2),
     bias=st.dictionaries(st.integers(0, 5), st.floats(-100, 100)),
 )
-def test_penalties_and_biases_are_added_as_openai_defines_them(
+def test_penalties_and_biases_follow_openai_definition(
     logits: list[float],
     chosen: list[int],
     frequency: float,
@@ -172,7 +172,7 @@ def test_penalties_and_biases_are_added_as_openai_defines_them(
     assert found.tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_penalties_count_the_new_tokens_and_not_the_prompt(tokenizer: Tokenizer) -> None:
+def test_penalties_count_new_tokens_not_prompt(tokenizer: Tokenizer) -> None:
     """Exact values: 9 is chosen until its penalties have cost it more than its lead."""
     logits = torch.zeros(tokenizer.vocab_size)
     logits[9], logits[8], logits[7] = 4.0, 2.0, 1.75
@@ -187,7 +187,7 @@ def test_penalties_count_the_new_tokens_and_not_the_prompt(tokenizer: Tokenizer)
     assert SamplingConfig().logit_bias == {}
 
 
-def test_biases_ban_and_force_tokens(tokenizer: Tokenizer) -> None:
+def test_logit_bias_bans_and_forces_tokens(tokenizer: Tokenizer) -> None:
     logits = torch.zeros(tokenizer.vocab_size)
     logits[4] = 30.0
     for bias, expected in (({}, 4), ({4: -100}, 0), ({11: 100}, 11), ({4: -29.5, 5: 0.75}, 5)):
@@ -212,7 +212,7 @@ class Even:
         return False
 
 
-def test_tokens_chosen_together_are_those_of_each_text_alone() -> None:
+def test_choose_tokens_together_equals_each_alone() -> None:
     settings: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.7, "top_k": 5},
@@ -276,7 +276,7 @@ def _as_the_logits_say(text: Continuation, logits_V: Tensor, step: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_text_with_an_error_fails_alone(temperature: float, bad: float) -> None:
+def test_choose_tokens_error_fails_only_its_text(temperature: float, bad: float) -> None:
     logits = torch.zeros(4, 9)
     logits[1] = bad
     settings: list[dict[str, Any]] = [{}, {"choices": 2, "logprobs": 1}, {"logit_bias": {9: 1}}, {}]
@@ -290,7 +290,7 @@ def test_text_with_an_error_fails_alone(temperature: float, bad: float) -> None:
         texts[1].push(chosen[1])
 
 
-def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
+def test_continue_text_log_probabilities_are_those_of_model(tokenizer: Tokenizer) -> None:
     logits = torch.randn(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))
     config = SamplingConfig(
         max_new_tokens=3, temperature=0.1, top_k=2, repetition_penalty=3.0, seed=0, logprobs=3
@@ -307,7 +307,7 @@ def test_log_probabilities_are_the_models_own(tokenizer: Tokenizer) -> None:
         assert [p for _, p in found.top] == expected.topk(3).values.tolist()
 
 
-def test_more_log_probabilities_than_tokens_are_all() -> None:
+def test_logprobs_of_more_than_vocabulary_returns_all() -> None:
     assert len(logprobs_of(torch.zeros(1, 4), [1], 20)[0].top) == 4
     assert logprobs_of(torch.zeros(1, 4), [1], 0)[0].top == ()
 
@@ -327,6 +327,8 @@ def test_more_log_probabilities_than_tokens_are_all() -> None:
         ({"logit_bias": {-1: 1.0}}, "logit_bias must be numbers from -100 to 100 by token id"),
     ],
 )
-def test_settings_out_of_range_are_refused(values: dict[str, object], message: str) -> None:
+def test_continue_text_settings_out_of_range_raise_config_error(
+    values: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingConfig(**values)  # type: ignore[arg-type]

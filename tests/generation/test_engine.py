@@ -73,7 +73,7 @@ def greedy_by_full_passes(model: Model, prompt_ids: list[int], count: int) -> li
 
 
 @pytest.mark.parametrize("prompt_ids", [[3], [5, 9, 301], list(range(20, 47))])
-def test_greedy_is_the_likeliest_token_of_each_full_forward_pass(
+def test_generate_greedy_takes_most_likely_token_of_each_full_pass(
     model: Model, prompt_ids: list[int]
 ) -> None:
     count = min(20, CONTEXT - len(prompt_ids))
@@ -82,13 +82,13 @@ def test_greedy_is_the_likeliest_token_of_each_full_forward_pass(
     assert list(generate_ids(model, prompt_ids, GREEDY)) == expected
 
 
-def test_each_setting_of_generate_is_one_of_sampling() -> None:
+def test_generate_settings_are_fields_of_sampling_config() -> None:
     # It takes those by name: another name on one side would be left out without an error.
     given = set(inspect.signature(generate).parameters) - {"checkpoint", "prompt", "compile"}
     assert given <= {field.name for field in dataclasses.fields(SamplingConfig)}
 
 
-def test_generation_ends_before_the_end_token(model: Model) -> None:
+def test_generate_stops_before_end_token(model: Model) -> None:
     unstopped = list(generate_ids(model, [3], GREEDY))
     end = unstopped[7]
     expected = unstopped[: unstopped.index(end)]
@@ -96,13 +96,13 @@ def test_generation_ends_before_the_end_token(model: Model) -> None:
     assert list(generate_ids(model, [3], GREEDY, (unstopped[0],))) == []
 
 
-def test_generation_ends_after_max_new_tokens(model: Model) -> None:
+def test_generate_stops_after_max_new_tokens(model: Model) -> None:
     for count in (1, 2, 13):
         config = SamplingConfig(max_new_tokens=count, temperature=0)
         assert len(list(generate_ids(model, [3], config))) == count
 
 
-def test_generation_ends_where_the_context_does(model: Model) -> None:
+def test_generate_stops_at_end_of_context(model: Model) -> None:
     """The last position of the context can be predicted, and no position beyond is used."""
     config = SamplingConfig(max_new_tokens=10_000, temperature=0)
     for length in (1, CONTEXT - 1):
@@ -110,35 +110,35 @@ def test_generation_ends_where_the_context_does(model: Model) -> None:
         assert len(list(generate_ids(model, prompt_ids, config))) == CONTEXT - length
 
 
-def test_max_new_tokens_does_not_decide_how_much_memory_is_taken(model: Model) -> None:
+def test_generate_max_new_tokens_does_not_determine_memory(model: Model) -> None:
     config = SamplingConfig(max_new_tokens=10**12, temperature=0)
     assert next(generate_ids(model, [3], config)) == greedy_by_full_passes(model, [3], 1)[0]
 
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 500])
-def test_a_prompt_that_fills_the_context_is_refused(model: Model, length: int) -> None:
+def test_generate_prompt_filling_context_raises_config_error(model: Model, length: int) -> None:
     with pytest.raises(ConfigError, match=f"prompt has {length} tokens.* context is {CONTEXT}"):
         next(generate_ids(model, [1] * length, GREEDY))
 
 
-def test_no_token_at_all_is_refused(model: Model) -> None:
+def test_generate_empty_token_list_raises_config_error(model: Model) -> None:
     with pytest.raises(ConfigError, match="the prompt has no tokens"):
         next(generate_ids(model, [], GREEDY))
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(model: Model) -> None:
+def test_generate_id_beyond_vocabulary_raises_model_error(model: Model) -> None:
     with pytest.raises(ModelError, match="token id 352, but the model's vocabulary has only 352"):
         next(generate_ids(model, [1, 352], GREEDY))
 
 
-def test_generation_builds_no_graph_and_leaves_no_gradient(model: Model) -> None:
+def test_generate_builds_no_graph_and_leaves_no_gradient(model: Model) -> None:
     list(generate_ids(model, [3], GREEDY))
     assert all(p.grad is None for p in model.parameters())
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_consumer_is_not_put_into_inference_mode_between_tokens(model: Model) -> None:
+def test_generate_stream_consumer_is_not_in_inference_mode(model: Model) -> None:
     for _ in generate_ids(model, [3], GREEDY):
         assert not torch.is_inference_mode_enabled()
 
@@ -146,7 +146,7 @@ def test_a_consumer_is_not_put_into_inference_mode_between_tokens(model: Model) 
 # Text
 
 
-def test_the_result_says_what_was_made_of_what(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+def test_generate_result_joins_prompt_and_text(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
     prompt = "the star falls"
     result = generate(loaded, prompt, max_new_tokens=20, temperature=0)
     prompt_ids = tokenizer.encode(prompt)
@@ -160,7 +160,7 @@ def test_the_result_says_what_was_made_of_what(loaded: LoadedModel, tokenizer: T
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("prompt", ["", "the ", "日本 🙂"])
-def test_the_streams_pieces_join_to_the_text(
+def test_generate_stream_pieces_join_to_text(
     loaded: LoadedModel, tokenizer: Tokenizer, seed: int, prompt: str
 ) -> None:
     """Also where characters are cut in half."""
@@ -175,7 +175,7 @@ def test_the_streams_pieces_join_to_the_text(
     assert prompt + result.text == tokenizer.decode(prompt_ids + result.token_ids)
 
 
-def test_ids_that_the_tokenizer_does_not_have_are_no_text(
+def test_generate_ids_unknown_to_tokenizer_add_no_text(
     loaded: LoadedModel, tokenizer: Tokenizer
 ) -> None:
     """A vocabulary padded for speed can be drawn from, and must not end the generation."""
@@ -190,7 +190,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_no_text(
     assert padded
 
 
-def test_there_is_no_result_before_the_stream_has_ended(loaded: LoadedModel) -> None:
+def test_generate_stream_result_is_unavailable_before_end(loaded: LoadedModel) -> None:
     stream = GenerationStream(loaded, "the", SamplingConfig(max_new_tokens=9, seed=0))
     results = [stream.result for _ in stream]
     assert results
@@ -198,7 +198,7 @@ def test_there_is_no_result_before_the_stream_has_ended(loaded: LoadedModel) -> 
     assert stream.result is not None
 
 
-def test_finish_reason_is_stop_at_an_end_token_even_on_the_last_place(
+def test_finish_reason_is_stop_at_end_token_even_in_last_position(
     loaded: LoadedModel,
 ) -> None:
     unstopped = generate(loaded, "the", max_new_tokens=20, temperature=0).token_ids
@@ -211,13 +211,13 @@ def test_finish_reason_is_stop_at_an_end_token_even_on_the_last_place(
     assert result.finish_reason == "length"
 
 
-def test_finish_reason_is_length_at_the_end_of_the_context(loaded: LoadedModel) -> None:
+def test_finish_reason_is_length_at_end_of_context(loaded: LoadedModel) -> None:
     result = generate(loaded, "the", max_new_tokens=1000, temperature=0)
     assert result.finish_reason == "length"
     assert result.prompt_tokens + len(result.token_ids) == CONTEXT
 
 
-def test_an_empty_prompt_starts_from_the_document_separator(
+def test_generate_empty_prompt_starts_from_document_separator(
     loaded: LoadedModel, tokenizer: Tokenizer
 ) -> None:
     assert tokenizer.eos_token_id is not None
@@ -227,7 +227,7 @@ def test_an_empty_prompt_starts_from_the_document_separator(
 
 
 @pytest.mark.parametrize("prompt", ["", "the star"])
-def test_a_prompt_starts_from_bos_where_the_tokenizer_adds_one(
+def test_generate_prompt_starts_with_bos_if_tokenizer_adds_it(
     model: Model, texts: list[str], prompt: str
 ) -> None:
     backend = train_tokenizer(texts, 320, special_tokens=("</s>", "<s>")).backend
@@ -240,7 +240,7 @@ def test_a_prompt_starts_from_bos_where_the_tokenizer_adds_one(
     assert result.token_ids == greedy_by_full_passes(model, prompt_ids, 9)
 
 
-def test_an_empty_prompt_without_any_token_to_start_from_is_refused(
+def test_generate_empty_prompt_without_start_token_raises(
     model: Model, tokenizer: Tokenizer
 ) -> None:
     loaded = LoadedModel(model, Tokenizer(tokenizer.backend), (), Path())
@@ -249,13 +249,13 @@ def test_an_empty_prompt_without_any_token_to_start_from_is_refused(
     assert generate(loaded, "the", max_new_tokens=2).token_ids
 
 
-def test_a_model_without_tokenizer_is_refused_by_its_folder(model: Model) -> None:
+def test_generate_model_without_tokenizer_raises_and_names_folder(model: Model) -> None:
     loaded = LoadedModel(model, None, (), Path("some/folder"))
     with pytest.raises(ModelError, match="some/folder has no tokenizer"):
         generate(loaded, "the")
 
 
-def test_a_control_token_in_the_prompt_is_plain_text(loaded: LoadedModel) -> None:
+def test_generate_control_token_in_prompt_is_plain_text(loaded: LoadedModel) -> None:
     result = generate(loaded, "<|endoftext|>", max_new_tokens=1, temperature=0)
     assert result.prompt_tokens > 1
 
@@ -263,7 +263,7 @@ def test_a_control_token_in_the_prompt_is_plain_text(loaded: LoadedModel) -> Non
 # Seeds
 
 
-def test_the_same_seed_gives_the_same_text(loaded: LoadedModel) -> None:
+def test_generate_same_seed_gives_same_text(loaded: LoadedModel) -> None:
     def ids(seed: int) -> list[int]:
         return generate(loaded, "the", max_new_tokens=20, temperature=1.5, seed=seed).token_ids
 
@@ -271,14 +271,14 @@ def test_the_same_seed_gives_the_same_text(loaded: LoadedModel) -> None:
     assert ids(3) != ids(4)
 
 
-def test_a_seed_that_was_drawn_is_told_and_gives_the_text_again(loaded: LoadedModel) -> None:
+def test_generate_drawn_seed_is_reported_and_repeats_text(loaded: LoadedModel) -> None:
     first = generate(loaded, "the", max_new_tokens=20, temperature=1.5)
     again = generate(loaded, "the", max_new_tokens=20, temperature=1.5, seed=first.seed)
     assert again == first
     assert generate(loaded, "the", max_new_tokens=2).seed != first.seed
 
 
-def test_generation_does_not_touch_torchs_own_generator(loaded: LoadedModel) -> None:
+def test_generate_leaves_torch_generator_unchanged(loaded: LoadedModel) -> None:
     before = torch.get_rng_state()
     generate(loaded, "the", max_new_tokens=5, temperature=1.0)
     assert torch.equal(torch.get_rng_state(), before)
@@ -287,12 +287,14 @@ def test_generation_does_not_touch_torchs_own_generator(loaded: LoadedModel) -> 
 @pytest.mark.parametrize(
     "values", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"max_new_tokens": 0}]
 )
-def test_settings_out_of_range_are_refused(loaded: LoadedModel, values: dict[str, float]) -> None:
+def test_generate_settings_out_of_range_raise_config_error(
+    loaded: LoadedModel, values: dict[str, float]
+) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         generate(loaded, "the", **values)  # type: ignore[arg-type]
 
 
-def test_settings_of_the_model_replace_defaults_and_not_what_is_named(loaded: LoadedModel) -> None:
+def test_sampling_settings_of_model_replace_defaults_only(loaded: LoadedModel) -> None:
     assert sampling_settings({"top_k": -1}) == {"top_k": 0}
     assert sampling_settings({"top_k": math.inf})["top_k"] > 320
     own = {"do_sample": True, "top_k": 5.0, "repetition_penalty": 1.5, "min_p": None}
@@ -318,7 +320,7 @@ def write_checkpoint(run: Path, step: int, model: Model, tokenizer: Tokenizer) -
     return save_checkpoint(run, step, content)
 
 
-def test_a_run_folder_is_its_newest_complete_checkpoint(
+def test_load_run_folder_uses_newest_complete_checkpoint(
     tmp_path: Path, model: Model, tokenizer: Tokenizer
 ) -> None:
     run = tmp_path / "run"
@@ -332,7 +334,7 @@ def test_a_run_folder_is_its_newest_complete_checkpoint(
     assert load(str(newest)).folder == newest
 
 
-def test_a_damaged_checkpoint_is_not_generated_from(
+def test_load_damaged_checkpoint_raises_checkpoint_error(
     tmp_path: Path, model: Model, tokenizer: Tokenizer
 ) -> None:
     folder = write_checkpoint(tmp_path / "run", 5, model, tokenizer)
@@ -344,13 +346,13 @@ def test_a_damaged_checkpoint_is_not_generated_from(
             load(name)
 
 
-def test_a_run_without_checkpoint_says_so(tmp_path: Path) -> None:
+def test_load_run_without_checkpoint_raises_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
         load(tmp_path)
 
 
-def test_generate_takes_a_folder(tmp_path: Path, model: Model, tokenizer: Tokenizer) -> None:
+def test_generate_accepts_folder(tmp_path: Path, model: Model, tokenizer: Tokenizer) -> None:
     folder = write_checkpoint(tmp_path / "run", 5, model, tokenizer)
     result = generate(folder, "the", max_new_tokens=4, temperature=0)
     assert result.token_ids == greedy_by_full_passes(model, tokenizer.encode("the"), 4)

@@ -71,7 +71,7 @@ def _model(family: str, dtype: torch.dtype = torch.float32) -> Model:
     kind=st.sampled_from(["float32", "bfloat16", "int8"]),
     with_bias=st.booleans(),
 )
-def test_products_are_those_of_float64(
+def test_few_rows_linear_matches_float64(
     rows: int, k_size: int, o_size: int, kind: str, with_bias: bool
 ) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -98,7 +98,7 @@ def test_products_are_those_of_float64(
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_a_row_has_the_same_bits_beside_any_others_and_on_any_number_of_threads(kind: str) -> None:
+def test_few_rows_linear_row_is_bitwise_equal_for_any_batch_and_threads(kind: str) -> None:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     x, weight = _drawn(1, few_rows.MOST_ROWS, 200).to(dtype), _drawn(2, 77, 200).to(dtype)
     scale = None
@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_beside_any_others_and_on_any_number_of_threads(
 
 
 @needs_compiler
-def test_bf16_results_are_rounded_as_torch_rounds() -> None:
+def test_few_rows_bf16_results_are_rounded_like_torch() -> None:
     bits = torch.arange(0, 2**32, 65537, dtype=torch.int64)
     values = torch.cat([bits, bits ^ 0x8000, torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF])])
     wanted = values.clamp(max=2**32 - 1).to(torch.uint32).view(torch.float32)
@@ -140,9 +140,7 @@ def test_bf16_results_are_rounded_as_torch_rounds() -> None:
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_keeps_names_and_values_and_gives_the_same_logits(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_few_rows_model_keeps_names_values_and_logits(family: str, dtype: torch.dtype) -> None:
     plain = _model(family, dtype)
     model = copy.deepcopy(plain)
     use_few_rows(model)
@@ -169,7 +167,7 @@ def _pages(folder: Path, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of Linux")
 @pytest.mark.parametrize("int8", [False, True])
-def test_weights_in_large_pages_keep_their_values_and_their_tie(
+def test_few_rows_weights_in_huge_pages_keep_values_and_ties(
     int8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _pages(tmp_path, "always [madvise] never", monkeypatch)
@@ -195,7 +193,7 @@ def test_weights_in_large_pages_keep_their_values_and_their_tie(
     ("setting", "is_mapped"),
     [("always madvise [never]", False), (None, False), ("always [madvise] never", True)],
 )
-def test_weights_without_large_pages_or_of_a_mapped_file_stay_in_their_place(
+def test_few_rows_weights_without_huge_pages_or_mapped_are_not_moved(
     setting: str | None, is_mapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_rows, "_LARGE_PAGES", tmp_path / "enabled")
@@ -210,7 +208,9 @@ def test_weights_without_large_pages_or_of_a_mapped_file_stay_in_their_place(
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_kernel_is_what_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_kernel_is_called_by_every_layer(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = _model(family)
     use_few_rows(model)
     lay_out(model)
@@ -229,7 +229,7 @@ def test_the_kernel_is_what_computes(family: str, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_compiler
-def test_what_wants_a_gradient_many_rows_or_autocast_is_left_to_torch() -> None:
+def test_few_rows_gradients_many_rows_and_autocast_use_torch() -> None:
     weight = torch.ones(4, 8)
     row, rows = torch.ones(1, 8), torch.ones(few_rows.MOST_ROWS + 1, 8)
     assert not takes_few_rows(row, weight)
@@ -245,7 +245,7 @@ def test_what_wants_a_gradient_many_rows_or_autocast_is_left_to_torch() -> None:
 
 
 @needs_compiler
-def test_gradients_flow_through_a_model_that_was_laid_out() -> None:
+def test_few_rows_model_passes_gradients() -> None:
     plain = _model("gpt2")
     model = copy.deepcopy(plain)
     use_few_rows(model)
@@ -257,7 +257,7 @@ def test_gradients_flow_through_a_model_that_was_laid_out() -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-5)
 
 
-def test_layers_derived_from_linear_are_left_alone() -> None:
+def test_few_rows_subclasses_of_linear_are_unchanged() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -268,7 +268,9 @@ def test_layers_derived_from_linear_are_left_alone() -> None:
     assert type(model.lm_head) is Doubled
 
 
-def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_without_compiler_uses_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     _no_kernels_yet(monkeypatch, tmp_path)
     model = _model("gpt2")
@@ -290,7 +292,7 @@ def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 @needs_compiler
-def test_the_kernels_are_compiled_once_and_kept(
+def test_few_rows_kernels_are_compiled_once_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _no_kernels_yet(monkeypatch, tmp_path / "own")
@@ -304,7 +306,7 @@ def test_the_kernels_are_compiled_once_and_kept(
 
 
 @needs_compiler
-def test_a_cache_that_others_may_write_into_is_not_run(
+def test_few_rows_cache_writable_by_others_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.chmod(tmp_path, 0o777)
@@ -313,7 +315,9 @@ def test_a_cache_that_others_may_write_into_is_not_run(
 
 
 @needs_compiler
-def test_a_damaged_library_is_not_fatal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_damaged_library_is_not_fatal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _no_kernels_yet(monkeypatch, tmp_path)
     few_rows._compiled().write_bytes(b"cut off")
     assert not few_rows._products()
@@ -321,7 +325,7 @@ def test_a_damaged_library_is_not_fatal(tmp_path: Path, monkeypatch: pytest.Monk
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_it_can_be_part_of_a_compiled_graph(kind: str) -> None:
+def test_few_rows_linear_works_in_compiled_graph(kind: str) -> None:
     weight, scale = _drawn(2, 30, 64), None
     x = _drawn(1, 2, 64)
     if kind == "int8":

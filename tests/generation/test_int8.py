@@ -37,7 +37,7 @@ def new_model(config: ModelConfig) -> Model:
 
 
 @given(seed=st.integers(0, 2**32), size=st.sampled_from([1e-30, 1e-3, 1.0, 1e4]))
-def test_each_weight_is_at_most_half_a_step_from_its_own(seed: int, size: float) -> None:
+def test_int8_quantized_weight_is_within_half_a_step(seed: int, size: float) -> None:
     weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(seed)) * size
     weight[2] = 0
     integers, scale = rounded(weight)
@@ -55,9 +55,7 @@ def test_each_weight_is_at_most_half_a_step_from_its_own(seed: int, size: float)
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 40])
 @pytest.mark.parametrize("width", [32, 33, 172, 7])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_computes_with_what_its_integers_stand_for(
-    rows: int, width: int, bias: bool
-) -> None:
+def test_int8_linear_computes_with_dequantized_weight(rows: int, width: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(48, width, generator=generator)
     offset = torch.randn(48, generator=generator).bfloat16() if bias else None
@@ -74,7 +72,7 @@ def test_a_layer_computes_with_what_its_integers_stand_for(
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA, MIXTRAL], ids=["gpt2", "llama", "mixtral"])
 @torch.no_grad()
-def test_logits_are_as_near_to_fp32_as_a_model_of_eight_bits_can_be(config: ModelConfig) -> None:
+def test_int8_logits_are_within_quantization_error_of_fp32(config: ModelConfig) -> None:
     exact, quantized = new_model(config), new_model(config).bfloat16()
     quantize_int8(quantized)
     kinds = [type(module).__name__ for module in quantized.modules()]
@@ -87,7 +85,7 @@ def test_logits_are_as_near_to_fp32_as_a_model_of_eight_bits_can_be(config: Mode
     assert difference > 1e-4  # something was rounded
 
 
-def test_a_quantized_model_is_half_of_a_bf16_one() -> None:
+def test_int8_model_is_half_the_size_of_bf16() -> None:
     model = new_model(LLAMA).bfloat16()
     linear = sum(
         p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n
@@ -102,7 +100,7 @@ def test_a_quantized_model_is_half_of_a_bf16_one() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)])
-def test_int8_on_a_gpu_is_refused(device: torch.device | str) -> None:
+def test_load_int8_on_gpu_raises_config_error(device: torch.device | str) -> None:
     with pytest.raises(
         ConfigError,
         match=(
@@ -112,7 +110,7 @@ def test_int8_on_a_gpu_is_refused(device: torch.device | str) -> None:
         load("a-folder", device, dtype="int8")
 
 
-def test_a_model_is_loaded_with_eight_bits_and_speaks(tmp_path: Path, shared: Path) -> None:
+def test_load_int8_generates_text(tmp_path: Path, shared: Path) -> None:
     loaded = load(shared / "models" / "stories260K", dtype="int8")
     assert isinstance(loaded.model.get_submodule("lm_head"), Int8Linear)
     told = generate(loaded, "Once upon a time", temperature=0, max_new_tokens=24).text

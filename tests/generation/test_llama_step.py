@@ -75,7 +75,7 @@ IDS = torch.randint(0, 67, (50,), generator=torch.Generator().manual_seed(1)).to
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_logits_in_fp32_are_those_of_the_model(name: str) -> None:
+def test_llama_step_fp32_logits_match_model(name: str) -> None:
     model = _model(torch.float32, **PLAIN[name])
     use_few_rows(model)
     assert llama_step(model, model.make_cache(1, 64, torch.float32)) is not None
@@ -85,7 +85,7 @@ def test_logits_in_fp32_are_those_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grouped queries", "biases", "norms of queries and keys"])
 @pytest.mark.parametrize("int8", [False, True])
-def test_logits_in_bf16_are_as_near_to_fp32_as_the_model_s(name: str, int8: bool) -> None:
+def test_llama_step_bf16_logits_are_as_accurate_as_model(name: str, int8: bool) -> None:
     model = _model(torch.bfloat16, **PLAIN[name])
     exact = _model(torch.float32, **PLAIN[name])
     exact.load_state_dict(model.state_dict())
@@ -113,7 +113,7 @@ def _steps(model: Model, prompts: list[list[int]], count: int) -> Tensor:
 @pytest.mark.parametrize(
     "name", ["biases", "norms of queries and keys", "a window", "an odd width"]
 )
-def test_logits_of_a_text_beside_others_are_bit_for_bit_those_of_the_text_alone(
+def test_llama_step_batched_logits_are_bitwise_equal_to_single(
     name: str, kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(torch.float32 if kind == "fp32" else torch.bfloat16, **PLAIN[name])
@@ -134,7 +134,7 @@ def test_logits_of_a_text_beside_others_are_bit_for_bit_those_of_the_text_alone(
     assert calls == [rows] * 4
 
 
-def test_more_texts_than_the_step_takes_get_the_logits_of_the_model() -> None:
+def test_llama_step_more_texts_than_supported_match_model() -> None:
     model = _model(torch.float32)
     use_few_rows(model)
     prompts = [IDS[row : row + 5] for row in range(MOST_TEXTS + 1)]
@@ -142,7 +142,7 @@ def test_more_texts_than_the_step_takes_get_the_logits_of_the_model() -> None:
     torch.testing.assert_close(found[:, :-1], _steps(model, prompts[:-1], 2), rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_after_others_have_left_gets_the_logits_of_the_text_alone() -> None:
+def test_llama_step_after_others_left_matches_logits_of_text_alone() -> None:
     model = _model(torch.float32)
     use_few_rows(model)
     decoder = BatchDecoder(model, 3, 64)
@@ -158,7 +158,7 @@ def test_a_text_after_others_have_left_gets_the_logits_of_the_text_alone() -> No
     assert torch.equal(decoder.step([IDS[44]]), expected[-1])
 
 
-def test_a_nan_stays_one() -> None:
+def test_llama_step_propagates_nan() -> None:
     model = _model(torch.float32)
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.k_proj.weight")[0, 0] = torch.nan
@@ -168,7 +168,7 @@ def test_a_nan_stays_one() -> None:
     assert decoder.step([3]).isnan().all()
 
 
-def test_a_default_dtype_of_torch_changes_nothing() -> None:
+def test_llama_step_ignores_default_dtype_of_torch() -> None:
     model = _model(torch.float32)
     use_few_rows(model)
     expected, _ = _logits(model, IDS, 5)
@@ -185,7 +185,7 @@ def test_a_default_dtype_of_torch_changes_nothing() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ["an odd width", "heads wider than the cache"])
-def test_nothing_is_written_beyond_the_buffer(
+def test_llama_step_writes_nothing_beyond_buffer(
     name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = _model(torch.float32, **PLAIN[name])
@@ -203,7 +203,7 @@ def test_nothing_is_written_beyond_the_buffer(
     assert (larger[size:] == 7).all()
 
 
-def test_an_id_beyond_the_vocabulary_is_an_error() -> None:
+def test_llama_step_id_beyond_vocabulary_raises_index_error() -> None:
     model = _model(torch.float32)
     use_few_rows(model)
     decoder = BatchDecoder(model, 1, 64)
@@ -239,7 +239,7 @@ def _mixed_dtypes(model: Model) -> None:
 @pytest.mark.parametrize(
     "change", [_hooked, _hooked_itself, _another_class, _another_attention, _mixed_dtypes]
 )
-def test_a_changed_model_is_left_to_its_own_operations(change: Callable[[Model], None]) -> None:
+def test_llama_step_modified_model_is_unsupported(change: Callable[[Model], None]) -> None:
     model = _model(torch.float32)
     use_few_rows(model)
     change(model)
@@ -256,7 +256,7 @@ def test_a_changed_model_is_left_to_its_own_operations(change: Callable[[Model],
         {"head_dim": 8},
     ],
 )
-def test_other_families_and_sizes_are_left_to_their_own_operations(
+def test_llama_step_other_families_and_sizes_are_unsupported(
     settings: dict[str, Any],
 ) -> None:
     model = _model(torch.float32, **settings)
@@ -265,7 +265,7 @@ def test_other_families_and_sizes_are_left_to_their_own_operations(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_dtype_without_kernels_is_left_to_the_model(dtype: torch.dtype) -> None:
+def test_llama_step_dtype_without_kernels_is_unsupported(dtype: torch.dtype) -> None:
     model = _model(dtype)
     use_few_rows(model)
     assert llama_step(model, model.make_cache(1, 64, dtype)) is None

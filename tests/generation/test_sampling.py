@@ -49,7 +49,7 @@ def slow_probabilities(logits: list[float], temperature: float, k: int, p: float
     p=st.floats(0.01, 1),
 )
 @settings(max_examples=200)
-def test_probabilities_are_those_of_the_definition(
+def test_filter_probabilities_match_definition(
     logits: list[float], temperature: float, k: int, p: float
 ) -> None:
     config = SamplingConfig(temperature=temperature, top_k=k, top_p=p)
@@ -67,7 +67,7 @@ def test_probabilities_are_those_of_the_definition(
     p=st.floats(0, 1, exclude_min=True),
 )
 @settings(max_examples=200)
-def test_every_allowed_setting_gives_a_token(
+def test_sample_every_allowed_setting_returns_token(
     logits: list[float], temperature: float, k: int, p: float
 ) -> None:
     """However extreme: the smallest numbers there are act like temperature 0, not like NaN."""
@@ -78,7 +78,7 @@ def test_every_allowed_setting_gives_a_token(
 
 
 @given(logits=logits_lists)
-def test_temperature_zero_takes_the_likeliest_and_draws_nothing(logits: list[float]) -> None:
+def test_sample_temperature_zero_takes_most_likely_without_drawing(logits: list[float]) -> None:
     random = generator()
     before = random.get_state()
     config = SamplingConfig(temperature=0, top_k=3, top_p=0.1)
@@ -88,14 +88,16 @@ def test_temperature_zero_takes_the_likeliest_and_draws_nothing(logits: list[flo
 
 
 @pytest.mark.parametrize("settings_", [{"temperature": 1e-30}, {"top_k": 1}, {"top_p": 1e-9}])
-def test_the_narrowest_settings_take_the_likeliest(settings_: dict[str, Any]) -> None:
+def test_filter_probabilities_narrowest_settings_keep_most_likely(
+    settings_: dict[str, Any],
+) -> None:
     logits = torch.tensor([0.5, 2.0, 1.9, -3.0])
     config = SamplingConfig(**{"temperature": 1.0, **settings_})
     assert filter_probabilities(logits, config).tolist() == [0, 1, 0, 0]
 
 
 @given(logits=logits_lists, temperature=st.floats(0.05, 5), p=st.floats(0.001, 1))
-def test_min_p_keeps_what_is_at_least_that_share_of_the_likeliest(
+def test_filter_probabilities_min_p_keeps_share_of_most_likely(
     logits: list[float], temperature: float, p: float
 ) -> None:
     powers = [math.exp((value - max(logits)) / temperature) for value in logits]
@@ -106,13 +108,13 @@ def test_min_p_keeps_what_is_at_least_that_share_of_the_likeliest(
     assert found.tolist() == pytest.approx([one / sum(kept) for one in kept], abs=1e-5)
 
 
-def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
+def test_filter_probabilities_top_k_keeps_ties() -> None:
     config = SamplingConfig(temperature=1.0, top_k=2)
     found = filter_probabilities(torch.tensor([1.0, 3.0, 1.0, 0.0]), config)
     assert [q > 0 for q in found.tolist()] == [True, True, True, False]
 
 
-def test_top_p_counts_what_top_k_left() -> None:
+def test_filter_probabilities_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
     # Of 0.5 and 0.3 the first is 62.5 %: enough for 0.6, though 50 % would not be.
     config = SamplingConfig(temperature=1.0, top_k=2, top_p=0.6)
@@ -122,21 +124,21 @@ def test_top_p_counts_what_top_k_left() -> None:
     torch.testing.assert_close(filter_probabilities(logits, config), expected)
 
 
-def test_forbidden_tokens_stay_forbidden_at_any_temperature() -> None:
+def test_filter_probabilities_forbidden_tokens_stay_forbidden() -> None:
     logits = torch.tensor([-math.inf, 0.0, -math.inf, 0.0])
     for temperature in (1e-40, 0.5, 1e30):
         found = filter_probabilities(logits, SamplingConfig(temperature=temperature))
         assert found.tolist() == [0, 0.5, 0, 0.5]
 
 
-def test_half_precision_logits_are_worked_on_in_fp32() -> None:
+def test_filter_probabilities_half_precision_logits_use_fp32() -> None:
     logits = torch.randn(5000, generator=generator()).bfloat16()
     found = filter_probabilities(logits, SamplingConfig(temperature=0.7))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, (logits.float() / 0.7).softmax(-1), atol=1e-7, rtol=1e-4)
 
 
-def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
+def test_sample_frequencies_match_probabilities() -> None:
     logits = torch.tensor([0.6, 0.3, 0.1, 1e-9]).log()
     random, config, draws = generator(), SamplingConfig(temperature=1.0), 4000
     counts = torch.zeros(4)
@@ -147,7 +149,7 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
         assert count / draws == pytest.approx(share, abs=4 * deviation)
 
 
-def test_the_seed_decides_the_draws() -> None:
+def test_sample_same_seed_repeats_draws() -> None:
     logits, config = torch.zeros(1000), SamplingConfig(temperature=1.0)
 
     def draws(seed: int) -> list[int]:
@@ -158,14 +160,14 @@ def test_the_seed_decides_the_draws() -> None:
     assert draws(1) != draws(2)
 
 
-def test_drawing_leaves_torchs_own_generator_alone() -> None:
+def test_sample_leaves_torch_generator_unchanged() -> None:
     """Samples in the middle of a training run must not change the run."""
     before: Tensor = torch.get_rng_state()
     sample(torch.zeros(10), SamplingConfig(temperature=1.0), generator())
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_logits_are_not_changed() -> None:
+def test_sample_does_not_modify_logits() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0])
     filter_probabilities(logits, SamplingConfig(temperature=0.5, top_k=1, top_p=0.5))
     assert logits.tolist() == [1, 2, 3]
@@ -186,12 +188,14 @@ def test_the_logits_are_not_changed() -> None:
         ({"seed": 2**63}, "seed must be between 0 and 2"),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+def test_sampling_config_values_out_of_range_raise_and_are_named(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingConfig(**values)
 
 
-def test_the_ends_of_the_ranges_are_allowed() -> None:
+def test_sampling_config_range_limits_are_allowed() -> None:
     SamplingConfig(max_new_tokens=1, temperature=0, top_k=0, top_p=1, seed=0)
     SamplingConfig(top_p=5e-324, top_k=10**9, seed=2**63 - 1)
     torch.Generator().manual_seed(2**63 - 1)
@@ -207,13 +211,13 @@ def drawn_index(weights: torch.Tensor, generator: torch.Generator) -> int:
     ),
     seed=st.integers(0, 2**32),
 )
-def test_what_has_no_probability_is_never_drawn(weights: list[float], seed: int) -> None:
+def test_drawn_index_never_selects_zero_probability(weights: list[float], seed: int) -> None:
     index = drawn_index(torch.tensor(weights), torch.Generator().manual_seed(seed))
     assert weights[index] > 0
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-def test_the_least_and_the_greatest_number_draw_a_possible_index(
+def test_drawn_index_extreme_random_numbers_select_possible_index(
     number: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = torch.tensor(number, dtype=torch.float64)
@@ -225,7 +229,7 @@ def test_the_least_and_the_greatest_number_draw_a_possible_index(
     )
 
 
-def test_indices_are_drawn_as_often_as_they_are_likely() -> None:
+def test_drawn_index_frequencies_match_weights() -> None:
     weights = torch.tensor([0.1, 0.0, 0.6, 0.3])
     random = torch.Generator().manual_seed(0)
     counts = torch.bincount(
@@ -248,7 +252,7 @@ def test_indices_are_drawn_as_often_as_they_are_likely() -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=100)
-def test_rows_are_sampled_as_each_alone(rows: int, config: SamplingConfig, seed: int) -> None:
+def test_sample_rows_equals_each_row_alone(rows: int, config: SamplingConfig, seed: int) -> None:
     logits = 3 * torch.randn(rows, 50, generator=generator(seed))
     together, alone = ([generator(seed + row) for row in range(rows)] for _ in range(2))
     for _ in range(3):
@@ -262,9 +266,7 @@ def test_rows_are_sampled_as_each_alone(rows: int, config: SamplingConfig, seed:
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_token_of_a_row_that_is_not_finite_is_in_the_vocabulary(
-    temperature: float, bad: float
-) -> None:
+def test_sample_non_finite_row_returns_id_in_vocabulary(temperature: float, bad: float) -> None:
     """A GPU would end the program at an index beyond it."""
     logits = torch.zeros(3, 9)
     logits[1, 4] = bad

@@ -97,9 +97,7 @@ def _require_near(run: Outcome, plain: Outcome, loss: float, weights: float) -> 
 
 
 @pytest.mark.parametrize("switch, model", _cases("rounding", "approximate"))
-def test_a_method_stays_near_to_the_plain_run_of_its_device(
-    runs: Runs, switch: Switch, model: str
-) -> None:
+def test_method_on_device_stays_near_plain_run(runs: Runs, switch: Switch, model: str) -> None:
     combination = _alone(switch, model)
     if switch.value == "paged_adamw8bit":
         runs = Runs(runs.data, runs.hardware, _WIDE)
@@ -112,7 +110,9 @@ def test_a_method_stays_near_to_the_plain_run_of_its_device(
 
 
 @pytest.mark.parametrize("switch, model", _cases("exact"))
-def test_an_exact_method_changes_no_bit(exact_runs: Runs, switch: Switch, model: str) -> None:
+def test_exact_method_on_device_changes_no_bit(
+    exact_runs: Runs, switch: Switch, model: str
+) -> None:
     combination = _alone(switch, model)
     run, plain = exact_runs.of(combination), exact_runs.plain(combination)
     if run.graphs and exact_runs.hardware.device.type == "cuda":
@@ -123,7 +123,7 @@ def test_an_exact_method_changes_no_bit(exact_runs: Runs, switch: Switch, model:
 
 
 @pytest.mark.parametrize("switch, model", _cases("mathematics", "plain"))
-def test_a_method_computes_what_it_computes_on_a_cpu(
+def test_method_on_device_matches_cpu(
     runs: Runs, cpu_runs: Runs, switch: Switch, model: str
 ) -> None:
     combination = _alone(switch, model)
@@ -144,7 +144,7 @@ def test_a_method_computes_what_it_computes_on_a_cpu(
     ],
     ids=str,
 )
-def test_inductor_stays_near_to_the_plain_run_of_its_device(
+def test_inductor_on_device_stays_near_plain_run(
     runs: Runs, model: str, with_it: dict[str, object]
 ) -> None:
     combination = frozenset([("model", model)])
@@ -157,7 +157,7 @@ def test_inductor_stays_near_to_the_plain_run_of_its_device(
 @pytest.mark.cuda_only("CUDA graphs")
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("model", _MODELS)
-def test_gradients_of_several_micro_batches_add_up_under_cuda_graphs(
+def test_cuda_graphs_accumulate_gradients_of_several_micro_batches(
     runs: Runs, model: str, micro: int
 ) -> None:
     combination = frozenset([("model", model)])
@@ -172,7 +172,7 @@ def test_gradients_of_several_micro_batches_add_up_under_cuda_graphs(
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recomputed_dropout_drops_the_same_on_its_device(
+def test_dropout_recomputed_on_device_drops_same_values(
     exact_runs: Runs, checkpointing: str, precision: str
 ) -> None:
     outcomes = []
@@ -188,7 +188,7 @@ def test_recomputed_dropout_drops_the_same_on_its_device(
 
 
 @pytest.mark.parametrize("model", _MODELS)
-def test_fp16_gradients_that_overflow_halve_the_scale_and_change_no_bit(
+def test_fp16_overflow_on_device_halves_scale_and_changes_no_bit(
     runs: Runs, model: str, device: torch.device
 ) -> None:
     program = make_program(
@@ -237,7 +237,7 @@ def _with(recipe: ResolvedRecipe, **sections: dict[str, object]) -> ResolvedReci
         ("adafactor", {"optimizer.name": "adafactor"}),
     ],
 )
-def test_a_method_that_saves_memory_lowers_the_peak(
+def test_memory_saving_method_on_device_lowers_peak(
     runs: Runs, name: str, settings: dict[str, object]
 ) -> None:
     large: dict[str, object] = {

@@ -64,7 +64,7 @@ def _cases() -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize("backend, precision, mask", _cases())
-def test_a_backend_attends_as_two_products_and_a_softmax_do(
+def test_attention_backend_matches_explicit_softmax(
     train: Train, backend: str, precision: str, mask: str
 ) -> None:
     settings = {"efficiency.attention": backend, "efficiency.precision": precision}
@@ -75,7 +75,7 @@ def test_a_backend_attends_as_two_products_and_a_softmax_do(
 
 
 @pytest.mark.parametrize("mask", _MASKS)
-def test_a_mask_computes_on_this_device_what_it_computes_on_a_cpu(train: Train, mask: str) -> None:
+def test_attention_mask_on_device_matches_cpu(train: Train, mask: str) -> None:
     run = train(_MASKS[mask])
     found = difference(run, train(_MASKS[mask], CPU))
     assert found.loss <= 1e-5
@@ -96,7 +96,7 @@ def test_a_mask_computes_on_this_device_what_it_computes_on_a_cpu(train: Train, 
     ],
     ids=str,
 )
-def test_flex_works_with_the_methods_around_it(train: Train, further: dict[str, Any]) -> None:
+def test_flex_attention_works_with_other_methods(train: Train, further: dict[str, Any]) -> None:
     settings = {**_MASKS["documents-window"], "efficiency.attention": "flex"}
     plain = {**_MASKS["documents-window"], "efficiency.attention": "plain"}
     found = difference(train({**settings, **further}), train(plain))
@@ -134,7 +134,7 @@ _OWN_WAYS: dict[str, dict[str, Any]] = {
     ],
 )
 @pytest.mark.parametrize("documents", [False, True])
-def test_what_few_backends_can_do_is_computed_as_two_products_and_a_softmax_do(
+def test_attention_of_rare_shapes_matches_explicit_softmax(
     train: Train, way: str, backend: str, documents: bool
 ) -> None:
     settings = {**_OWN_WAYS[way], "data.document_masking": documents}

@@ -85,7 +85,7 @@ def run_of(recipe: dict[str, Any], device: torch.device, run: Path, rows: int = 
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_out_of_memory_halves_the_micro_batch_and_training_goes_on(
+def test_out_of_memory_on_device_halves_micro_batch_and_training_continues(
     where: str,
     recipe: dict[str, Any],
     device: torch.device,
@@ -114,7 +114,7 @@ def whole_memory() -> Iterator[None]:
 
 @pytest.mark.cuda_only("a CPU's memory has no limit for one process's tensors")
 @pytest.mark.usefixtures("whole_memory")
-def test_a_batch_larger_than_the_memory_is_cut_until_it_fits(
+def test_batch_larger_than_device_memory_is_split_until_it_fits(
     recipe: dict[str, Any], device: torch.device, tmp_path: Path
 ) -> None:
     """The allocator's own limit, between what 32 rows take and what 16 do."""
@@ -207,7 +207,9 @@ def batches_of(generator: random.Random, device: torch.device) -> list[Batch]:
 
 
 @pytest.mark.parametrize("name", _SETTINGS)
-def test_a_bad_loss_or_gradient_changes_no_bit(name: str, hardware: Hardware) -> None:
+def test_non_finite_loss_or_gradient_on_device_changes_no_bit(
+    name: str, hardware: Hardware
+) -> None:
     generator = random.Random(f"bad gradients {name}")
     program = program_of(_SETTINGS[name], hardware)
     assert {p.device.type for p in program.model.parameters()} == {hardware.device.type}

@@ -39,7 +39,7 @@ pytestmark = [
         ("documents", ("flex_attention", "flex_attention_backward")),
     ],
 )
-def test_each_kernel_of_a_step_compiles_for_compute_capability_9(
+def test_every_step_kernel_compiles_for_compute_capability_9(
     case: str, parts: tuple[str, ...]
 ) -> None:
     kernels = _compiled(case)["kernels"]
@@ -50,9 +50,7 @@ def test_each_kernel_of_a_step_compiles_for_compute_capability_9(
 
 
 @pytest.mark.parametrize(("family", "wide"), [("gpt2", 1), ("llama", 0)])
-def test_bf16_residual_compiled_leaves_no_fp32_buffer_of_the_stream_or_the_logits(
-    family: str, wide: int
-) -> None:
+def test_bf16_residual_compiled_keeps_no_fp32_stream_or_logits(family: str, wide: int) -> None:
     """But the gradient that both of GPT-2's embeddings add up, once per step."""
     found = _compiled(f"{family} bf16 residual")
     assert found["breaks"] == []

@@ -17,7 +17,7 @@ from .no_gpu import needs_no_gpu
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_device_passes_its_check_and_no_operation_is_told(
+def test_device_check_passes_without_naming_an_operation(
     hardware: Hardware, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_rows.has_kernels()  # compiled kernels are in the user's cache
@@ -29,7 +29,7 @@ def test_device_passes_its_check_and_no_operation_is_told(
 
 @needs_no_gpu
 @pytest.mark.parametrize("attention", ["sdpa", "blockwise", "plain"])
-def test_check_runs_on_the_gpu(attention: str) -> None:
+def test_device_check_runs_on_gpu(attention: str) -> None:
     for number in range(2):
         device_check._train_exactly(number)
     with fake_cuda() as (cuda, _):

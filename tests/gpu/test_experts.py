@@ -34,7 +34,7 @@ def runs(rows: Path, hardware: Hardware) -> Runs:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("counts", [[5, 0, 20, 7], [0, 0, 0, 32], [8, 8, 8, 8]], ids=str)
-def test_grouped_products_are_those_of_each_expert(
+def test_grouped_products_on_device_match_each_expert(
     device: torch.device, dtype: torch.dtype, counts: list[int]
 ) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -59,7 +59,7 @@ def test_grouped_products_are_those_of_each_expert(
         assert _has_kernel(weight) == (dtype == torch.bfloat16)
 
 
-def test_a_mixture_trains_as_on_a_cpu(runs: Runs) -> None:
+def test_mixture_of_experts_on_device_trains_like_cpu(runs: Runs) -> None:
     run, on_cpu = runs.of(_LLAMA), Runs(runs.data, further=_MIXTRAL).of(_LLAMA)
     found = difference(run, on_cpu)
     assert found.loss <= 1e-4
@@ -82,7 +82,7 @@ def test_a_mixture_trains_as_on_a_cpu(runs: Runs) -> None:
     ],
     ids=str,
 )
-def test_a_method_stays_near_to_the_plain_mixture(
+def test_mixture_method_on_device_stays_near_plain_mixture(
     runs: Runs, further: dict[str, object], bounds: tuple[float, float]
 ) -> None:
     run = train_recipe(runs.recipe(_LLAMA, further), hardware=runs.hardware)
@@ -93,7 +93,7 @@ def test_a_method_stays_near_to_the_plain_mixture(
 
 @pytest.mark.cuda_only("compiling takes half a minute on a CPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_compiled_mixture_trains_as_a_plain_one(runs: Runs, precision: str) -> None:
+def test_mixture_compiled_on_device_trains_like_plain(runs: Runs, precision: str) -> None:
     settings = {"efficiency.precision": precision}
     plain = train_recipe(runs.recipe(_LLAMA, settings), hardware=runs.hardware)
     compiled = runs.recipe(_LLAMA, {**settings, "efficiency.compile": True})

@@ -26,9 +26,7 @@ MATH = ("_scaled_dot_product_attention_math", "_safe_softmax")
     ids=["bf16", "bf16_params of documents"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_of_each_family_stays_on_the_gpu(
-    family: str, precision: str, documents: bool
-) -> None:
+def test_step_of_each_family_stays_on_gpu(family: str, precision: str, documents: bool) -> None:
     model = usual_config(family).model_dump() | {"max_position_embeddings": TOKENS}
     recipe = recipe_of(
         model,
@@ -42,7 +40,7 @@ def test_a_step_of_each_family_stays_on_the_gpu(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_of_each_family_stay_on_the_gpu(family: str) -> None:
+def test_generation_of_each_family_stays_on_gpu(family: str) -> None:
     config = usual_config(family)
     with fake_cuda() as (cuda, _), torch.inference_mode():
         model = build_model(config).bfloat16().to(hardware().device).eval()
@@ -72,7 +70,7 @@ GROUPED = [
     [((7, 5), "fp16"), ((8, 6), "bf16"), ((8, 6), "fp32"), ((9, 0), "bf16")],
 )
 @pytest.mark.parametrize("family", GROUPED)
-def test_no_scores_of_grouped_queries_are_kept(
+def test_grouped_query_attention_keeps_no_scores(
     family: str, capability: tuple[int, int], precision: str
 ) -> None:
     """By torch's "math" kernel: in training with and without masks, a prompt, texts that are

@@ -49,7 +49,7 @@ def nothing_on_host(cuda: FakeCuda) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str) -> None:
+def test_batch_with_joining_and_leaving_texts_stays_on_gpu(family: str) -> None:
     with fake_cuda() as (cuda, _), torch.inference_mode():
         model = model_on_gpu(FAMILIES[family])
         decoder = BatchDecoder(model, 3, 200, reuse_prefixes=True)
@@ -75,7 +75,7 @@ def test_texts_that_join_and_leave_a_batch_stay_on_the_gpu(family: str) -> None:
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_that_can_be_recorded_is_not_read_by_the_cpu(family: str) -> None:
+def test_recorded_step_is_not_read_by_cpu(family: str) -> None:
     with fake_cuda() as (cuda, _), torch.inference_mode():
         model = model_on_gpu(FAMILIES[family])
         decoder = BatchDecoder(model, 3, 200)
@@ -98,7 +98,7 @@ def test_a_step_that_can_be_recorded_is_not_read_by_the_cpu(family: str) -> None
         ((12, 0), torch.bfloat16, None, False),
     ],
 )
-def test_steps_of_experts_are_recorded_where_a_kernel_finds_their_rows(
+def test_expert_steps_are_recorded_if_kernel_finds_rows(
     capability: tuple[int, int],
     dtype: torch.dtype,
     hip: str | None,
@@ -146,7 +146,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, pytest.param("all", marks=pytest.mark.everywhere)])
-def test_a_step_of_texts_reads_once_and_waits_for_no_copy_to_the_gpu(kind: str) -> None:
+def test_step_of_texts_reads_once_and_waits_for_no_upload(kind: str) -> None:
     kinds = [kind] * 2 if kind in _KINDS else [*_KINDS]
     with fake_cuda() as (cuda, _):
         constraint: Any = Anything()
@@ -173,7 +173,7 @@ def test_a_step_of_texts_reads_once_and_waits_for_no_copy_to_the_gpu(kind: str) 
 
 
 @pytest.mark.everywhere
-def test_a_single_text_is_read_once_for_each_token() -> None:
+def test_single_text_is_read_once_per_token() -> None:
     with fake_cuda() as (cuda, _):
         decoder = BatchDecoder(model_on_gpu(LLAMA), 1, 200)
         text = Continuation(
@@ -185,9 +185,7 @@ def test_a_single_text_is_read_once_for_each_token() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_likelihood_of_continuations_is_computed_on_the_gpu(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_likelihoods_are_computed_on_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [TokenPair((1, 2, 3), (4, 5)), TokenPair((1, 2, 3), (6,)), TokenPair((9,), (1, 2))]
     with fake_cuda() as (cuda, _):
         model = model_on_gpu(FAMILIES[family], torch.float32)
@@ -199,7 +197,7 @@ def test_the_likelihood_of_continuations_is_computed_on_the_gpu(
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_beams_are_searched_without_plans_for_each_length(
+def test_beam_search_on_gpu_needs_no_plan_per_length(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.generation.beams._next_beams", _first_beam)
@@ -217,7 +215,7 @@ def _first_beam(beams: Any, *_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["auto", "sequential"])
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_weights_go_to_the_gpu_part_by_part(
+def test_load_to_gpu_transfers_weights_in_parts(
     family: str, way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequentially, the host holds one part of a tensor at a time."""
@@ -259,7 +257,7 @@ class Serial:
         return [act(value) for value in values]
 
 
-def test_a_compiled_step_of_a_gpu_keeps_weights_as_arguments(
+def test_compiled_step_on_gpu_keeps_weights_as_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Freezing is the CPU's. What is compiled gets the tensors on the GPU."""
@@ -280,7 +278,7 @@ def test_a_compiled_step_of_a_gpu_keeps_weights_as_arguments(
 
 
 @pytest.mark.parametrize("way", ["sdpa", "math", "efficient", "flex"])
-def test_a_text_that_goes_on_from_a_cache_takes_a_mask(way: str) -> None:
+def test_text_continued_from_cache_takes_mask(way: str) -> None:
     """Several new tokens behind stored ones: each way to attend that takes masks on a GPU."""
     with fake_cuda(), torch.inference_mode():
         model = model_on_gpu(LLAMA)

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, needs_no_gpu]
 GPU = torch.device("cuda", 1)
 
 
-def test_the_hardware_of_a_gpu() -> None:
+def test_find_hardware_returns_gpu_and_rejects_missing_one() -> None:
     with torch_cuda(devices=2):
         for name, device in (("auto", "cuda"), ("cuda", "cuda"), ("cuda:1", "cuda:1")):
             found = find_hardware(name)
@@ -43,7 +43,7 @@ def test_the_hardware_of_a_gpu() -> None:
             find_hardware("cuda:2")
 
 
-def test_memory_and_time_are_those_of_the_device_asked_for() -> None:
+def test_memory_and_time_are_measured_on_requested_device() -> None:
     with torch_cuda(devices=2) as asked:
         synchronize(GPU)
         assert free_memory_bytes(GPU) == 70 * 2**30
@@ -55,7 +55,7 @@ def test_memory_and_time_are_those_of_the_device_asked_for() -> None:
         ]
 
 
-def test_a_peak_is_measured_from_where_it_begins() -> None:
+def test_peak_memory_is_measured_from_its_start() -> None:
     with torch_cuda(devices=2) as asked:
         with measured_memory(GPU) as found:
             assert asked.calls == [
@@ -67,7 +67,7 @@ def test_a_peak_is_measured_from_where_it_begins() -> None:
 
 
 @pytest.mark.parametrize("local_rank", [0, 1, 3])
-def test_each_process_takes_the_gpu_of_its_place_on_the_machine(
+def test_each_process_takes_gpu_of_its_local_rank(
     local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(4 + local_rank, 8, local_rank, 4, "localhost", 12345)
@@ -98,7 +98,7 @@ def test_each_process_takes_the_gpu_of_its_place_on_the_machine(
     assert (options["rank"], options["world_size"]) == (4 + local_rank, 8)
 
 
-def test_one_process_on_a_gpu_by_number_has_it_as_its_current_one() -> None:
+def test_single_process_on_numbered_gpu_makes_it_current() -> None:
     with (
         torch_cuda(devices=4) as asked,
         processes.run_processes(recipe_of(run__device="cuda:3")) as (hardware, _),
@@ -108,7 +108,7 @@ def test_one_process_on_a_gpu_by_number_has_it_as_its_current_one() -> None:
     assert asked.current == 0
 
 
-def test_where_a_launcher_shows_one_gpu_it_is_every_process_own() -> None:
+def test_own_device_single_visible_gpu_is_used_by_every_process() -> None:
     with torch_cuda(devices=1):
         assert own_device(World(2, 4, 2, 4), "cuda") == torch.device("cuda", 0)
     with torch_cuda(devices=2), pytest.raises(ConfigError, match="local rank 2 has no GPU"):
@@ -117,13 +117,13 @@ def test_where_a_launcher_shows_one_gpu_it_is_every_process_own() -> None:
         own_device(World(0, 2, 0, 2), "cuda:1")
 
 
-def test_a_process_shows_the_others_its_gpu() -> None:
+def test_own_info_contains_gpu_uuid() -> None:
     with torch_cuda(devices=2):
         assert own_info(World(1, 2, 1, 2), GPU, "f").gpu == H100.uuid
         assert own_info(World(1, 2, 1, 2), torch.device("cpu"), "f").gpu == ""
 
 
-def test_fsdp_shares_gpus_over_nccl(
+def test_fsdp_uses_nccl_on_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[Any] = []
@@ -137,7 +137,7 @@ def test_fsdp_shares_gpus_over_nccl(
     assert made == [("cuda", (2, 4), ("replicate", "shard"))]
 
 
-def test_random_numbers_of_every_gpu_are_saved_and_put_back() -> None:
+def test_random_states_of_every_gpu_are_saved_and_restored() -> None:
     before = torch.get_rng_state()
     with torch_cuda(devices=2) as asked:
         saved = torch_random_states()

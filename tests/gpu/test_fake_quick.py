@@ -64,9 +64,7 @@ def _rows(cuda: FakeCuda, name: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
 
 
 @pytest.mark.parametrize("name", ["D-124m", "D-1b", "K"])
-def test_recorded_calls_read_nothing_on_the_host(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_calls_read_nothing_on_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_cuda() as (cuda, _):
         reads, recordings = _rows(cuda, name, monkeypatch)
     assert recordings >= 6
@@ -76,7 +74,7 @@ def test_recorded_calls_read_nothing_on_the_host(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_step_whose_loss_is_read_late_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_deferred_loss_read_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_cuda() as (cuda, _):
         reads, _ = _rows(cuda, "E", monkeypatch)
     assert reads.pop("as it is") > 0

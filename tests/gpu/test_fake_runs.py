@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, needs_no_gpu]
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_evaluation_runs_on_the_gpu(data: Path, masked: bool) -> None:
+def test_evaluation_runs_on_gpu(data: Path, masked: bool) -> None:
     dataset = TokenDataset(data, "val", verify=False)
     recipe = recipe_of(GPT2, efficiency__precision="bf16", data__document_masking=masked)
     with fake_cuda() as (cuda, _):
@@ -57,7 +57,7 @@ def sdpa(recipe: Any) -> Any:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_what_fits_is_tried_on_the_gpu(masked: bool) -> None:
+def test_micro_batch_trial_runs_on_gpu(masked: bool) -> None:
     recipe = recipe_of(LLAMA, efficiency__attention="efficient", data__document_masking=masked)
     recipe = recipe.model_copy(
         update={"batch": recipe.batch.model_copy(update={"gradient_accumulation_steps": 4})}
@@ -86,7 +86,7 @@ class Written(torch.autograd.Function):
         return grads[0]
 
 
-def test_a_loss_in_memory_that_a_cuda_graph_writes_again_is_added_up() -> None:
+def test_train_step_sums_loss_in_memory_reused_by_cuda_graph() -> None:
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 2.0)
 
@@ -115,7 +115,7 @@ def run_stub() -> Any:
     )
 
 
-def test_memory_that_ran_out_is_given_back_before_the_next_try() -> None:
+def test_out_of_memory_releases_memory_before_next_try() -> None:
     tried: list[Any] = []
 
     def update(batches: Any) -> None:

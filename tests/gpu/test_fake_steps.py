@@ -121,7 +121,7 @@ def require_on_gpu(cuda: FakeCuda, program: TrainingProgram) -> None:
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA, MIXTRAL], ids=["gpt2", "llama", "mixtral"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_runs_on_the_gpu_in_its_precision(model: dict[str, Any], precision: str) -> None:
+def test_train_step_runs_on_gpu_in_its_precision(model: dict[str, Any], precision: str) -> None:
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(model, efficiency__precision=precision), 2)
         require_on_gpu(cuda, program)
@@ -170,7 +170,7 @@ SKIPPING: dict[str, dict[str, Any]] = {
         for name in SKIPPING
     ],
 )
-def test_a_step_waits_once_for_loss_and_norm_after_its_update(name: str, precision: str) -> None:
+def test_train_step_waits_once_for_loss_and_norm_after_update(name: str, precision: str) -> None:
     """The update does not wait for the factor that clips, nor for the host's judgement: a wait
     would leave the GPU idle while the update is launched."""
     with fake_cuda() as (cuda, _):
@@ -180,7 +180,7 @@ def test_a_step_waits_once_for_loss_and_norm_after_its_update(name: str, precisi
 
 
 @pytest.mark.everywhere
-def test_adamw_clips_without_a_pass_over_the_gradients() -> None:
+def test_adamw_clips_without_pass_over_gradients() -> None:
     with fake_cuda() as (cuda, _):
         steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16"))
         assert not cuda.named("_foreach_mul_")
@@ -210,7 +210,7 @@ VIEWS += ("_record_function_enter_new", "_record_function_exit")
 @pytest.mark.parametrize(
     ("name", "most"), [("adamw", 7), ("muon of new models", 250), ("lion", 75), ("adafactor", 420)]
 )
-def test_an_update_launches_no_more_kernels_than_its_limit(name: str, most: int) -> None:
+def test_update_launches_at_most_limited_number_of_kernels(name: str, most: int) -> None:
     """Of a model with two layers: 16 matrices in 4 sizes, and 5 vectors."""
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16", **SKIPPING[name]))
@@ -222,7 +222,7 @@ def test_an_update_launches_no_more_kernels_than_its_limit(name: str, most: int)
         assert len([one for one in cuda.calls if one.name.split(".")[1] not in VIEWS]) <= most
 
 
-def test_small_parameters_are_updated_together_in_the_backward_pass() -> None:
+def test_optimizer_in_backward_updates_small_parameters_together() -> None:
     model, keys = METHODS["update in the backward pass"]
     with fake_cuda() as (cuda, _):
         steps(cuda, recipe_of(model, efficiency__precision="bf16_params", **keys))
@@ -243,7 +243,7 @@ ATTENTION = {
 
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_each_way_to_attend_takes_its_kernel(model: dict[str, Any], attention: str) -> None:
+def test_each_attention_setting_uses_its_kernel(model: dict[str, Any], attention: str) -> None:
     recipe = recipe_of(model, efficiency__precision="bf16", efficiency__attention=attention)
     with fake_cuda() as (cuda, _):
         require_on_gpu(cuda, steps(cuda, recipe))
@@ -254,7 +254,7 @@ def test_each_way_to_attend_takes_its_kernel(model: dict[str, Any], attention: s
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "efficient", "math", "plain", "flex"])
 @pytest.mark.parametrize("window", [None, 32], ids=["documents", "documents and a window"])
-def test_documents_are_masked_by_what_takes_masks(
+def test_document_masking_uses_kernels_that_take_masks(
     attention: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = LLAMA if window is None else LLAMA | {"model_type": "mistral", "sliding_window": window}
@@ -330,7 +330,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         if (method, precision) != ("update in the backward pass", "fp16")
     ],
 )
-def test_each_method_runs_on_the_gpu(method: str, precision: str) -> None:
+def test_each_method_runs_on_gpu(method: str, precision: str) -> None:
     model, keys = METHODS[method]
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(model, efficiency__precision=precision, **keys))
@@ -338,7 +338,7 @@ def test_each_method_runs_on_the_gpu(method: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora__rank": 4}], ids=["all weights", "lora"])
-def test_preference_pairs_stay_on_the_gpu(lora: dict[str, Any]) -> None:
+def test_preference_step_stays_on_gpu(lora: dict[str, Any]) -> None:
     keys = {"preference__beta": 0.1, "data__document_masking": True, **lora}
     recipe = recipe_of(LLAMA, efficiency__precision="bf16", efficiency__attention="sdpa", **keys)
     with fake_cuda() as (cuda, _):
@@ -359,7 +359,7 @@ LIBRARIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", LIBRARIES)
-def test_what_libraries_compute_stays_on_the_gpu(method: str) -> None:
+def test_library_methods_stay_on_gpu(method: str) -> None:
     module, keys = LIBRARIES[method]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"not installed: {module}")
@@ -384,7 +384,7 @@ def test_what_libraries_compute_stays_on_the_gpu(method: str) -> None:
             assert torch.uint8 in dtypes
 
 
-def test_the_norms_of_dora_are_fp32_under_autocast() -> None:
+def test_dora_norms_are_fp32_under_autocast() -> None:
     recipe = recipe_of(LLAMA, efficiency__precision="bf16", lora__rank=4, lora__dora=True)
     with fake_cuda() as (cuda, _):
         steps(cuda, recipe)
@@ -395,7 +395,7 @@ def test_the_norms_of_dora_are_fp32_under_autocast() -> None:
         assert {c.inputs[0][1] for c in norms} == {torch.float32}
 
 
-def test_grouped_products_are_taken_where_cuda_has_them() -> None:
+def test_grouped_matmul_is_used_where_cuda_supports_it() -> None:
     """In bf16, with rows of a multiple of 16 bytes, from compute capability 8.0 on."""
     with fake_cuda():
         for dtype, columns, expected in (
@@ -417,7 +417,7 @@ def test_grouped_products_are_taken_where_cuda_has_them() -> None:
         if (name, implementation) != ("adafactor", "fused")
     ],
 )
-def test_moments_are_put_back_where_they_were(name: str, implementation: str) -> None:
+def test_optimizer_moments_are_restored_to_their_device(name: str, implementation: str) -> None:
     """From a checkpoint, which has them on the host: a fused counter of steps is the GPU's."""
     keys = {"optimizer__name": name, "optimizer__implementation": implementation}
     with fake_cuda() as (cuda, _):
@@ -432,7 +432,7 @@ def test_moments_are_put_back_where_they_were(name: str, implementation: str) ->
         program.step([batch_of(recipe).to(hardware().device)], lr_scale=1.0)
 
 
-def test_unused_memory_is_given_back_every_so_many_steps() -> None:
+def test_unused_memory_is_released_at_fixed_step_interval() -> None:
     recipe = recipe_of(efficiency__empty_cache_steps=2)
     with fake_cuda() as (_, asked):
         program = program_of(recipe)
@@ -445,7 +445,7 @@ def test_unused_memory_is_given_back_every_so_many_steps() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str) -> None:
+def test_nf4_weights_stay_on_gpu(model: dict[str, Any], precision: str) -> None:
     keys = {"lora__rank": 4, "lora__quantize": "nf4", "efficiency__precision": precision}
     # It asks torch for a GPU when it is imported.
     pytest.importorskip("bitsandbytes.functional")
@@ -462,7 +462,7 @@ def test_weights_of_4_bits_stay_on_the_gpu(model: dict[str, Any], precision: str
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_auto_precision_on_a_t4_is_fp16_with_loss_scale_and_efficient_attention(
+def test_auto_precision_on_t4_is_fp16_with_loss_scale_and_efficient_attention(
     model: dict[str, Any],
 ) -> None:
     with fake_cuda(capability=(7, 5)) as (cuda, _):
@@ -487,7 +487,7 @@ def test_auto_precision_on_a_t4_is_fp16_with_loss_scale_and_efficient_attention(
         ((7, 5), "efficient"),
     ],
 )
-def test_a_training_step_takes_the_first_kernel_in_torchs_order(
+def test_train_step_uses_first_attention_kernel_in_torch_order(
     capability: tuple[int, int], kernel: str
 ) -> None:
     recipe = recipe_of(GPT2, efficiency__precision="fp16")

@@ -87,9 +87,7 @@ def without_balancing(config: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_fp32_logits_of_odd_shapes_are_those_of_transformers(
-    family: str, device: torch.device
-) -> None:
+def test_fp32_logits_of_odd_shapes_match_transformers(family: str, device: torch.device) -> None:
     assert torch.get_float32_matmul_precision() == "highest", "tf32 would be compared"
     for seed in range(4):
         own, theirs = both(draw(family, seed), seed, device)
@@ -102,7 +100,7 @@ def test_fp32_logits_of_odd_shapes_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_fp32_logits_and_gradients_of_usual_shapes_are_those_of_transformers(
+def test_fp32_logits_and_gradients_of_usual_shapes_match_transformers(
     family: str, device: torch.device
 ) -> None:
     config = without_balancing(usual_config(family))
@@ -115,7 +113,7 @@ def test_fp32_logits_and_gradients_of_usual_shapes_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_bf16_is_as_near_to_fp32_as_transformers_bf16(family: str, device: torch.device) -> None:
+def test_bf16_is_as_accurate_as_transformers(family: str, device: torch.device) -> None:
     config = without_balancing(usual_config(family))
     own, theirs = scaled_down(config, 2, device)
     exact = copy.deepcopy(theirs)
@@ -134,9 +132,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_bf16(family: str, device: torch
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_logits_through_the_cache_are_those_of_the_whole_text(
-    family: str, device: torch.device
-) -> None:
+def test_cached_logits_match_those_of_whole_text(family: str, device: torch.device) -> None:
     """A prompt, then a few tokens, then one at a time, beyond mistral's window."""
     config = usual_config(family)
     own, _ = scaled_down(config, 3, device)

@@ -93,7 +93,7 @@ needs_compiler = pytest.mark.skipif(
         ),
     ],
 )
-def test_compiled_steps_give_the_greedy_text_of_plain_ones(
+def test_compiled_generation_on_device_matches_plain_greedy_text(
     family: str, device: torch.device
 ) -> None:
     """On a GPU replayed as CUDA graphs, over two reaches of the cache."""
@@ -110,7 +110,7 @@ def test_compiled_steps_give_the_greedy_text_of_plain_ones(
     [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.bfloat16)],
 )
 @pytest.mark.parametrize("compile", [False, True])
-def test_recorded_steps_give_the_logits_of_plain_ones_while_texts_join_and_leave(
+def test_recorded_steps_match_plain_logits_with_joining_and_leaving_texts(
     compile: bool,
     family: str,
     dtype: torch.dtype,
@@ -153,7 +153,7 @@ def test_recorded_steps_give_the_logits_of_plain_ones_while_texts_join_and_leave
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
-def test_texts_of_a_batch_that_they_join_and_leave_are_those_alone(
+def test_batch_with_joining_and_leaving_texts_matches_single_generation(
     family: str, device: torch.device
 ) -> None:
     loaded = loaded_of(family, device)
@@ -164,7 +164,7 @@ def test_texts_of_a_batch_that_they_join_and_leave_are_those_alone(
         assert [text.token_ids for text in together] == alone
 
 
-def test_the_same_seed_gives_the_same_text_on_every_device(device: torch.device) -> None:
+def test_generate_same_seed_on_device_repeats_text(device: torch.device) -> None:
     loaded, on_cpu = loaded_of("llama", device), loaded_of("llama", torch.device("cpu"))
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "max_new_tokens": 30}
     first = generate(loaded, PROMPTS[0], seed=7, **options)
@@ -176,7 +176,7 @@ def test_the_same_seed_gives_the_same_text_on_every_device(device: torch.device)
         assert text.token_ids == first.token_ids
 
 
-def test_a_beginning_that_was_computed_before_is_used_again(device: torch.device) -> None:
+def test_generate_cached_prefix_on_device_is_reused(device: torch.device) -> None:
     model = loaded_of("llama", device).model
     decoder = BatchDecoder(model, 2, 200, reuse_prefixes=True)
     text = [(13 * i) % 300 for i in range(60)]
@@ -196,7 +196,7 @@ def test_a_beginning_that_was_computed_before_is_used_again(device: torch.device
 _STREAMS = 64
 
 
-def test_sixty_four_texts_at_a_time_are_those_alone(device: torch.device) -> None:
+def test_scheduler_sixty_four_texts_match_single_generation(device: torch.device) -> None:
     """By the scheduler of the server, which they join and leave when they will."""
     model = tiny_loaded().model
     on_device = empty_model(model.config).eval()
@@ -291,7 +291,7 @@ def at_once(where: tuple[str, int], requests: Sequence[dict[str, Any]]) -> list[
 
 
 @pytest.mark.needs("fastapi", "uvicorn", "prometheus_client")
-def test_sixty_four_streams_of_a_server_end_with_the_texts_alone(device: torch.device) -> None:
+def test_server_sixty_four_streams_match_single_generation(device: torch.device) -> None:
     loaded = loaded_of("llama", device)
     requests: list[dict[str, Any]] = [
         {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": 6 + i % 9} for i in range(_STREAMS)

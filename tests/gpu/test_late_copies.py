@@ -51,7 +51,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_snapshot_is_whole_when_it_is_given(index: int) -> None:
+def test_snapshot_is_complete_when_returned(index: int) -> None:
     """Of whichever GPU: the current device is 0, also where the run is on another."""
     expected = {name: tensor.clone() for name, tensor in numbers().items()}
     tensors = numbers()
@@ -64,7 +64,7 @@ def test_a_snapshot_is_whole_when_it_is_given(index: int) -> None:
     assert same(copies, expected)
 
 
-def test_a_copy_that_is_not_waited_for_is_noise() -> None:
+def test_fake_gpu_unawaited_copy_is_noise() -> None:
     """What the other tests stand on: the fake GPU itself."""
     with late_copies() as gpu:
         source = torch.arange(4.0)
@@ -98,7 +98,7 @@ class LastMoment:
         """Nothing runs."""
 
 
-def test_a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on(tmp_path: Path) -> None:
+def test_checkpoint_holds_state_at_save_while_training_continues(tmp_path: Path) -> None:
     """Its page-locked memory is taken again only when the checkpoint before is on the disk."""
     tensors = numbers()
     expected = {}
@@ -119,7 +119,7 @@ def test_a_checkpoint_holds_the_moment_of_its_save_while_training_goes_on(tmp_pa
         assert torch.equal(loaded.optimizer["m"], values["matrix"])
 
 
-def test_what_the_forward_pass_keeps_is_page_locked_and_comes_back() -> None:
+def test_offloaded_activations_are_page_locked_and_restored() -> None:
     layer = nn.Linear(32, 64)
     large, small = torch.randn(64, 32), torch.randn(8)
     expected = large.clone()
@@ -140,7 +140,7 @@ def test_what_the_forward_pass_keeps_is_page_locked_and_comes_back() -> None:
     assert torch.equal(back, expected)
 
 
-def test_activations_are_copied_beside_the_computation_and_there_when_it_needs_them() -> None:
+def test_offloaded_activations_are_copied_in_background_and_restored_in_time() -> None:
     tensors = [torch.randn(64, 32) for _ in range(6)]
     expected = [tensor.clone() for tensor in tensors]
     with late_copies() as gpu:
@@ -176,7 +176,7 @@ def test_activations_are_copied_beside_the_computation_and_there_when_it_needs_t
         assert stream.wait_stream.call_args_list == [call(compute)] * (2 * len(tensors) + 1)
 
 
-def test_batches_come_from_page_locked_memory_without_a_wait(data: Path) -> None:
+def test_loader_batches_are_page_locked_and_uploaded_without_wait(data: Path) -> None:
     dataset = TokenDataset(data, "train", verify=False)
     with (
         late_copies() as gpu,
@@ -195,7 +195,7 @@ def test_batches_come_from_page_locked_memory_without_a_wait(data: Path) -> None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
-def test_a_run_stands_still_for_one_copy_of_its_state(
+def test_asynchronous_save_blocks_run_for_one_copy_of_state(
     precision: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """Weights and moments go to page-locked memory together: a run does not wait for each."""

@@ -55,7 +55,7 @@ def warm_up(device: torch.device) -> None:
 @pytest.mark.cuda_only("it measures the GPU's allocator")
 @pytest.mark.parametrize("way", ["auto", "sequential", "mmap"])
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
-def test_the_device_holds_little_more_than_the_weights_while_they_are_loaded(
+def test_load_peak_device_memory_is_little_more_than_weights(
     folder: Path, way: str, dtype: str, device: torch.device
 ) -> None:
     warm_up(device)
@@ -69,9 +69,7 @@ def test_the_device_holds_little_more_than_the_weights_while_they_are_loaded(
     assert torch.cuda.max_memory_allocated(device) - before <= 1.1 * weights
 
 
-def test_the_host_holds_no_copy_of_what_is_loaded_to_a_gpu(
-    folder: Path, device: torch.device
-) -> None:
+def test_load_to_gpu_keeps_no_copy_on_host(folder: Path, device: torch.device) -> None:
     """On a CPU, it holds the weights themselves, once."""
     first = load(folder, device, way="sequential")  # what is imported and pooled first
     weights = sum(parameter.nbytes for parameter in first.model.parameters())
@@ -85,7 +83,7 @@ def test_the_host_holds_no_copy_of_what_is_loaded_to_a_gpu(
     assert grown <= (1.1 if device.type == "cpu" else 0.1) * weights + 16 * _MIB
 
 
-def test_each_way_gives_the_numbers_of_the_file(folder: Path, device: torch.device) -> None:
+def test_load_every_way_gives_values_of_file(folder: Path, device: torch.device) -> None:
     stored = safetensors.torch.load_file(folder / "model.safetensors")
     ways: tuple[LoadingMode, ...] = ("auto", "sequential", "mmap", "straight")
     for way in ways:
@@ -98,9 +96,7 @@ def test_each_way_gives_the_numbers_of_the_file(folder: Path, device: torch.devi
                 assert torch.equal(tensor, stored[key].to(dtype)), (way, name, key)
 
 
-def test_a_model_that_was_loaded_to_the_device_computes_there(
-    folder: Path, device: torch.device
-) -> None:
+def test_load_to_device_computes_on_device(folder: Path, device: torch.device) -> None:
     """Tables and buffers included, which no file has."""
     loaded = load(folder, device)
     tensors = (*loaded.model.parameters(), *loaded.model.buffers())

@@ -59,9 +59,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
 
 
 @pytest.mark.parametrize("name", _OPTIONS)
-def test_an_option_computes_what_it_computes_on_a_cpu(
-    rows: Path, hardware: Hardware, name: str
-) -> None:
+def test_optimizer_option_on_device_matches_cpu(rows: Path, hardware: Hardware, name: str) -> None:
     settings, (loss, weights) = _OPTIONS[name]
     runs = Runs(rows, hardware)
     recipe = runs.recipe(_LLAMA, settings)
@@ -72,14 +70,14 @@ def test_an_option_computes_what_it_computes_on_a_cpu(
     assert name == "adamw" or difference(run, runs.of(_LLAMA)).weights > 1e-4
 
 
-def test_each_optimizer_is_tried() -> None:
+def test_every_optimizer_is_tested() -> None:
     """Those that a GPU alone has, or a package, in `test_alone.py`."""
     tried = {settings.get("optimizer.name", "adamw") for settings, _ in _OPTIONS.values()}
     assert tried | {"adamw8bit", "paged_adamw8bit"} == set(OPTIMIZERS)
 
 
 @pytest.mark.needs("bitsandbytes")
-def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
+def test_embeddings_in_32_bits_on_device_are_updated_like_adamw(
     rows: Path, hardware: Hardware
 ) -> None:
     ids = torch.randint(300, (4, 33), generator=torch.Generator().manual_seed(1))

@@ -65,7 +65,7 @@ _CASES: list[ParameterSet] = [
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), _CASES)
-def test_both_loops_train_in_half_precision_with_checkpointing_and_accumulation(
+def test_other_loops_train_in_half_precision_with_checkpointing_and_accumulation(
     recipe: Path, precision: str, optimizer: str
 ) -> None:
     methods = {

@@ -66,7 +66,7 @@ def steps(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_one_process_of_an_engine_trains_as_a_plain_one(
+def test_engine_with_one_process_trains_like_plain_loop(
     name: str, precision: str, hardware: Hardware
 ) -> None:
     expected, weights = steps(hardware, None, precision)
@@ -84,7 +84,7 @@ def test_one_process_of_an_engine_trains_as_a_plain_one(
             torch.testing.assert_close(own[key], weight, rtol=0, atol=1e-4)
 
 
-def test_a_group_has_a_backend_for_each_kind_of_tensor(device: torch.device) -> None:
+def test_process_group_has_backend_for_each_tensor_device(device: torch.device) -> None:
     with group_of_one(device):
         for place in {device.type, "cpu"}:
             tensor = torch.arange(5.0, device=place)
@@ -98,7 +98,7 @@ def test_a_group_has_a_backend_for_each_kind_of_tensor(device: torch.device) -> 
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_two_processes_on_one_device_give_the_gradient_of_one(
+def test_two_processes_on_one_device_match_gradient_of_one(
     engine: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL refuses two processes on one GPU, so gloo sends the GPU's tensors."""
@@ -145,7 +145,7 @@ def recipe_of(run: Path, data: Path, device: str) -> dict[str, Any]:
 
 
 @pytest.mark.cuda_only("processes on CPUs share them")
-def test_two_processes_on_one_gpu_are_refused_in_a_line(tmp_path: Path, data: Path) -> None:
+def test_two_processes_on_one_gpu_fail_with_one_line(tmp_path: Path, data: Path) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("this machine has several GPUs")
     recipe = recipe_of(tmp_path / "run", data, "cuda")
@@ -157,7 +157,7 @@ def test_two_processes_on_one_gpu_are_refused_in_a_line(tmp_path: Path, data: Pa
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_nproc_auto_is_a_process_for_each_gpu(
+def test_nproc_auto_starts_one_process_per_gpu(
     tmp_path: Path, data: Path, device: torch.device
 ) -> None:
     if torch.cuda.device_count() > 1:

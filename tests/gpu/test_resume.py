@@ -102,7 +102,7 @@ def outcome(run: Path) -> dict[str, Any]:
         pytest.param("graphs", 8, marks=_ON_GPU),
     ],
 )
-def test_a_run_that_is_killed_and_resumed_has_the_bits_of_the_whole_one(
+def test_run_killed_and_resumed_on_device_is_bitwise_equal(
     way: str, step: int, tmp_path: Path, data: Path, device: Any
 ) -> None:
     """Weights, moments, random states, metrics and samples; each run in a process of its own."""
@@ -127,7 +127,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_bits_of_the_whole_one(
 
 
 @pytest.mark.cuda_only("a CPU has no cuBLAS")
-def test_deterministic_is_refused_where_the_environment_contradicts_it(
+def test_deterministic_run_with_conflicting_environment_fails(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")

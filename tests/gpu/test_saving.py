@@ -33,7 +33,7 @@ def keep_busy(device: torch.device) -> None:
         torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
 
 
-def test_a_snapshot_is_complete_when_it_is_taken(device: torch.device) -> None:
+def test_snapshot_on_device_is_complete_when_taken(device: torch.device) -> None:
     """Red where the copies to page-locked memory are not waited for."""
     tensors = {"a": torch.zeros(_ELEMENTS, device=device), "b": torch.zeros(7, device=device)}
     snapshot = Snapshot()
@@ -46,7 +46,7 @@ def test_a_snapshot_is_complete_when_it_is_taken(device: torch.device) -> None:
     assert sums == {"a": 3.0 * _ELEMENTS, "b": 21.0}
 
 
-def test_a_snapshot_does_not_change_with_the_tensors(device: torch.device) -> None:
+def test_snapshot_does_not_change_with_tensors(device: torch.device) -> None:
     tensor = torch.arange(1000.0, device=device)
     found = Snapshot().take({"a": tensor, "tied": tensor, "turned": tensor.view(10, 100).t()})
     tensor.mul_(-7)
@@ -59,7 +59,7 @@ def test_a_snapshot_does_not_change_with_the_tensors(device: torch.device) -> No
     assert torch.equal(found["turned"], torch.arange(1000.0).view(10, 100).t())
 
 
-def test_a_snapshot_uses_its_memory_again(device: torch.device) -> None:
+def test_snapshot_reuses_its_memory(device: torch.device) -> None:
     snapshot, tensor = Snapshot(), torch.ones(100, dtype=torch.bfloat16, device=device)
     first = snapshot.take({"a": tensor})["a"]
     second = snapshot.take({"a": tensor * 2})["a"]
@@ -68,7 +68,7 @@ def test_a_snapshot_uses_its_memory_again(device: torch.device) -> None:
     assert snapshot.take({"a": tensor.float()})["a"].dtype == torch.float32
 
 
-def test_what_is_written_is_the_state_at_the_save_though_training_goes_on(
+def test_saved_file_holds_state_at_save_while_training_continues(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, trained = threading.Event(), threading.Event()
@@ -112,7 +112,7 @@ def run_of(recipe: dict[str, Any], device: torch.device, run: Path, **keys: Any)
     return stalls[2::2]
 
 
-def test_checkpoints_of_a_run_are_the_same_however_they_are_written(
+def test_checkpoints_are_equal_for_every_way_of_saving(
     recipe: dict[str, Any], device: torch.device, tmp_path: Path
 ) -> None:
     """With -s, how long training stands still is printed."""

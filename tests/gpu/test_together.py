@@ -165,7 +165,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize("mathematics, methods, bounds", _CASES)
-def test_several_methods_stay_near_to_the_plain_run(
+def test_several_methods_on_device_stay_near_plain_run(
     rows: Path,
     hardware: Hardware,
     mathematics: dict[str, Any],
@@ -210,7 +210,7 @@ def _learn_pairs(runs: Runs, hardware: Hardware, **settings: object) -> tuple[An
     ],
     ids=str,
 )
-def test_preference_pairs_are_learned_as_on_a_cpu(
+def test_preference_training_on_device_matches_cpu(
     rows: Path, hardware: Hardware, settings: dict[str, Any], loss: float, weights: float
 ) -> None:
     runs = Runs(rows, hardware)
@@ -224,7 +224,7 @@ def test_preference_pairs_are_learned_as_on_a_cpu(
 
 
 @pytest.mark.cuda_only("page-locked memory")
-def test_batches_of_the_loader_are_page_locked_and_arrive_whole(device: torch.device) -> None:
+def test_loader_batches_on_device_are_page_locked_and_complete(device: torch.device) -> None:
     """The copy to the GPU is behind other work, and the batch is dropped before it is made."""
     expected = _pairs()
     copies = []

@@ -23,7 +23,7 @@ def seconds_of(compiler: Compiler, size: tuple[int, int]) -> list[float]:
     return [way.seconds for way in compiler.modes(size)]
 
 
-def test_ways_to_compile_without_stored_times_have_the_usual_ones() -> None:
+def test_compile_modes_without_stored_times_use_defaults() -> None:
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
     assert seconds_of(Compiler("cuda", "T4", cores=2), (768, 12)) == [24.0, 84.0]
     regional, whole = H100.modes((768, 12))
@@ -32,11 +32,11 @@ def test_ways_to_compile_without_stored_times_have_the_usual_ones() -> None:
     assert 1 < regional.launch_gain < whole.launch_gain
 
 
-def test_compiling_beside_other_programs_takes_longer() -> None:
+def test_compile_time_beside_other_programs_is_longer() -> None:
     assert [way.seconds for way in H100.modes((768, 12), is_busy=True)] == [32.0, 112.0]
 
 
-def test_gain_on_a_cpu_is_less_for_wide_models() -> None:
+def test_compile_gain_on_cpu_is_lower_for_wide_models() -> None:
     gains = [Compiler("cpu", "", 2).modes((width, 4))[0].gain for width in (64, 192, 768)]
     assert gains == sorted(gains, reverse=True)
     assert gains[-1] > 1
@@ -44,7 +44,7 @@ def test_gain_on_a_cpu_is_less_for_wide_models() -> None:
     assert regional.gain < whole.gain  # so that long runs compile the whole model
 
 
-def test_remembered_time_scales_those_of_all_models_and_the_least_counts() -> None:
+def test_compile_time_stored_for_one_model_scales_all_and_minimum_counts() -> None:
     H100.remember((768, 12), 16.0, regional=True)
     assert seconds_of(H100, (768, 12)) == [16.0, 56.0]
     assert seconds_of(H100, (512, 8)) == [16.0, 40.0]
@@ -59,7 +59,7 @@ def test_remembered_time_scales_those_of_all_models_and_the_least_counts() -> No
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', "null", "\udc80"])
-def test_damaged_file_of_times_is_like_none(cache: Path, content: str) -> None:
+def test_compile_time_damaged_file_is_ignored(cache: Path, content: str) -> None:
     cache.mkdir()
     path = cache / "compile_times.json"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
@@ -68,13 +68,13 @@ def test_damaged_file_of_times_is_like_none(cache: Path, content: str) -> None:
     assert seconds_of(H100, (768, 12)) == [16.0, 56.0]
 
 
-def test_cache_that_cannot_be_written_ends_nothing(cache: Path) -> None:
+def test_compile_time_cache_not_writable_is_ignored(cache: Path) -> None:
     cache.write_text("a file", encoding="utf-8")
     H100.remember((768, 12), 56.0, regional=False)
     assert seconds_of(H100, (768, 12)) == [8.0, 28.0]
 
 
-def test_best_compile_mode_saves_more_than_the_time_of_compiling() -> None:
+def test_best_compile_mode_saves_more_than_compile_time() -> None:
     way = Compiling(True, seconds=10.0, gain=2.0)
     # Half of the time is saved: with the margin for a run of 24 s and more.
     ways = [NOT_COMPILED, way]
@@ -83,6 +83,6 @@ def test_best_compile_mode_saves_more_than_the_time_of_compiling() -> None:
     assert best_compile_mode([way], lambda one: 1.0 / one.gain) is way
 
 
-def test_time_that_compiling_would_take_leaves_a_tenth_for_steps() -> None:
+def test_compile_mode_leaves_a_tenth_of_time_for_steps() -> None:
     way = Compiling(True, seconds=10.0)
     assert [way.left_of(seconds) for seconds in (30.0, 10.0, 5.0)] == [20.0, 1.0, 0.5]

@@ -22,7 +22,7 @@ from firstlight.hardware.device import (
 CUDA = torch.device("cuda")
 
 
-def test_gpu_monitor_reads_allocator_and_driver_and_asks_the_driver_seldom(
+def test_gpu_monitor_reads_allocator_always_and_driver_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[torch.device] = []
@@ -44,7 +44,7 @@ def test_gpu_monitor_reads_allocator_and_driver_and_asks_the_driver_seldom(
     assert asked == [CUDA]
 
 
-def test_gpu_monitor_without_nvml_reads_the_allocator_alone(
+def test_gpu_monitor_without_nvml_reads_only_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def missing(device: torch.device) -> int:
@@ -72,7 +72,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
 
 
-def test_the_cpu_is_described() -> None:
+def test_find_hardware_describes_cpu() -> None:
     cpu = find_hardware("cpu")
     assert cpu.device == torch.device("cpu")
     assert cpu.memory_bytes == psutil.virtual_memory().total
@@ -89,7 +89,7 @@ def test_the_cpu_is_described() -> None:
         ("", False),
     ],
 )
-def test_bf16_on_a_cpu_is_read_from_its_flags(
+def test_find_hardware_reads_bf16_support_from_cpu_flags(
     flags: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\n{flags}\n"
@@ -99,12 +99,12 @@ def test_bf16_on_a_cpu_is_read_from_its_flags(
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
+def test_find_hardware_auto_without_gpu_is_cpu() -> None:
     assert find_hardware().device.type == "cpu"
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_auto_is_the_gpu_where_there_is_one() -> None:
+def test_find_hardware_auto_with_gpu_is_gpu() -> None:
     found = find_hardware()
     assert found.device == CUDA
     assert (found.name, found.memory_bytes, found.bf16) == ("NVIDIA Test", 80 << 30, True)
@@ -130,7 +130,7 @@ def test_auto_is_the_gpu_where_there_is_one() -> None:
     ],
 )
 @pytest.mark.usefixtures("one_gpu")
-def test_a_gpu_is_refused_if_torch_has_no_code_for_it(
+def test_find_hardware_gpu_without_torch_kernels_raises(
     capability: tuple[int, int],
     arch_list: str,
     index: str | None,
@@ -155,26 +155,26 @@ def test_a_gpu_is_refused_if_torch_has_no_code_for_it(
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_a_gpu_beyond_the_last_is_not_present() -> None:
+def test_find_hardware_gpu_index_beyond_last_raises() -> None:
     with pytest.raises(ConfigError, match=r"device 'cuda:1' is not present on this machine"):
         find_hardware("cuda:1")
 
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps"])
-def test_a_device_that_is_not_there_is_not_present(device: str) -> None:
+def test_find_hardware_missing_device_raises(device: str) -> None:
     with pytest.raises(ConfigError, match=f"'{device}' is not present on this machine"):
         find_hardware(device)
 
 
 @pytest.mark.parametrize("device", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cpu cuda"])
-def test_an_unknown_device_is_refused_with_the_known_ones(device: str) -> None:
+def test_find_hardware_unknown_device_raises_and_lists_known(device: str) -> None:
     with pytest.raises(ConfigError, match=f"'{device}' is unknown: use auto, cpu, cuda or mps"):
         find_hardware(device)
 
 
 @pytest.mark.parametrize("device", ["meta", "xpu", "xla"])
-def test_a_device_that_torch_knows_and_firstlight_does_not_is_refused(device: str) -> None:
+def test_find_hardware_device_unsupported_by_firstlight_raises(device: str) -> None:
     with pytest.raises(ConfigError, match=f"'{device}' is not supported: use auto"):
         find_hardware(device)
 
@@ -205,7 +205,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ("NVIDIA GeForce RTX 3090", 71),
     ],
 )
-def test_the_peak_of_a_known_gpu_is_its_makers(
+def test_peak_flops_known_gpu_matches_data_sheet(
     name: str, tera_flops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, name)
@@ -224,7 +224,7 @@ def test_the_peak_of_a_known_gpu_is_its_makers(
         "Tesla T4",
     ],
 )
-def test_a_gpu_that_only_sounds_like_one_of_the_table_is_measured(
+def test_peak_flops_similar_gpu_name_is_measured(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, name)
@@ -234,7 +234,7 @@ def test_a_gpu_that_only_sounds_like_one_of_the_table_is_measured(
     assert peak_flops.__wrapped__(CUDA, torch.bfloat16) == 7.0
 
 
-def test_other_formats_than_bf16_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_flops_other_dtypes_than_bf16_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "NVIDIA H200")
     monkeypatch.setattr(
         "firstlight.hardware.device.measured_matmul_flops", lambda device, dtype: 7.0
@@ -242,12 +242,12 @@ def test_other_formats_than_bf16_are_measured(monkeypatch: pytest.MonkeyPatch) -
     assert peak_flops.__wrapped__(CUDA, torch.float32) == 7.0
 
 
-def test_the_cpu_is_measured() -> None:
+def test_measured_matmul_flops_cpu_is_plausible() -> None:
     # Above a million a second on anything that runs Python, below a thousand GPUs.
     assert 1e6 < measured_matmul_flops(torch.device("cpu"), torch.float32) < 1e18
 
 
-def test_peak_memory_is_in_bytes_and_never_falls() -> None:
+def test_peak_memory_is_in_bytes_and_never_decreases() -> None:
     cpu = torch.device("cpu")
     before = peak_memory_bytes(cpu)
     block = bytearray(32 << 20)
@@ -257,11 +257,11 @@ def test_peak_memory_is_in_bytes_and_never_falls() -> None:
     assert sys.getsizeof(block) < after < psutil.virtual_memory().total * 2
 
 
-def test_there_is_nothing_to_wait_for_on_a_cpu() -> None:
+def test_synchronize_on_cpu_does_nothing() -> None:
     synchronize(torch.device("cpu"))
 
 
-def test_a_limit_of_addresses_is_known() -> None:
+def test_free_memory_bytes_respects_address_space_limit() -> None:
     """What batch systems and `ulimit -v` set."""
     script = """
 import resource, torch, psutil

@@ -43,9 +43,7 @@ def after_import(code: str, given: Mapping[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("given", "spin"), [({}, "5000"), ({_SPIN: "7"}, "7")])
-def test_import_of_firstlight_sets_the_spin_count_unless_the_user_has(
-    given: Mapping[str, str], spin: str
-) -> None:
+def test_import_sets_spin_count_unless_user_did(given: Mapping[str, str], spin: str) -> None:
     assert after_import("import firstlight", given) == [spin, "False"]
 
 
@@ -62,7 +60,7 @@ def test_import_of_firstlight_sets_the_spin_count_unless_the_user_has(
         (["dev/nvidiactl", "proc/driver/nvidia/capabilities/gpu0/mig/gi3/access"], False),
     ],
 )
-def test_expandable_segments_need_a_whole_gpu_of_linux(
+def test_expandable_segments_require_whole_gpu_on_linux(
     files: list[str], expected: bool, tmp_path: Path
 ) -> None:
     for name in files:
@@ -81,7 +79,7 @@ def test_expandable_segments_need_a_whole_gpu_of_linux(
         ("NVIDIA GeForce RTX 4090", True),
     ],
 )
-def test_expandable_segments_need_a_gpu_that_is_not_virtual(
+def test_expandable_segments_require_non_virtual_gpu(
     name: str, expected: bool, tmp_path: Path
 ) -> None:
     information = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
@@ -103,7 +101,7 @@ def test_expandable_segments_need_a_gpu_that_is_not_virtual(
         ({_SPIN: "7"}, False, True, "expandable_segments:True"),
     ],
 )
-def test_import_turns_expandable_segments_on_unless_the_user_has_set_the_allocator(
+def test_import_enables_expandable_segments_unless_user_set_allocator(
     given: dict[str, str],
     imported: bool,
     able: bool,
@@ -127,7 +125,7 @@ def test_import_turns_expandable_segments_on_unless_the_user_has_set_the_allocat
         ("import firstlight; firstlight.train", "ImportError: firstlight needs Linux or macOS"),
     ],
 )
-def test_windows_is_told_of_wsl2_at_the_start(code: str, begin: str) -> None:
+def test_import_on_windows_suggests_wsl2(code: str, begin: str) -> None:
     command = [sys.executable, "-c", f"import os; del os.fork; {code}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
@@ -140,7 +138,7 @@ def test_windows_is_told_of_wsl2_at_the_start(code: str, begin: str) -> None:
     assert last == done.stderr.strip() or begin.startswith("ImportError")
 
 
-def test_spin_count_after_import_of_torch_is_left_to_each_call(
+def test_spin_count_after_torch_import_is_set_by_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys)
@@ -162,7 +160,7 @@ def test_spin_count_after_import_of_torch_is_left_to_each_call(
         ({_SPIN: "7", _BY_IMPORT: "5000"}, "7"),
     ],
 )
-def test_command_replaces_the_spin_count_of_an_import_but_not_of_the_user(
+def test_command_replaces_spin_count_of_import_but_not_of_user(
     monkeypatch: pytest.MonkeyPatch, inherited: Mapping[str, str], spin: str
 ) -> None:
     set_busy(monkeypatch, busy=False)
@@ -173,7 +171,7 @@ def test_command_replaces_the_spin_count_of_an_import_but_not_of_the_user(
     assert variables() == {_SPIN: spin}
 
 
-def test_call_beside_busy_programs_before_torch_takes_the_spin_count_of_a_command(
+def test_call_beside_busy_programs_before_torch_uses_spin_count_of_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -195,7 +193,7 @@ def own_threads() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is used on Linux")
 @pytest.mark.parametrize("spin", [None, "5000"])
-def test_call_beside_busy_programs_after_torch_has_more_threads_than_cores(
+def test_call_beside_busy_programs_uses_more_threads_than_cores_temporarily(
     monkeypatch: pytest.MonkeyPatch, spin: str | None
 ) -> None:
     import torch

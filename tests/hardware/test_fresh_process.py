@@ -45,12 +45,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("raise SystemExit(3)", "Failed", "exit code 3"),
     ],
 )
-def test_a_process_that_fails_says_why(module: Path, code: str, kind: str, message: str) -> None:
+def test_ask_failed_process_reports_reason(
+    module: Path, code: str, kind: str, message: str
+) -> None:
     module.write_text(code, encoding="utf-8")
     assert ask("stub", {}, os.environ) == {"error": {"type": kind, "message": message}}
 
 
-def test_a_process_answers_past_what_libraries_print(module: Path) -> None:
+def test_ask_process_answers_despite_library_output(module: Path) -> None:
     module.write_text(
         "import sys\n"
         "print('a line of a library')\n"
@@ -61,7 +63,7 @@ def test_a_process_answers_past_what_libraries_print(module: Path) -> None:
     assert ask("stub", {"a": [1]}, os.environ) == {"got": {"a": [1]}, "x": True}
 
 
-def test_a_refusal_is_a_result(
+def test_fresh_process_refusal_is_returned_as_result(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process is not to be the first to be killed.
@@ -77,7 +79,7 @@ def test_a_refusal_is_a_result(
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux waits for orphans so")
-def test_an_interruption_ends_the_process_and_its_children(module: Path, tmp_path: Path) -> None:
+def test_ask_interrupted_ends_process_and_its_children(module: Path, tmp_path: Path) -> None:
     module.write_text(
         "import os, pathlib, signal, subprocess, sys\n"
         "child = subprocess.Popen(['sleep', '1000'])\n"
@@ -98,7 +100,7 @@ def test_an_interruption_ends_the_process_and_its_children(module: Path, tmp_pat
         assert death.poll(60_000)
 
 
-def test_the_other_programs_do_not_get_what_firstlight_sets(
+def test_training_environment_overrides_settings_of_import(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in TRAINING:
@@ -113,7 +115,7 @@ def test_the_other_programs_do_not_get_what_firstlight_sets(
     assert training_environment()["GOMP_SPINCOUNT"] == "7"
 
 
-def test_the_environment_is_that_of_the_verb_and_of_the_busy_cores(
+def test_cli_environment_depends_on_command_and_busy_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)

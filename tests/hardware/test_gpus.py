@@ -10,7 +10,7 @@ from firstlight.planner.plan.machine import find_machine
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_each_is_found_by_its_own_name(name: str) -> None:
+def test_find_gpu_finds_each_by_name(name: str) -> None:
     assert find_gpu(name).name == name
     assert find_gpu(f"nvidia {name.lower()}").name == name
 
@@ -40,11 +40,11 @@ def test_each_is_found_by_its_own_name(name: str) -> None:
         ("Apple M1 Pro 16 GB", "M1 Pro 16GB"),
     ],
 )
-def test_names_may_be_written_as_drivers_and_people_do(written: str, name: str) -> None:
+def test_find_gpu_accepts_driver_and_common_names(written: str, name: str) -> None:
     assert find_gpu(written).name == name
 
 
-def test_what_is_sold_with_several_memories_is_asked_about() -> None:
+def test_find_gpu_with_several_memory_sizes_asks_for_one() -> None:
     with pytest.raises(ConfigError, match="several sizes of memory: use 'A100 40GB' or 'A100 80GB"):
         find_gpu("A100")
     assert find_gpu("A100", 42_300_000_000).name == "A100 40GB"
@@ -61,19 +61,19 @@ def test_what_is_sold_with_several_memories_is_asked_about() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "'H100'"),
     ],
 )
-def test_a_wrong_name_lists_the_nearest(written: str, nearest: str) -> None:
+def test_find_gpu_misspelt_name_lists_nearest(written: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match="is not in the table: nearest are ") as error:
         find_gpu(written)
     assert nearest in str(error.value)
     assert "--gpu-memory" in str(error.value)
 
 
-def test_a_name_like_none_lists_all() -> None:
+def test_find_gpu_unknown_name_lists_all() -> None:
     with pytest.raises(ConfigError, match=r"use one of K80, P100 12GB PCIe, .*MI300X"):
         find_gpu("xyzzy")
 
 
-def test_rates_are_physically_possible() -> None:
+def test_gpu_table_rates_are_physically_possible() -> None:
     for gpu in GPUS.values():
         # Kepler has no units for fp16, and Apple's have those of fp32.
         assert gpu.fp32 < gpu.fp16 or gpu.name == "K80" or gpu.is_apple
@@ -85,7 +85,7 @@ def test_rates_are_physically_possible() -> None:
         assert gpu.peak_flops("tf32") >= gpu.peak_flops("fp32") == gpu.fp32
 
 
-def test_every_apple_gpu_of_m1_to_m4_is_there_with_its_memories() -> None:
+def test_find_gpu_knows_apple_m1_to_m4_with_their_memory_sizes() -> None:
     names = [gpu.name for gpu in GPUS.values() if gpu.is_apple]
     chips = {name.rpartition(" ")[0] for name in names}
     kinds = ("", " Pro", " Max", " Ultra")
@@ -112,13 +112,15 @@ def test_every_apple_gpu_of_m1_to_m4_is_there_with_its_memories() -> None:
         ("RTX 4090", "bf16", True, ""),
     ],
 )
-def test_what_a_gpu_lacks_is_left_out(name: str, precision: str, compiles: bool, note: str) -> None:
+def test_find_machine_gpu_without_features_gets_fallbacks_and_note(
+    name: str, precision: str, compiles: bool, note: str
+) -> None:
     machine = find_machine(name)
     assert (machine.precision, machine.compiler is not None) == (precision, compiles)
     assert note in "".join(machine.notes)
     assert bool(machine.notes) == bool(note)
 
 
-def test_metal_gives_a_process_a_part_of_the_memory() -> None:
+def test_find_machine_apple_gpu_uses_part_of_memory() -> None:
     assert find_machine("M1 8GB").usable_bytes == int(0.66 * 8 * 2**30)
     assert find_machine("M2 Ultra 192GB").usable_bytes == 144 * 2**30

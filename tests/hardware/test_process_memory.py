@@ -42,7 +42,7 @@ def measure(word: str) -> tuple[bool | None, int, int, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
-def test_freed_memory_is_kept_until_it_is_given_back() -> None:
+def test_freed_memory_is_kept_until_released() -> None:
     asked, full, freed, given_back = measure("keep")
     assert asked is True
     assert full > 200_000_000
@@ -52,14 +52,14 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
-def test_without_asking_freed_memory_goes_back_at_once() -> None:
+def test_freed_memory_is_returned_at_once_by_default() -> None:
     asked, full, freed, _ = measure("do not")
     assert asked is None
     assert full > 200_000_000
     assert freed < 50_000_000
 
 
-def test_samples_of_a_slow_allocator_take_a_twentieth_of_the_time(
+def test_memory_sampling_of_slow_allocator_takes_a_twentieth_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """glibc looks at each free block of the heap, which took 33 ms after reading a vocabulary."""

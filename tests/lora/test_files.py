@@ -102,7 +102,7 @@ def logits(model: Model) -> Tensor:
     return found
 
 
-def test_what_is_written_is_named_and_shaped_as_peft_does_it(tmp_path: Path) -> None:
+def test_adapter_files_have_names_and_shapes_of_peft(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "gpt2")
     write_adapter(tmp_path / "adapter", base, targets=["c_attn"], dora=True, dropout=0.5)
     assert sorted(os.listdir(tmp_path / "adapter")) == [ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME]
@@ -135,7 +135,7 @@ def test_what_is_written_is_named_and_shaped_as_peft_does_it(tmp_path: Path) -> 
     }
 
 
-def test_a_base_is_named_so_that_it_is_found_from_everywhere(
+def test_base_name_is_usable_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = write_base(tmp_path / "base")
@@ -147,7 +147,7 @@ def test_a_base_is_named_so_that_it_is_found_from_everywhere(
     assert base_name("owner/name@v2", tmp_path / "cache" / "snapshot") == "owner/name@v2"
 
 
-def test_a_hub_id_and_its_revision_are_two_fields(tmp_path: Path) -> None:
+def test_adapter_config_stores_hub_id_and_revision_separately(tmp_path: Path) -> None:
     model = load_model(write_base(tmp_path / "base")).model
     for given, name, revision in (
         ("owner/name", "owner/name", None),
@@ -161,7 +161,7 @@ def test_a_hub_id_and_its_revision_are_two_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name, targets", [("gpt2", "all-linear"), ("tied", ["v_proj", "lm_head"])])
-def test_an_adapters_folder_is_read_as_the_merged_model(
+def test_load_adapter_folder_returns_merged_model(
     name: str, targets: Any, dora: bool, tmp_path: Path
 ) -> None:
     base = write_base(tmp_path / "base", name)
@@ -180,7 +180,7 @@ def test_an_adapters_folder_is_read_as_the_merged_model(
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
 
 
-def test_only_a_folder_without_weights_of_its_own_is_an_adapter(tmp_path: Path) -> None:
+def test_is_adapter_only_folder_without_full_weights(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", base)
     assert is_adapter(tmp_path / "adapter")
@@ -191,7 +191,7 @@ def test_only_a_folder_without_weights_of_its_own_is_an_adapter(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adapters_of_other_dtypes_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_adapter_of_other_dtypes_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
     model = write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     narrow = {name: tensor.to(dtype) for name, tensor in adapter_tensors(model).items()}
     save_tensors(narrow, tmp_path / "adapter" / ADAPTER_WEIGHTS_NAME)
@@ -201,7 +201,7 @@ def test_adapters_of_other_dtypes_are_read(dtype: torch.dtype, tmp_path: Path) -
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=5e-5)
 
 
-def test_a_path_to_the_base_may_be_relative_to_the_adapter(
+def test_adapter_base_path_may_be_relative_to_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = write_base(tmp_path / "base")
@@ -215,7 +215,7 @@ def test_a_path_to_the_base_may_be_relative_to_the_adapter(
     torch.testing.assert_close(logits(load_model(tmp_path / "adapter").model), logits(model))
 
 
-def test_a_base_on_the_hub_is_asked_for_with_its_revision(
+def test_adapter_base_on_hub_is_requested_with_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = write_base(tmp_path / "base")
@@ -231,7 +231,7 @@ def test_a_base_on_the_hub_is_asked_for_with_its_revision(
     assert set(asked) == {"owner/name@v2"}
 
 
-def test_an_adapter_of_an_adapter_changes_what_that_made(tmp_path: Path) -> None:
+def test_adapter_chain_applies_adapters_in_order(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     write_adapter(tmp_path / "one", base, targets=["q_proj", "o_proj"])
     two = write_adapter(tmp_path / "two", tmp_path / "one", targets=["q_proj"], dora=True)
@@ -243,7 +243,7 @@ def test_an_adapter_of_an_adapter_changes_what_that_made(tmp_path: Path) -> None
         load_model(tmp_path / "two")
 
 
-def test_what_an_adapter_does_not_bring_is_the_bases(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_adapter_missing_files_come_from_base(tmp_path: Path, tokenizer: Tokenizer) -> None:
     base, adapter = write_base(tmp_path / "base"), tmp_path / "adapter"
     write_adapter(adapter, base)
     assert load_model(adapter).tokenizer is None
@@ -345,7 +345,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(
+def test_adapter_unreadable_files_raise_model_error(
     change: Callable[[Path], None], problem: str, tmp_path: Path
 ) -> None:
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"), targets=["q_proj"])
@@ -357,7 +357,7 @@ def test_what_cannot_be_read_is_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_file_holds_no_adapter(tmp_path: Path) -> None:
+def test_adapter_empty_file_raises_model_error(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     save_tensors({}, tmp_path / "adapter" / ADAPTER_WEIGHTS_NAME)
     with pytest.raises(ModelError, match="contains no adapter"):
@@ -375,7 +375,7 @@ def test_an_empty_file_holds_no_adapter(tmp_path: Path) -> None:
         ({"r": 8, "rank_pattern": {"q_proj": 3}}, 6 / 3),
     ],
 )
-def test_the_change_is_scaled_as_the_settings_say(
+def test_adapter_change_is_scaled_as_configured(
     settings: dict[str, Any], scaling: float, tmp_path: Path
 ) -> None:
     base, adapter = write_base(tmp_path / "base"), tmp_path / "adapter"
@@ -388,7 +388,7 @@ def test_the_change_is_scaled_as_the_settings_say(
     torch.testing.assert_close(merged - weight, scaling * B @ A, rtol=1e-4, atol=1e-6)
 
 
-def test_the_identity_of_a_base_is_that_of_its_numbers_and_shape(tmp_path: Path) -> None:
+def test_base_identity_depends_on_values_and_shapes(tmp_path: Path) -> None:
     base, adapter = write_base(tmp_path / "base"), tmp_path / "adapter"
     write_adapter(adapter, base)
     shutil.copytree(base, tmp_path / "copy")
@@ -411,7 +411,7 @@ def test_the_identity_of_a_base_is_that_of_its_numbers_and_shape(tmp_path: Path)
     "name, targets", [("llama", "all-linear"), ("tied", ["lm_head", "q_proj"])]
 )
 @pytest.mark.parametrize("own_tokenizer", [False, True])
-def test_convert_makes_a_plain_model_of_an_adapter(
+def test_convert_adapter_gives_plain_model(
     name: str, targets: Any, own_tokenizer: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     base, adapter = write_base(tmp_path / "base", name), tmp_path / "adapter"
@@ -431,7 +431,7 @@ def test_convert_makes_a_plain_model_of_an_adapter(
     assert converted.tokenizer.fingerprint == tokenizer.fingerprint
 
 
-def test_a_base_in_bf16_stays_in_bf16_when_it_is_converted(tmp_path: Path) -> None:
+def test_convert_adapter_keeps_bf16_of_base(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", dtype=torch.bfloat16)
     write_adapter(tmp_path / "adapter", base)
     assert convert(tmp_path / "adapter", tmp_path / "out").dtype == "bf16"
@@ -440,7 +440,7 @@ def test_a_base_in_bf16_stays_in_bf16_when_it_is_converted(tmp_path: Path) -> No
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_the_commands_take_an_adapters_folder(
+def test_commands_accept_adapter_folder(
     tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter = write_base(tmp_path / "base"), tmp_path / "adapter"
@@ -463,7 +463,7 @@ def _converted(source: Path, out: Path) -> Path:
     return out
 
 
-def test_patterns_that_take_long_together_are_refused(
+def test_adapter_slow_patterns_raise_model_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them is quick, and all of them on all layers' names are not."""

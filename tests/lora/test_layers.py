@@ -125,7 +125,7 @@ def gradients(model: Model, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_new_adapters_change_nothing_and_are_all_that_is_trained(name: str, dora: bool) -> None:
+def test_new_lora_adapters_change_nothing_and_alone_are_trainable(name: str, dora: bool) -> None:
     model = some_model(name)
     before = logits(model)
     adapted(model, disturbed=False, dora=dora)
@@ -140,7 +140,7 @@ def test_new_adapters_change_nothing_and_are_all_that_is_trained(name: str, dora
     assert all(p is lora_parameters(model)[n] for n, p in trained.items())
 
 
-def test_the_first_factor_starts_as_in_peft_and_the_second_as_zero() -> None:
+def test_lora_factors_start_like_peft_and_zero() -> None:
     model = adapted(some_model("llama"), disturbed=False, targets=["down_proj"])
     draws = generator(2)
     for layer in model.modules():
@@ -152,7 +152,7 @@ def test_the_first_factor_starts_as_in_peft_and_the_second_as_zero() -> None:
 
 
 @pytest.mark.parametrize("name, kinds", EVERY_LINEAR.items())
-def test_all_linear_is_every_linear_layer_but_the_head(name: str, kinds: list[str]) -> None:
+def test_lora_all_linear_targets_every_linear_layer_but_head(name: str, kinds: list[str]) -> None:
     model = adapted(some_model(name))
     found = {n.split(".")[-2] for n in lora_parameters(model)}
     assert found == set(kinds) - {"lm_head"}
@@ -166,14 +166,14 @@ def test_all_linear_is_every_linear_layer_but_the_head(name: str, kinds: list[st
     ("name", "lost"),
     [("llama", []), ("gpt_oss", []), ("deepseek_v3", ["6"]), ("qwen3_next", ["6"])],
 )
-def test_adapters_that_peft_would_lose_are_counted(name: str, lost: list[str]) -> None:
+def test_peft_notes_count_adapters_that_peft_would_drop(name: str, lost: list[str]) -> None:
     notes = peft_notes(adapted(some_model(name), disturbed=False))
     assert [word for note in notes for word in note.split() if word.isdigit()] == lost
     of_attention = EVERY_LINEAR[name][:1]
     assert peft_notes(adapted(some_model(name), disturbed=False, targets=of_attention)) == []
 
 
-def test_a_target_is_the_end_of_a_name() -> None:
+def test_lora_target_matches_end_of_module_name() -> None:
     model = adapted(some_model("gpt2"), targets=["mlp.c_proj", "transformer.h.1.attn.c_attn"])
     assert {n.rpartition(".")[0] for n in lora_parameters(model)} == {
         "transformer.h.0.mlp.c_proj",
@@ -196,7 +196,9 @@ def test_a_target_is_the_end_of_a_name() -> None:
         ("gpt_oss", "gate_up_proj", "is a stack of experts, not a linear layer"),
     ],
 )
-def test_a_target_that_is_no_linear_layer_is_refused(name: str, target: str, problem: str) -> None:
+def test_lora_target_not_a_linear_layer_raises_config_error(
+    name: str, target: str, problem: str
+) -> None:
     model = some_model(name)
     with pytest.raises(
         ConfigError, match=f"lora.targets '{target}' {'.*' if 'there' in problem else ''}{problem}"
@@ -220,7 +222,7 @@ def test_a_target_that_is_no_linear_layer_is_refused(name: str, target: str, pro
         {"r": 8},
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> None:
+def test_lora_invalid_settings_raise_validation_error(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         LoraConfig(**values)
 
@@ -229,7 +231,7 @@ def test_settings_that_cannot_be_meant_are_refused(values: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "kind, bias", [("Linear", False), ("Linear", True), ("Conv1D", False), ("Conv1D", True)]
 )
-def test_an_adapted_layer_computes_what_the_papers_say(kind: str, bias: bool, dora: bool) -> None:
+def test_lora_layer_output_matches_papers(kind: str, bias: bool, dora: bool) -> None:
     base = nn.Linear(5, 7, bias=bias) if kind == "Linear" else Conv1D(5, 7, bias=bias)
     with torch.no_grad():
         for parameter in base.parameters():
@@ -261,7 +263,7 @@ def test_an_adapted_layer_computes_what_the_papers_say(kind: str, bias: bool, do
     torch.testing.assert_close(F.linear(x, layer.merged_weight(), b), expected.detach())
 
 
-def test_dropout_falls_on_the_way_to_the_first_factor_and_in_training_only() -> None:
+def test_lora_dropout_applies_before_first_factor_in_training_only() -> None:
     base = nn.Linear(6, 4)
     W, b = base.weight.detach(), base.bias.detach()
     layer = LoraLinear(base, 2, 2.0, 0.5, False)
@@ -285,9 +287,7 @@ def test_dropout_falls_on_the_way_to_the_first_factor_and_in_training_only() -> 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("head", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_merging_leaves_a_plain_model_that_computes_the_same(
-    name: str, head: bool, dora: bool
-) -> None:
+def test_lora_merge_gives_plain_model_with_same_output(name: str, head: bool, dora: bool) -> None:
     model, plain = some_model(name), some_model(name)
     layer = {"gpt2": "c_attn", "deepseek_v3": "kv_b_proj"}.get(name, "v_proj")
     targets = [layer, "lm_head"] if head else "all-linear"
@@ -309,7 +309,7 @@ def _embedding(model: Model) -> nn.Embedding:
     return model.transformer.wte if isinstance(model, GPT2) else model.model.embed_tokens
 
 
-def test_merging_keeps_the_base_dtype_and_rounds_once() -> None:
+def test_lora_merge_keeps_base_dtype_and_rounds_once() -> None:
     model = adapted(some_model("llama").bfloat16(), targets=["q_proj"])
     layer = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert isinstance(layer, LoraLinear)
@@ -323,7 +323,7 @@ def test_merging_keeps_the_base_dtype_and_rounds_once() -> None:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_adapters_are_fp32_beside_a_bf16_base_and_the_stream_stays_bf16(
+def test_lora_adapters_are_fp32_beside_bf16_base_and_stream_stays_bf16(
     first: bool, dora: bool
 ) -> None:
     if first:
@@ -347,9 +347,7 @@ def test_adapters_are_fp32_beside_a_bf16_base_and_the_stream_stays_bf16(
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_frozen_weights_in_the_dtype_of_autocast_are_the_same_numbers(
-    name: str, dora: bool
-) -> None:
+def test_lora_frozen_weights_in_autocast_dtype_keep_values(name: str, dora: bool) -> None:
     wide, narrow = some_model(name), some_model(name)
     settings = LoraConfig(rank=3, targets=["c_attn"] if name == "gpt2" else ["q_proj"], dora=dora)
     add_lora(wide, settings, generator(2))
@@ -373,7 +371,7 @@ def test_frozen_weights_in_the_dtype_of_autocast_are_the_same_numbers(
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_model_moved_to_fp64_takes_its_adapters_along(dora: bool) -> None:
+def test_lora_model_moved_to_fp64_converts_adapters(dora: bool) -> None:
     model = adapted(some_model("llama"), dora=dora)
     before = logits(model)
     assert {p.dtype for p in model.double().parameters()} == {torch.float64}
@@ -381,7 +379,7 @@ def test_a_model_moved_to_fp64_takes_its_adapters_along(dora: bool) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_autocast_leaves_the_parameters_and_gives_outputs_in_its_dtype(dora: bool) -> None:
+def test_lora_autocast_keeps_parameter_dtype_and_casts_output(dora: bool) -> None:
     layer = LoraLinear(nn.Linear(6, 4), 2, 2.0, 0.0, dora)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(torch.ones(3, 6))
@@ -391,7 +389,7 @@ def test_autocast_leaves_the_parameters_and_gives_outputs_in_its_dtype(dora: boo
     assert layer.lora_B.grad.dtype == torch.float32
 
 
-def test_a_magnitude_is_not_rounded_to_bf16_under_autocast() -> None:
+def test_dora_magnitude_is_not_rounded_to_bf16_under_autocast() -> None:
     layer = LoraLinear(nn.Linear(64, 64, bias=False), 2, 1.0, 0.0, True)
     x = torch.randn(256, 64, generator=generator(0))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
@@ -411,7 +409,7 @@ def test_a_magnitude_is_not_rounded_to_bf16_under_autocast() -> None:
         ("llama", True),
     ],
 )
-def test_the_whole_forward_pass_compiles_without_a_break(name: str, dora: bool) -> None:
+def test_lora_forward_pass_compiles_without_graph_break(name: str, dora: bool) -> None:
     model = some_model(name, num_hidden_layers=1)
     adapted(model, dora=dora, targets=["lm_head", EVERY_LINEAR[name][0]], dropout=0.1)
     torch.compiler.reset()
@@ -431,7 +429,7 @@ def test_the_whole_forward_pass_compiles_without_a_break(name: str, dora: bool) 
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_recomputed_activations_give_the_same_gradients(dora: bool) -> None:
+def test_lora_recomputed_activations_give_same_gradients(dora: bool) -> None:
     model = adapted(some_model("llama"), dora=dora, dropout=0.2).train()
     torch.manual_seed(0)
     expected = gradients(model, model(IDS, IDS))
@@ -446,7 +444,7 @@ def test_recomputed_activations_give_the_same_gradients(dora: bool) -> None:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "tied"])
-def test_rows_that_pad_a_vocabulary_stay_zero_and_out_of_the_file(name: str, dora: bool) -> None:
+def test_lora_padded_vocabulary_rows_stay_zero_and_unsaved(name: str, dora: bool) -> None:
     padded = adapted(some_model(name, 64), targets=["lm_head"], dora=dora)
     plain = adapted(some_model(name), targets=["lm_head"], dora=dora)
     fill_adapter(padded, adapter_tensors(plain), "the adapter")
@@ -468,7 +466,7 @@ def test_rows_that_pad_a_vocabulary_stay_zero_and_out_of_the_file(name: str, dor
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_training_lowers_the_loss_and_leaves_the_base(name: str, dora: bool) -> None:
+def test_lora_training_lowers_loss_and_keeps_base(name: str, dora: bool) -> None:
     model = some_model(name)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     adapted(model, disturbed=False, rank=4, dora=dora).train()
@@ -484,7 +482,7 @@ def test_training_lowers_the_loss_and_leaves_the_base(name: str, dora: bool) -> 
     assert all(torch.equal(now[n], p) for n, p in before.items())
 
 
-def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
+def test_lora_mismatched_tensors_raise_and_are_named() -> None:
     model = adapted(some_model("llama"), targets=["q_proj"])
     tensors = adapter_tensors(model)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -499,7 +497,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
             fill_adapter(model, changed, "step 5")
 
 
-def test_adapters_go_and_come_back_whole() -> None:
+def test_lora_adapters_round_trip_through_file() -> None:
     one, two = (adapted(some_model("tied"), dora=True, disturbed=i == 0) for i in range(2))
     tensors = copy.deepcopy(adapter_tensors(one))
     assert not torch.equal(logits(one), logits(two))

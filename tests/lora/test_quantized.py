@@ -91,7 +91,7 @@ def logits(model: Model) -> Tensor:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("shape", [(64, 128), (96, 80), (64, 48), (33, 96), (7, 5), (1, 200)])
-def test_every_number_becomes_the_nearest_quantile_of_its_block(shape: tuple[int, int]) -> None:
+def test_nf4_values_are_nearest_quantile_of_their_block(shape: tuple[int, int]) -> None:
     """Rows of 80 or 96 numbers end within a block."""
     layer = linear(*shape)
     weight = layer.weight.detach().clone()
@@ -112,7 +112,7 @@ def test_every_number_becomes_the_nearest_quantile_of_its_block(shape: tuple[int
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_layer_in_4_bits_multiplies_with_what_they_stand_for(dtype: torch.dtype) -> None:
+def test_nf4_layer_multiplies_with_dequantized_weight(dtype: torch.dtype) -> None:
     layer = NF4Linear(linear(96, 80))
     x = torch.randn(2, 5, 80, generator=generator(1)).to(dtype).requires_grad_()
     weight = layer.weight_in(dtype)
@@ -129,7 +129,7 @@ def test_a_layer_in_4_bits_multiplies_with_what_they_stand_for(dtype: torch.dtyp
 
 
 @needs_bitsandbytes
-def test_a_layer_of_gpt2_is_the_transposed_one() -> None:
+def test_nf4_gpt2_layer_is_transposed() -> None:
     plain = linear(96, 80)
     theirs = Conv1D(80, 96)
     assert theirs.bias is not None
@@ -142,7 +142,7 @@ def test_a_layer_of_gpt2_is_the_transposed_one() -> None:
 
 
 @needs_bitsandbytes
-def test_it_takes_half_a_byte_a_weight_and_keeps_no_more_for_the_backward_pass() -> None:
+def test_nf4_stores_half_a_byte_per_weight_and_adds_no_backward_memory() -> None:
     layer = NF4Linear(linear(256, 512, bias=False))
     stored = sum(buffer.nbytes for buffer in layer.buffers())
     assert stored == 256 * 512 // 2 + 2048 + 4 * (256 + 1 + 8)
@@ -161,14 +161,14 @@ def test_it_takes_half_a_byte_a_weight_and_keeps_no_more_for_the_backward_pass()
 
 
 @needs_bitsandbytes
-def test_moving_a_model_to_another_dtype_leaves_what_the_bits_stand_for() -> None:
+def test_nf4_model_dtype_change_keeps_dequantized_weight() -> None:
     layer = NF4Linear(linear(96, 80))
     before = layer.weight_in(torch.float32)
     assert torch.equal(layer.to(torch.bfloat16).weight_in(torch.float32), before)
 
 
 @needs_bitsandbytes
-def test_autocast_decides_the_dtype_of_the_product() -> None:
+def test_nf4_autocast_determines_product_dtype() -> None:
     layer = NF4Linear(linear(96, 80))
     x = torch.randn(3, 80, generator=generator(1), requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -182,9 +182,7 @@ def test_autocast_decides_the_dtype_of_the_product() -> None:
 @needs_bitsandbytes
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_linear_layer_but_the_head_is_in_4_bits_whatever_is_adapted(
-    name: str, dora: bool
-) -> None:
+def test_nf4_quantizes_every_linear_layer_but_head_for_any_targets(name: str, dora: bool) -> None:
     target = "c_attn" if name == "gpt2" else "q_proj"
     model = adapted(name, targets=[target, "lm_head"], dora=dora)
     linears = [m for m in some_model(name).modules() if isinstance(m, nn.Linear | Conv1D)]
@@ -199,9 +197,7 @@ def test_every_linear_layer_but_the_head_is_in_4_bits_whatever_is_adapted(
 @needs_bitsandbytes
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_training_lowers_the_loss_and_the_adapter_fits_the_whole_base(
-    name: str, dora: bool
-) -> None:
+def test_nf4_training_lowers_loss_and_adapter_fits_full_base(name: str, dora: bool) -> None:
     model = adapted(name, dora=dora).train()
     bits = {n: b.clone() for n, b in model.named_buffers()}
     optimizer = torch.optim.AdamW(lora_parameters(model).values(), lr=0.02)
@@ -225,7 +221,7 @@ def test_training_lowers_the_loss_and_the_adapter_fits_the_whole_base(
 @needs_bitsandbytes
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_merging_makes_a_plain_model_of_what_the_bits_stand_for(name: str, dora: bool) -> None:
+def test_nf4_merge_gives_plain_model_with_dequantized_weights(name: str, dora: bool) -> None:
     model, plain = adapted(name, dora=dora), some_model(name)
     with torch.no_grad():
         for parameter in lora_parameters(model).values():
@@ -238,7 +234,7 @@ def test_merging_makes_a_plain_model_of_what_the_bits_stand_for(name: str, dora:
 
 
 @needs_bitsandbytes
-def test_the_forward_pass_in_4_bits_compiles_without_a_break() -> None:
+def test_nf4_forward_pass_compiles_without_graph_break() -> None:
     model = adapted("gpt2", targets=["c_attn"], dora=True)
     assert isinstance(model, GPT2)
     del model.transformer.h[1]
@@ -254,7 +250,7 @@ def test_the_forward_pass_in_4_bits_compiles_without_a_break() -> None:
     torch.compiler.reset()
 
 
-def test_4_bits_are_refused_where_nothing_can_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_without_supported_device_or_package_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="device is mps: set lora"):
         require_nf4(torch.device("mps"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

@@ -77,7 +77,7 @@ def _step(recipe: ResolvedRecipe, batches: list[Batch]) -> tuple[StepResult, dic
     ],
     ids=["llama", "gpt2", "llama-chunks-full", "gpt2-plain-padded"],
 )
-def test_any_cut_of_real_rows_gives_the_gradient_of_one_big_batch(
+def test_accumulation_any_split_of_rows_matches_gradient_of_one_batch(
     data: Path, methods: set[tuple[str, str]], masked: bool, sizes: list[int]
 ) -> None:
     combination: Combination = frozenset({*methods, ("documents", "masked" if masked else "mixed")})

@@ -178,7 +178,7 @@ def _recipe(data: Path, run: Path, settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("forecast")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_every_method_trains_by_the_command_line(
+def test_every_method_trains_from_command_line(
     row: str, data: Path, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     key, _, value = row.partition(": ")

@@ -17,7 +17,7 @@ def covered(rows: list[dict[str, str]]) -> set[Pair]:
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=6))
-def test_every_pair_is_in_a_combination_of_all_factors(sizes: list[int]) -> None:
+def test_covering_set_contains_every_pair_of_values(sizes: list[int]) -> None:
     factors = factors_of(sizes)
     legal = legal_pairs(factors, lambda *_: False)
     assert len(legal) == sum(a * b for a, b in combinations(sizes, 2))
@@ -27,7 +27,7 @@ def test_every_pair_is_in_a_combination_of_all_factors(sizes: list[int]) -> None
 
 
 @given(st.lists(st.integers(2, 4), min_size=2, max_size=5), st.data())
-def test_refused_pairs_never_meet_and_all_others_do(sizes: list[int], data: st.DataObject) -> None:
+def test_covering_set_omits_refused_pairs_only(sizes: list[int], data: st.DataObject) -> None:
     factors = factors_of(sizes)
     # The first value goes with everything, so that each legal pair has a combination.
     choices = [(name, value) for name, values in factors.items() for value in values[1:]]
@@ -37,13 +37,13 @@ def test_refused_pairs_never_meet_and_all_others_do(sizes: list[int], data: st.D
     assert covered(covering_set(factors, legal)) == legal
 
 
-def test_the_set_is_far_smaller_than_all_combinations() -> None:
+def test_covering_set_is_far_smaller_than_all_combinations() -> None:
     factors = factors_of([5, 4, 4, 3, 2, 2, 2, 2])
     rows = covering_set(factors, legal_pairs(factors, lambda *_: False))
     assert 20 <= len(rows) <= 28  # 5 x 4 at least; all are 3,840
 
 
-def test_a_pair_that_nothing_can_complete_is_an_error() -> None:
+def test_covering_set_uncompletable_pair_raises_value_error() -> None:
     factors = factors_of([2, 2, 1])
 
     def refused(one: Choice, other: Choice) -> bool:
@@ -53,13 +53,13 @@ def test_a_pair_that_nothing_can_complete_is_an_error() -> None:
         covering_set(factors, legal_pairs(factors, refused))
 
 
-def test_the_same_input_gives_the_same_set() -> None:
+def test_covering_set_same_input_gives_same_result() -> None:
     factors = factors_of([3, 3, 2, 2])
     legal = legal_pairs(factors, lambda *_: False)
     assert covering_set(factors, legal) == covering_set(factors, {*sorted(legal, key=sorted)})
 
 
-def test_only_what_is_wanted_needs_to_be_held() -> None:
+def test_covering_set_with_wanted_pairs_covers_only_those() -> None:
     factors = factors_of([3, 3, 3])
     legal = legal_pairs(factors, lambda *_: False)
     wanted = {pair for pair in legal if ("f0", "v2") in pair}

@@ -19,7 +19,7 @@ CPU = find_hardware("cpu")
 GPU = Hardware(torch.device("cuda"), "a GPU", 2**36, bf16=True, capability=(9, 0))
 
 
-def test_on_a_gpu_the_algorithms_are_deterministic_where_that_is_asked_for() -> None:
+def test_determinism_on_gpu_enables_deterministic_algorithms_if_requested() -> None:
     config = EfficiencyConfig(compile=False)
     for deterministic in (True, False):
         with same_bits(config, GPU, deterministic=deterministic):
@@ -50,7 +50,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
     return replace
 
 
-def test_cublas_gets_a_workspace_of_a_fixed_size(
+def test_determinism_sets_cublas_workspace_or_raises_on_conflict(
     monkeypatch: pytest.MonkeyPatch, product: Callable[[Callable[[], None]], None]
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
@@ -68,7 +68,7 @@ def test_cublas_gets_a_workspace_of_a_fixed_size(
         require_same_bits(GPU)
 
 
-def test_a_process_that_computed_before_is_told_what_to_set(
+def test_determinism_after_first_computation_raises_with_advice(
     monkeypatch: pytest.MonkeyPatch, product: Callable[[Callable[[], None]], None]
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
@@ -82,7 +82,7 @@ def test_a_process_that_computed_before_is_told_what_to_set(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_cudnn_attention_is_refused_where_bits_are_to_be_the_same() -> None:
+def test_determinism_with_cudnn_attention_raises_config_error() -> None:
     values: dict[str, Any] = {
         "run": {"deterministic": True},
         "model": {"model_type": "llama", "vocab_size": 8},

@@ -78,31 +78,31 @@ def _named(key: str, annotation: object) -> Iterator[str]:
         yield key
 
 
-def test_every_key_and_value_has_its_row_and_no_other_has() -> None:
+def test_methods_page_has_one_row_per_key_and_value() -> None:
     assert sorted(_rows()) == sorted(_methods())
 
 
-def test_keys_of_conversations_stand_on_their_page() -> None:
+def test_conversation_keys_are_on_their_page() -> None:
     page = PAGE.with_name("finetuning.md").read_text(encoding="utf-8")
     for name in _OF_CHATS:
         key = name.removeprefix("data.")
         assert f"`{key}`" in page or f"\n      {key}: " in page, name
 
 
-def test_keys_of_schedules_stand_on_their_page() -> None:
+def test_schedule_keys_are_on_their_page() -> None:
     page = PAGE.with_name("schedules.md").read_text(encoding="utf-8")
     for name in (*ScheduleConfig.model_fields, *_OF_SCHEDULES):
         assert re.search(rf"\b{name.removeprefix('batch.')}\b", page), name
 
 
-def test_keys_of_learning_stand_on_their_page() -> None:
+def test_learning_keys_are_on_their_page() -> None:
     page = PAGE.with_name("learning.md").read_text(encoding="utf-8")
     for name in _OF_LEARNING:
         assert f"`{name}" in page, name
 
 
 @pytest.mark.parametrize("key", _rows())
-def test_a_row_says_what_why_how_near_and_how_it_is_proved(key: str) -> None:
+def test_methods_page_rows_give_reason_tolerance_and_test(key: str) -> None:
     _, why, nearness, _, proof = _rows()[key]
     assert len(why) > 10
     classes = "exact|rounding|approximate: .* nats, .* %|mathematics|plain|on a GPU alone|as its"
@@ -111,7 +111,7 @@ def test_a_row_says_what_why_how_near_and_how_it_is_proved(key: str) -> None:
     assert "untested" not in nearness
 
 
-def test_the_tests_that_the_page_names_exist() -> None:
+def test_methods_page_names_existing_tests() -> None:
     page = PAGE.read_text(encoding="utf-8")
     tests = Path(__file__).resolve().parents[1]
     defined = [
@@ -126,7 +126,7 @@ def test_the_tests_that_the_page_names_exist() -> None:
         assert any(file.startswith(place or "tests/methods/") for file in places), name
 
 
-def test_the_table_goes_between_its_marks_and_nowhere_else() -> None:
+def test_methods_table_is_inserted_between_markers_only() -> None:
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     changed = with_table(page, "one\ntwo")
     assert changed == f"before\n{BEGIN}\none\ntwo\n{END}\nafter\n"

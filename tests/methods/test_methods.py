@@ -90,7 +90,7 @@ def _marks(switch: Switch, model: str) -> list[pytest.MarkDecorator]:
         for model in _MODELS
     ],
 )
-def test_a_method_stays_as_near_to_the_plain_run_as_the_table_says(
+def test_method_stays_within_documented_distance_of_plain_run(
     runs: Runs, switch: Switch, model: str
 ) -> None:
     if switch.value == "inductor" and model == "gpt2":
@@ -110,7 +110,7 @@ def test_a_method_stays_as_near_to_the_plain_run_as_the_table_says(
 
 
 @pytest.mark.parametrize("model", _MODELS)
-def test_the_bounds_are_small_beside_what_training_does(runs: Runs, model: str) -> None:
+def test_method_tolerances_are_small_compared_with_training(runs: Runs, model: str) -> None:
     plain = runs.plain(frozenset([("model", model)]))
     learned = plain.losses[0] - plain.losses[-1]
     assert learned > 1
@@ -121,7 +121,7 @@ def test_the_bounds_are_small_beside_what_training_does(runs: Runs, model: str) 
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_recomputed_dropout_drops_the_same(runs: Runs, checkpointing: str) -> None:
+def test_recomputed_dropout_drops_same_values(runs: Runs, checkpointing: str) -> None:
     outcomes = []
     for choice in ("none", checkpointing):
         recipe = recipe_of(
@@ -168,7 +168,7 @@ _USUAL = _each_value_once()
         if c not in _USUAL
     ],
 )
-def test_methods_together_stay_as_near_as_each_alone(runs: Runs, combination: Combination) -> None:
+def test_combined_methods_stay_as_near_as_sum_of_each(runs: Runs, combination: Combination) -> None:
     run, plain = runs.of(combination), runs.plain(combination)
     values = {switch.value for switch in switches(combination)}
     compiled = not values.isdisjoint({"aot_eager", "regional"})
@@ -187,7 +187,7 @@ def test_methods_together_stay_as_near_as_each_alone(runs: Runs, combination: Co
     assert found.weights <= amplified * sum(s.weights for s in chosen) + sum(w for _, w in more)
 
 
-def test_every_pair_of_values_that_may_meet_meets() -> None:
+def test_method_combinations_cover_every_legal_pair() -> None:
     rows = [*_QUICK, *_COMPILED]
     met = set().union(*(pairs_of(dict(row)) for row in rows))
     possible = {
@@ -208,9 +208,7 @@ def test_every_pair_of_values_that_may_meet_meets() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", _MODELS)
 @pytest.mark.parametrize("with_it", INDUCTOR, ids=str)
-def test_inductor_stays_near_to_the_plain_run(
-    runs: Runs, model: str, with_it: dict[str, object]
-) -> None:
+def test_inductor_stays_near_plain_run(runs: Runs, model: str, with_it: dict[str, object]) -> None:
     combination = frozenset([("model", model)])
     recipe = recipe_of(combination, str(runs.data))
     config = recipe.efficiency.model_copy(update={"compile": True, **with_it})
@@ -224,7 +222,7 @@ def test_inductor_stays_near_to_the_plain_run(
 # --- the page ----------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_page_says_what_was_tested(
+def test_methods_page_table_matches_tested_methods(
     runs: Runs, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The page gets classes and bounds, equal on every machine; the terminal what is measured."""

@@ -239,7 +239,7 @@ def check(settings: Settings, hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_refusal_names_both_sides_and_its_advice_works(name: str) -> None:
+def test_refusal_names_both_settings_and_its_advice_works(name: str) -> None:
     refusal = REFUSALS[name]
     both = {**refusal.needed, **refusal.one, **refusal.other}
     with pytest.raises(ConfigError) as error:
@@ -254,7 +254,7 @@ def test_a_refusal_names_both_sides_and_its_advice_works(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, refusal in REFUSALS.items() if refusal.other])
-def test_each_side_without_the_other_is_legal(name: str) -> None:
+def test_refusal_each_setting_alone_is_legal(name: str) -> None:
     refusal = REFUSALS[name]
     check({**refusal.needed, **refusal.alone, **refusal.one}, refusal.hardware)
     check({**refusal.needed, **refusal.other}, refusal.hardware)
@@ -271,7 +271,7 @@ def test_each_side_without_the_other_is_legal(name: str) -> None:
     ids=lambda model: model["model.model_type"],
 )
 @pytest.mark.parametrize("hardware", [CPU, GPU], ids=["cpu", "gpu"])
-def test_each_attention_that_a_refusal_advises_computes_the_family(
+def test_refusal_suggested_attention_supports_model_family(
     model: Settings, hardware: Hardware
 ) -> None:
     settings = model if hardware is CPU else {**model, **_NAMED_GPU}
@@ -291,7 +291,7 @@ def test_each_attention_that_a_refusal_advises_computes_the_family(
     assert ("flex" in refused) == (hardware is CPU or model["model.model_type"] == "deepseek_v3")
 
 
-def test_every_pair_that_is_refused_is_in_the_table() -> None:
+def test_refusal_table_contains_every_refused_pair() -> None:
     found = {frozenset(f"{factor}={value}" for factor, value in pair) for pair in refused_pairs()}
     assert found == {
         frozenset(pair)
@@ -309,7 +309,7 @@ def test_every_pair_that_is_refused_is_in_the_table() -> None:
     }
 
 
-def test_all_conflicts_are_said_at_once() -> None:
+def test_refusal_reports_all_conflicts_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         check(
             {
@@ -343,7 +343,7 @@ def _recipe(**sections: Settings) -> Any:
     )
 
 
-def test_a_chunked_loss_over_an_adapted_head_is_refused_with_both_ways_out() -> None:
+def test_refusal_chunked_loss_with_adapted_head_names_both_solutions() -> None:
     recipe = _recipe(
         efficiency={"loss_chunk_tokens": 8, "precision": "fp32"},
         lora={"targets": ["lm_head", "q_proj"]},
@@ -363,13 +363,13 @@ def test_a_chunked_loss_over_an_adapted_head_is_refused_with_both_ways_out() -> 
     apply_methods(plain, recipe.efficiency, CPU)
 
 
-def test_fp8_on_a_cpu_is_refused_with_bf16_as_the_way_out() -> None:
+def test_refusal_fp8_on_cpu_suggests_bf16() -> None:
     recipe = _recipe(efficiency={"precision": "fp8"})
     with pytest.raises(ConfigError, match=r"needs a GPU with fp8 matrix units .*: use bf16"):
         apply_methods(empty_model(recipe.model), recipe.efficiency, CPU)
 
 
-def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
+def test_refusal_paged_optimizer_on_cpu_suggests_unpaged_one() -> None:
     recipe = _recipe(optimizer={"name": "paged_adamw8bit"})
     model = empty_model(recipe.model)
     with pytest.raises(ConfigError, match="the device is cpu: set it to adamw8bit"):
@@ -458,7 +458,7 @@ def test_a_paged_optimizer_on_a_cpu_is_refused_with_its_like() -> None:
         ({}, CPU, []),
     ],
 )
-def test_what_changes_nothing_here_is_said(
+def test_notes_report_settings_without_effect(
     settings: Settings, hardware: Hardware, said: list[str]
 ) -> None:
     sections: dict[str, Settings] = {}

@@ -90,7 +90,7 @@ def _outcome(result: TrainResult) -> tuple[list[dict[str, Any]], bytes]:
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_a_resumed_run_ends_in_the_same_weights_as_an_unbroken_one(
+def test_resumed_run_ends_with_same_weights_as_uninterrupted_run(
     recipe: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
     if name.startswith("adamw8bit") and importlib.util.find_spec("bitsandbytes") is None:
@@ -114,7 +114,7 @@ def test_a_resumed_run_ends_in_the_same_weights_as_an_unbroken_one(
         assert {"loss_scale", "skipped_steps"} <= records[-1].keys()
 
 
-def test_the_loss_scale_goes_on_where_it_was(
+def test_loss_scale_continues_after_resume(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.training.guard._STEPS_BETWEEN_GROWTHS", 4)

@@ -148,7 +148,7 @@ def gradients(model: Model, config: EfficiencyConfig) -> tuple[float, dict[str, 
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_plain_attention_is_attention(
+def test_plain_attention_matches_reference(
     groups: int, heads: int, new: int, before: int, windowed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(new * 100 + before)
@@ -167,7 +167,7 @@ def test_plain_attention_is_attention(
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize(("new", "total"), [(1, 1), (1, 9), (5, 5), (5, 9)])
 @pytest.mark.parametrize("kind", ["causal", "one mask", "a mask for each row"])
-def test_grouped_attention_as_on_a_gpu_without_kernels_for_groups_is_plain_attention(
+def test_grouped_attention_without_group_kernels_matches_plain_attention(
     groups: int, new: int, total: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.models.ops._takes_groups", lambda *_: False)
@@ -188,7 +188,7 @@ def test_grouped_attention_as_on_a_gpu_without_kernels_for_groups_is_plain_atten
     torch.testing.assert_close(found, plain_attention(q, k, v, options))
 
 
-def test_grouped_queries_go_only_to_kernels_that_are_enabled(
+def test_grouped_queries_use_only_enabled_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hopper = SimpleNamespace(major=9, minor=0)
@@ -224,13 +224,13 @@ def test_grouped_queries_go_only_to_kernels_that_are_enabled(
         assert taken() == (True, False)
 
 
-def test_positions_start_anew_in_each_document() -> None:
+def test_document_positions_restart_in_each_document() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 2, 2, 2, 2]])
     expected = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
     assert torch.equal(document_positions(documents), expected)
 
 
-def test_documents_see_themselves_up_to_the_token_and_the_window() -> None:
+def test_document_mask_shows_own_document_up_to_token_and_window() -> None:
     mask = dense_mask(torch.arange(4), 4, 2, torch.tensor([[0, 0, 0, 1]]))
     assert mask is not None
     expected = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
@@ -239,7 +239,7 @@ def test_documents_see_themselves_up_to_the_token_and_the_window() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("documents", [False, True])
-def test_flex_sees_what_the_dense_mask_shows(window: int | None, documents: bool) -> None:
+def test_flex_block_mask_equals_dense_mask(window: int | None, documents: bool) -> None:
     document_ids = torch.arange(40).div(7, rounding_mode="floor").int().expand(2, -1)
     ids = document_ids if documents else None
     positions = torch.arange(40)
@@ -263,7 +263,7 @@ def test_flex_sees_what_the_dense_mask_shows(window: int | None, documents: bool
     st.sampled_from([None, 0.4, 3.0]),
 )
 @settings(max_examples=30, deadline=None)
-def test_the_chunked_loss_is_the_loss(
+def test_chunked_loss_matches_plain_loss_and_gradients(
     tokens: int, chunk: int, multiple: int, softcap: float | None
 ) -> None:
     vocab_size = 13
@@ -291,7 +291,7 @@ def test_the_chunked_loss_is_the_loss(
 
 
 @pytest.mark.parametrize("chunk", [0, 3, 50])
-def test_the_z_loss_is_the_squared_logarithm_of_the_softmaxs_divisor(chunk: int) -> None:
+def test_z_loss_matches_squared_log_partition_function(chunk: int) -> None:
     """Loss and gradients in fp64 as autograd has them of the plain formula; of valid labels and the
     true vocabulary only, and in training only."""
     vocab_size, tokens, coefficient = 13, 10, 0.3
@@ -329,7 +329,7 @@ def test_the_z_loss_is_the_squared_logarithm_of_the_softmaxs_divisor(chunk: int)
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
-def test_a_models_z_loss_is_the_coefficients(chunk: int) -> None:
+def test_z_loss_of_model_uses_configured_coefficient(chunk: int) -> None:
     model = small_model()
     config = EfficiencyConfig(precision="fp32", loss_chunk_tokens=chunk)
     inputs = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -351,7 +351,7 @@ class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no
         return result
 
 
-def test_the_chunked_loss_never_holds_all_logits() -> None:
+def test_chunked_loss_never_holds_all_logits() -> None:
     weight, x = torch.randn(1000, 8), torch.randn(512, 8)
     labels = torch.zeros(512, dtype=torch.int64)
     with _Watch() as watch:  # type: ignore[no-untyped-call]
@@ -360,7 +360,7 @@ def test_the_chunked_loss_never_holds_all_logits() -> None:
     assert watch.largest == 32 * 1000
 
 
-def test_the_chunked_loss_in_bf16_is_as_good_as_the_plain_one() -> None:
+def test_chunked_loss_in_bf16_is_as_accurate_as_plain() -> None:
     """Against fp64: no worse than twice autocast's own error."""
     torch.manual_seed(0)
     head = nn.Linear(64, 500, bias=False)
@@ -383,14 +383,14 @@ def test_the_chunked_loss_in_bf16_is_as_good_as_the_plain_one() -> None:
         assert (other - truth).abs().max() / scale <= 2 * (one - truth).abs().max() / scale + 1e-6
 
 
-def test_a_changed_head_is_not_chunked() -> None:
+def test_chunked_loss_with_adapted_head_raises_config_error() -> None:
     model = small_model()
     model.lm_head = nn.Sequential(model.lm_head)  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="remove lm_head from lora"):
         chunk_loss(model, 8)
 
 
-def test_offloading_keeps_parameters_in_place_and_copies_the_rest() -> None:
+def test_offloading_keeps_parameters_in_place_and_copies_activations() -> None:
     weight = nn.Parameter(torch.randn(64, 64))
     layer = nn.Linear(64, 64, bias=False)
     layer.weight = weight
@@ -413,7 +413,7 @@ def test_offloading_keeps_parameters_in_place_and_copies_the_rest() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_checkpointing_with_dropout_gives_the_same_bits(kind: str, mode: str) -> None:
+def test_activation_checkpointing_with_dropout_gives_same_bits(kind: str, mode: str) -> None:
     changes = {"resid_pdrop": 0.2} if kind == "gpt2" else {}
     model = small_model(kind, **changes)
     plain = EfficiencyConfig(precision="fp32")
@@ -435,7 +435,7 @@ class _Scaled(nn.Linear):
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("kind", ["plain", "bias", "class", "hook before", "hook after"])
-def test_kept_padding_rows_give_the_loss_of_cut_rows(
+def test_padded_vocabulary_rows_kept_give_same_loss_as_removed(
     softcap: float | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch.compile gets it on a GPU: logits of padding rows get no probability, no gradient."""
@@ -459,7 +459,7 @@ def test_kept_padding_rows_give_the_loss_of_cut_rows(
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_attention_that_drops_is_computed_again() -> None:
+def test_attention_with_dropout_is_recomputed() -> None:
     """On a GPU, kept attention would draw no random numbers in the recomputation, and dropouts
     after it would draw others."""
     aten = torch.ops.aten
@@ -482,7 +482,7 @@ def test_attention_that_drops_is_computed_again() -> None:
         assert operator._schema.arguments[place].name == "dropout_p"
 
 
-def test_checkpointing_keeps_less() -> None:
+def test_activation_checkpointing_saves_fewer_elements() -> None:
     """Counted: the elements that autograd saves in the forward pass."""
 
     def saved_elements(mode: str) -> int:
@@ -506,7 +506,7 @@ def test_checkpointing_keeps_less() -> None:
     assert saved_elements("full") < 0.5 * saved_elements("none")
 
 
-def test_a_wrapped_layer_computes_plainly_outside_training() -> None:
+def test_checkpointed_layer_outside_training_computes_same_result() -> None:
     model = small_model().eval()
     input_ids, _ = batch()
     with torch.no_grad():
@@ -517,7 +517,7 @@ def test_a_wrapped_layer_computes_plainly_outside_training() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_methods_leave_the_names_of_parameters_alone() -> None:
+def test_methods_keep_parameter_names() -> None:
     model = small_model()
     names = list(model.state_dict())
     config = EfficiencyConfig(
@@ -528,7 +528,7 @@ def test_methods_leave_the_names_of_parameters_alone() -> None:
     assert list(model.state_dict()) == names
 
 
-def test_time_of_compiling_is_recorded_for_the_usual_backend_and_an_empty_cache(
+def test_compile_time_is_recorded_for_default_backend_and_empty_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("firstlight.hardware.compiling.cache_folder", lambda: tmp_path)
@@ -590,7 +590,7 @@ def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
     assert (graphs, more_graphs) == (1, 2)
 
 
-def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
+def test_attention_setting_selects_named_kernel() -> None:
     model = small_model()
     choose_attention(model, "math")
     with torch.profiler.profile(acc_events=True) as profile:
@@ -621,7 +621,7 @@ def test_the_kernel_that_is_named_is_the_one_that_runs() -> None:
         ("cuda", torch.bfloat16, 4, True, 0.1, 1024, "sdpa"),
     ],
 )
-def test_what_automatic_attention_is(
+def test_attention_auto_resolves_to_expected_backend(
     device: str,
     dtype: torch.dtype,
     heads: int,
@@ -639,7 +639,7 @@ def test_what_automatic_attention_is(
         assert found == expected_
 
 
-def test_automatic_precision_is_what_runs_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_auto_resolves_to_faster_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.float32: 1.0, torch.bfloat16: 1.1}
     monkeypatch.setattr(
         "firstlight.hardware.device.measured_matmul_flops", lambda device, dtype: rates[dtype]
@@ -655,7 +655,7 @@ def test_automatic_precision_is_what_runs_faster(monkeypatch: pytest.MonkeyPatch
     bf16_is_faster.cache_clear()
 
 
-def test_gradients_do_not_stay_in_the_memory_of_cuda_graphs() -> None:
+def test_cuda_graph_memory_does_not_hold_gradients() -> None:
     model = small_model().train()
     model(*batch()).backward()
     recorded = [p.grad for p in model.parameters() if p.grad is not None]
@@ -687,7 +687,7 @@ def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
         EfficiencyConfig(precision="tf32", matmul_precision="medium")
 
 
-def test_cudnn_attention_is_back_after_the_last_of_overlapping_contexts() -> None:
+def test_cudnn_attention_is_restored_after_last_overlapping_context() -> None:
     cuda: Any = torch.backends.cuda
     assert cuda.cudnn_sdp_enabled()
     first, second = varying_lengths(), varying_lengths()
@@ -700,7 +700,7 @@ def test_cudnn_attention_is_back_after_the_last_of_overlapping_contexts() -> Non
     assert cuda.cudnn_sdp_enabled()
 
 
-def test_only_two_modes_and_one_backend_on_a_gpu_record_cuda_graphs() -> None:
+def test_uses_cuda_graphs_only_for_two_modes_and_one_backend_on_gpu() -> None:
     gpu, cpu = (Hardware(torch.device(name), "a test's", 2**34, True) for name in ("cuda", "cpu"))
     for mode in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"):
         config = EfficiencyConfig(compile=True, compile_mode=mode)
@@ -710,12 +710,12 @@ def test_only_two_modes_and_one_backend_on_a_gpu_record_cuda_graphs() -> None:
     assert not uses_cuda_graphs(EfficiencyConfig(compile=False), gpu)
 
 
-def test_fp8_is_refused_without_its_matrix_units() -> None:
+def test_fp8_without_matrix_units_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"compute capability 8\.9.*use bf16"):
         require_fp8(CPU, small_model())
 
 
-def test_fp8_layers_are_large_ones_without_the_head_and_routers(
+def test_fp8_layers_are_large_ones_without_head_and_routers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 32 * 48)
@@ -731,7 +731,7 @@ def test_fp8_layers_are_large_ones_without_the_head_and_routers(
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_fp8_of_gpt2_is_that_of_the_same_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_gpt2_equals_same_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     torchao = pytest.importorskip("torchao.float8")
     monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 1)
     # A CPU has no fp8 matrix units.
@@ -760,7 +760,7 @@ def test_fp8_of_gpt2_is_that_of_the_same_linear_layers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_residual_keeps_the_stream_of_each_family_in_bf16(family: str) -> None:
+def test_bf16_residual_keeps_stream_of_each_family_in_bf16(family: str) -> None:
     config = EfficiencyConfig(precision="bf16", bf16_residual=True, attention="plain")
     model = empty_model(usual_config(family))
     model.init_weights(torch.Generator().manual_seed(0))
@@ -792,7 +792,7 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_without_compiler_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firstlight.methods.compilation.shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match="install g\\+\\+ or clang"):
         require_compiler(EfficiencyConfig(compile=True), CPU)
@@ -808,7 +808,7 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
         ("Darwin", True, True, ""),
     ],
 )
-def test_compiler_without_headers_or_openmp_compiles_nothing(
+def test_compile_without_headers_or_openmp_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     system: str,
@@ -839,7 +839,7 @@ def test_deterministic_mode_ends_with_the_step() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_frozen_head_gets_no_gradient_made() -> None:
+def test_frozen_head_receives_no_gradient() -> None:
     head = nn.Linear(6, 13, bias=False).requires_grad_(False)
     x, labels = torch.randn(1, 9, 6), torch.randint(13, (1, 9))
 
@@ -862,7 +862,7 @@ def test_a_frozen_head_gets_no_gradient_made() -> None:
     ],
     ids=["ddp", "fsdp", "tensor"],
 )
-def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
+def test_sharded_model_is_moved_to_device_in_shards(
     cut: dict[str, Any], before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole, it may not fit. The meta device stands for one that is not the CPU."""
@@ -888,7 +888,7 @@ def test_a_model_that_is_cut_goes_to_the_device_in_its_pieces(
     assert seen == {before}
 
 
-def test_what_tensor_parallelism_does_not_cut_goes_to_the_device(
+def test_tensor_parallel_unsharded_tensors_are_moved_to_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TensorParallelEngine, "_mesh", lambda _: {"tensor": None})
@@ -901,7 +901,7 @@ def test_what_tensor_parallelism_does_not_cut_goes_to_the_device(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params"])
-def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) -> None:
+def test_frozen_weights_stay_16_bit_beside_32_bit_adapters(precision: str) -> None:
     model = small_model()
     recipe = plain_recipe(
         {
@@ -925,7 +925,7 @@ def test_frozen_weights_stay_in_16_bits_beside_adapters_in_32(precision: str) ->
             assert parameter.dtype == torch.float32, name
 
 
-def test_capped_scores_are_the_same_in_every_backend_that_caps_and_refused_in_others() -> None:
+def test_capped_scores_agree_in_supporting_backends_and_others_raise() -> None:
     generator = torch.Generator().manual_seed(0)
     heads = ((2, 6, 9, 4), (2, 3, 9, 4), (2, 3, 9, 4))
     q, k, v = (4 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in heads)
@@ -959,7 +959,7 @@ def test_capped_scores_are_the_same_in_every_backend_that_caps_and_refused_in_ot
         )
 
 
-def test_sinks_take_their_share_in_every_backend_that_has_them_and_others_are_refused() -> None:
+def test_attention_sinks_agree_in_supporting_backends_and_others_raise() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 9, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     sinks = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64)
@@ -995,7 +995,7 @@ def test_sinks_take_their_share_in_every_backend_that_has_them_and_others_are_re
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("window", [None, 5], ids=["causal", "window"])
-def test_flex_computes_sinks_and_their_gradients_from_its_log_sum_exp(
+def test_flex_attention_computes_sinks_and_gradients_from_log_sum_exp(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention import flex_attention as of_torch
@@ -1027,7 +1027,7 @@ def test_flex_computes_sinks_and_their_gradients_from_its_log_sum_exp(
 
 
 @pytest.mark.parametrize("way", ["plain", "blockwise", "flash", "math"])
-def test_every_way_to_attend_takes_the_scale_of_the_family(way: str) -> None:
+def test_attention_backends_all_use_scale_of_family(way: str) -> None:
     config = LlamaConfig(
         model_type="granite",
         vocab_size=31,

@@ -116,13 +116,13 @@ WELL_KNOWN: list[tuple[dict[str, Any], int]] = [
         *((config_from_hf(known, "known"), total) for known, total in WELL_KNOWN),
     ],
 )
-def test_totals_of_well_known_models(config: ModelConfig, published: int) -> None:
+def test_parameter_totals_match_well_known_models(config: ModelConfig, published: int) -> None:
     model = meta_model(config)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert count_parameters(model).total == published
 
 
-def test_gpt2_parameters_by_kind() -> None:
+def test_parameters_by_kind_of_gpt2_match_hand_count() -> None:
     C, V, T, L = 768, 50257, 1024, 12
     expected = ParameterCount(
         embedding=V * C + T * C,
@@ -134,7 +134,7 @@ def test_gpt2_parameters_by_kind() -> None:
     assert count_parameters(meta_model(GPT2_124M)) == expected
 
 
-def test_llama_parameters_by_kind_with_biases_and_odd_heads() -> None:
+def test_parameters_by_kind_of_llama_with_biases_and_odd_heads_match_hand_count() -> None:
     expected = ParameterCount(
         embedding=50 * 24,
         attention=3 * ((24 * 60 + 60) + 2 * (24 * 20 + 20) + (60 * 24 + 24)),
@@ -147,7 +147,7 @@ def test_llama_parameters_by_kind_with_biases_and_odd_heads() -> None:
 
 @pytest.mark.parametrize("config", [SMALL_GPT2, SMALL_LLAMA])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_total_is_what_the_real_model_holds_and_a_tied_head_counts_once(
+def test_parameter_total_matches_real_model_and_counts_tied_head_once(
     config: ModelConfig, tied: bool
 ) -> None:
     config = config.model_copy(update={"tie_word_embeddings": tied})
@@ -156,7 +156,7 @@ def test_the_total_is_what_the_real_model_holds_and_a_tied_head_counts_once(
     assert count.head == (0 if tied else 50 * 24)
 
 
-def test_gpt2_flops_by_hand() -> None:
+def test_flops_of_gpt2_match_hand_calculation() -> None:
     """6 a matrix weight, the tied head's among them, and half of the square attention."""
     weights = 12 * 12 * 768**2 + 50257 * 768
     attention = 6 * 12 * 768 * 1024
@@ -164,13 +164,13 @@ def test_gpt2_flops_by_hand() -> None:
     assert 6 * weights + attention == 797_815_296
 
 
-def test_llama_flops_by_hand() -> None:
+def test_flops_of_llama_match_hand_calculation() -> None:
     weights = 3 * (24 * 60 + 2 * 24 * 20 + 60 * 24 + 3 * 24 * 40) + 50 * 24
     assert train_flops_per_token(meta_model(SMALL_LLAMA), 7) == 6 * weights + 6 * 3 * 6 * 10 * 7
 
 
 @pytest.mark.parametrize("config", [SMALL_GPT2, SMALL_LLAMA])
-def test_flops_do_not_depend_on_the_tie(config: ModelConfig) -> None:
+def test_flops_do_not_depend_on_tied_head(config: ModelConfig) -> None:
     tied, untied = (
         train_flops_per_token(
             meta_model(config.model_copy(update={"tie_word_embeddings": tie})), 16
@@ -181,7 +181,7 @@ def test_flops_do_not_depend_on_the_tie(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL_GPT2, SMALL_LLAMA])
-def test_flops_of_matrix_products_are_those_that_torch_counts(config: ModelConfig) -> None:
+def test_flops_of_matrix_products_match_torch_counter(config: ModelConfig) -> None:
     model, rows, tokens = empty_model(config), 2, 8
     model.init_weights(torch.Generator().manual_seed(0))
     input_ids = torch.ones(rows, tokens, dtype=torch.int64)
@@ -194,11 +194,11 @@ def test_flops_of_matrix_products_are_those_that_torch_counts(config: ModelConfi
 
 @pytest.mark.parametrize("config", [SMALL_GPT2, SMALL_LLAMA])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cache_bytes_are_those_of_a_real_cache(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_cache_bytes_match_real_cache(config: ModelConfig, dtype: torch.dtype) -> None:
     cache = empty_model(config).make_cache(2, 5, dtype)
     real = sum(layer.nbytes for layer in (*cache.keys, *cache.values))
     assert cache_bytes_per_token(config, dtype) * 2 * 5 == real
 
 
-def test_cache_bytes_by_hand() -> None:
+def test_cache_bytes_match_hand_calculation() -> None:
     assert cache_bytes_per_token(LLAMA_3_8B, torch.bfloat16) == 2 * 32 * 8 * 128 * 2

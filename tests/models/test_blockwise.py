@@ -56,7 +56,7 @@ def with_sinks(function: Any) -> Any:
     has_sinks=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_it_is_attention_forward_and_backward(
+def test_blockwise_attention_matches_reference_forward_and_backward(
     rows: int,
     groups: int,
     heads: int,
@@ -90,7 +90,9 @@ def test_it_is_attention_forward_and_backward(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scores", ["small", "large", "of one sign"])
-def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype, scores: str) -> None:
+def test_blockwise_attention_half_precision_is_as_accurate_as_torch(
+    dtype: torch.dtype, scores: str
+) -> None:
     q, k, v = drawn(2, 300, 4, 32), drawn(2, 300, 2, 32, seed=1), drawn(2, 300, 2, 32, seed=2)
     if scores == "large":
         q = 10 * q
@@ -115,7 +117,7 @@ def test_half_precision_is_as_near_as_torchs_kernel(dtype: torch.dtype, scores: 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropped", [False, True])
-def test_torch_finds_nothing_wrong_with_the_operator(masked: bool, dropped: bool) -> None:
+def test_blockwise_attention_passes_torch_operator_check(masked: bool, dropped: bool) -> None:
     tensors = (
         drawn(2, 9, 4, 4).requires_grad_(),
         drawn(2, 9, 2, 4, seed=1).requires_grad_(),
@@ -128,7 +130,7 @@ def test_torch_finds_nothing_wrong_with_the_operator(masked: bool, dropped: bool
     torch.library.opcheck(torch.ops.firstlight.blockwise_attention.default, arguments)
 
 
-def test_only_its_inputs_are_kept() -> None:
+def test_blockwise_attention_saves_only_its_inputs() -> None:
     q, k, v = drawn(2, 64, 4, 8), drawn(2, 64, 2, 8, seed=1), drawn(2, 64, 2, 8, seed=2)
     kept: list[int] = []
 
@@ -142,7 +144,7 @@ def test_only_its_inputs_are_kept() -> None:
     assert sorted(kept) == sorted(leaf.data_ptr() for leaf in leaves)
 
 
-def test_compiled_it_is_one_operator_each_way() -> None:
+def test_blockwise_attention_compiled_is_one_operator_per_direction() -> None:
     names: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -167,7 +169,7 @@ def test_compiled_it_is_one_operator_each_way() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_under_autocast_it_computes_in_its_dtype() -> None:
+def test_blockwise_attention_under_autocast_computes_in_autocast_dtype() -> None:
     tensors = tuple(drawn(1, 20, 2, 8, seed=seed).float() for seed in range(3))
     with torch.autocast("cpu", torch.bfloat16):
         found = with_gradients(blockwise_attention, tensors)
@@ -180,7 +182,7 @@ def test_under_autocast_it_computes_in_its_dtype() -> None:
         assert torch.equal(one, other.float())
 
 
-def test_what_is_hidden_may_overflow() -> None:
+def test_blockwise_attention_masked_overflow_gives_finite_output() -> None:
     q, k, v = (drawn(1, 4, 1, 8, dtype=torch.float16, seed=seed) for seed in range(3))
     q, k = q.abs(), k.clone()
     k[:, :, -1] = 6e4
@@ -192,7 +194,7 @@ def test_what_is_hidden_may_overflow() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_with_dropout_it_is_the_formula_of_the_weights_that_stay(groups: int) -> None:
+def test_blockwise_attention_with_dropout_matches_formula_of_kept_weights(groups: int) -> None:
     tensors = drawn(3, 30, 2 * groups, 4), drawn(3, 33, 2, 4, seed=1), drawn(3, 33, 2, 4, seed=2)
     mask = dense_mask(torch.arange(3, 33), 33, 7, None)
     assert mask is not None
@@ -212,11 +214,11 @@ def test_with_dropout_it_is_the_formula_of_the_weights_that_stay(groups: int) ->
         torch.testing.assert_close(one, other)
 
 
-def test_blocks_end_with_the_queries_and_see_what_lies_before() -> None:
+def test_blocks_of_end_with_queries_and_include_earlier_tokens() -> None:
     assert list(blocks_of(300, 310)) == [(0, 128, 138), (128, 256, 266), (256, 300, 310)]
 
 
-def test_scores_of_some_rows_lie_in_a_cache() -> None:
+def test_blockwise_attention_score_block_fits_cache() -> None:
     assert at_a_time(12, 12, 1024, 1024) == (1, 12)
     assert at_a_time(4, 4, 256, 256) == (16, 4)
     assert at_a_time(4, 2, 64, 64) == (128, 2)
@@ -227,7 +229,7 @@ def test_scores_of_some_rows_lie_in_a_cache() -> None:
     assert at_a_time(12, 2, 8192, 8192) == (1, 1)
 
 
-def test_one_mask_is_all_rows() -> None:
+def test_blockwise_attention_single_mask_applies_to_all_rows() -> None:
     tensors = drawn(3, 5, 2, 4), drawn(3, 5, 2, 4, seed=1), drawn(3, 5, 2, 4, seed=2)
     mask = dense_mask(torch.arange(5), 5, 2, None)
     assert mask is not None
@@ -236,6 +238,6 @@ def test_one_mask_is_all_rows() -> None:
     torch.testing.assert_close(found, blockwise_attention(*tensors, AttentionOptions(mask)))
 
 
-def test_no_tokens_are_no_error() -> None:
+def test_blockwise_attention_without_tokens_returns_empty_tensor() -> None:
     tensors = drawn(2, 0, 2, 4), drawn(2, 0, 2, 4), drawn(2, 0, 2, 4)
     assert blockwise_attention(*tensors).shape == (2, 2, 0, 4)

@@ -72,9 +72,7 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
 @both
 @pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 1, 1, 11], [1, 19], [13, 6, 1]])
 @torch.no_grad()
-def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass(
-    config: ModelConfig, chunks: list[int]
-) -> None:
+def test_cached_decoding_matches_full_forward_pass(config: ModelConfig, chunks: list[int]) -> None:
     model, input_ids = ready(config), ids(3, 20)
     cache = model.make_cache(3, 22, torch.float32)
     parts, start = [], 0
@@ -86,7 +84,7 @@ def test_decoding_with_the_cache_gives_the_logits_of_the_full_forward_pass(
 
 
 @both
-def test_the_cache_holds_only_key_value_heads(config: ModelConfig) -> None:
+def test_cache_holds_only_key_value_heads(config: ModelConfig) -> None:
     cache = ready(config).make_cache(5, 9, torch.bfloat16)
     assert len(cache.keys) == len(cache.values) == 2
     assert cache.keys[0].shape == (5, config.num_key_value_heads, 9, config.head_dim)
@@ -95,7 +93,7 @@ def test_the_cache_holds_only_key_value_heads(config: ModelConfig) -> None:
 
 
 @both
-def test_a_token_more_than_the_cache_has_room_for_is_no_silent_write(config: ModelConfig) -> None:
+def test_cache_full_raises_on_next_token(config: ModelConfig) -> None:
     model = ready(config)
     cache = model.make_cache(1, 4, torch.float32)
     model(ids(1, 3), cache=cache)
@@ -105,7 +103,7 @@ def test_a_token_more_than_the_cache_has_room_for_is_no_silent_write(config: Mod
 
 @both
 @torch.no_grad()
-def test_a_token_sees_nothing_after_it(config: ModelConfig) -> None:
+def test_model_output_does_not_depend_on_later_tokens(config: ModelConfig) -> None:
     model, input_ids = ready(config), ids(1, 12)
     changed = input_ids.clone()
     changed[0, 8:] = (changed[0, 8:] + 1) % 31
@@ -116,7 +114,7 @@ def test_a_token_sees_nothing_after_it(config: ModelConfig) -> None:
 
 @both
 @torch.no_grad()
-def test_rows_of_a_batch_do_not_see_each_other(config: ModelConfig) -> None:
+def test_model_batch_rows_are_independent(config: ModelConfig) -> None:
     model, input_ids = ready(config), ids(4, 10)
     alone = torch.cat([model(row[None]) for row in input_ids])
     torch.testing.assert_close(model(input_ids), alone, atol=1e-5, rtol=1e-5)
@@ -128,7 +126,7 @@ def test_rows_of_a_batch_do_not_see_each_other(config: ModelConfig) -> None:
 @both
 @pytest.mark.parametrize("keep", [1, 3, 12])
 @torch.no_grad()
-def test_logits_to_keep_are_the_last_ones(config: ModelConfig, keep: int) -> None:
+def test_logits_to_keep_returns_last_logits(config: ModelConfig, keep: int) -> None:
     model, input_ids = ready(config), ids(2, 12)
     kept = model(input_ids, logits_to_keep=keep)
     assert kept.shape == (2, keep, 31)
@@ -136,7 +134,7 @@ def test_logits_to_keep_are_the_last_ones(config: ModelConfig, keep: int) -> Non
 
 
 @both
-def test_with_labels_the_model_gives_the_summed_loss_of_its_logits(config: ModelConfig) -> None:
+def test_model_with_labels_returns_summed_loss_of_logits(config: ModelConfig) -> None:
     model, input_ids, labels = ready(config), ids(2, 9), ids(2, 9, seed=1)
     labels[1, 4:] = -100
     loss = model(input_ids, labels)
@@ -152,7 +150,7 @@ def test_with_labels_the_model_gives_the_summed_loss_of_its_logits(config: Model
     seed=st.integers(0, 10_000),
 )
 @settings(max_examples=40)
-def test_cross_entropy_sum_leaves_ignored_labels_out(
+def test_cross_entropy_sum_ignores_masked_labels(
     rows: int, tokens: int, share: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -168,7 +166,7 @@ def test_cross_entropy_sum_leaves_ignored_labels_out(
     assert cross_entropy_sum(logits, labels).item() == pytest.approx(by_hand, rel=1e-5, abs=1e-6)
 
 
-def test_a_row_without_any_label_has_loss_and_gradient_zero() -> None:
+def test_model_row_without_labels_has_zero_loss_and_gradient() -> None:
     logits = torch.randn(2, 3, 5, requires_grad=True)
     loss = cross_entropy_sum(logits, torch.full((2, 3), -100))
     loss.backward()  # type: ignore[no-untyped-call]
@@ -177,7 +175,7 @@ def test_a_row_without_any_label_has_loss_and_gradient_zero() -> None:
     assert not logits.grad.any()
 
 
-def test_the_loss_is_taken_in_fp32_however_the_logits_come() -> None:
+def test_loss_is_computed_in_fp32_for_any_logits_dtype() -> None:
     logits = torch.randn(1, 400, 9, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(1, 400, dtype=torch.int64)
     loss = cross_entropy_sum(logits.bfloat16(), labels)
@@ -191,7 +189,7 @@ def test_the_loss_is_taken_in_fp32_however_the_logits_come() -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("layers", [1, 8])
-def test_initial_weights_are_normal_and_residual_projections_scaled_by_depth(
+def test_initial_weights_are_normal_with_residual_projections_scaled_by_depth(
     family: str, layers: int
 ) -> None:
     shape: dict[str, Any] = {
@@ -226,7 +224,7 @@ def test_initial_weights_are_normal_and_residual_projections_scaled_by_depth(
 
 
 @both
-def test_the_seed_decides_the_initial_weights(config: ModelConfig) -> None:
+def test_model_same_seed_gives_same_initial_weights(config: ModelConfig) -> None:
     def initial(seed: int) -> dict[str, Tensor]:
         model = empty_model(config)
         model.init_weights(torch.Generator().manual_seed(seed))
@@ -238,7 +236,7 @@ def test_the_seed_decides_the_initial_weights(config: ModelConfig) -> None:
 
 
 @both
-def test_no_parameter_is_left_without_an_initial_value(config: ModelConfig) -> None:
+def test_model_initialization_covers_every_parameter(config: ModelConfig) -> None:
     model = empty_model(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -248,7 +246,7 @@ def test_no_parameter_is_left_without_an_initial_value(config: ModelConfig) -> N
 
 
 @both
-def test_initial_weights_follow_the_init_section(config: ModelConfig) -> None:
+def test_initial_weights_follow_init_section(config: ModelConfig) -> None:
     """Zero projections into the residual stream leave all other numbers as they were drawn."""
     config = config.model_copy(update={"tie_word_embeddings": False, "vocab_size": 31})
     plain, own = empty_model(config), empty_model(config)
@@ -275,13 +273,13 @@ def test_initial_weights_follow_the_init_section(config: ModelConfig) -> None:
 
 
 @both
-def test_a_tied_head_starts_as_the_embedding(config: ModelConfig) -> None:
+def test_tied_head_is_initialized_like_embedding(config: ModelConfig) -> None:
     model = empty_model(config.model_copy(update={"tie_word_embeddings": True}))
     model.init_weights(torch.Generator().manual_seed(0), InitConfig(embedding_std=0.5))
     assert 0.4 < float(model.lm_head.weight.detach().std()) < 0.6
 
 
-def test_casting_rounds_parameters_in_their_place_and_no_tables() -> None:
+def test_model_cast_rounds_parameters_in_place_and_keeps_tables() -> None:
     deepseek = DeepseekConfig(
         vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=2
     )
@@ -306,7 +304,7 @@ def test_casting_rounds_parameters_in_their_place_and_no_tables() -> None:
 
 @both
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_the_embedding_itself(config: ModelConfig, tied: bool) -> None:
+def test_tied_head_shares_embedding_parameter(config: ModelConfig, tied: bool) -> None:
     model = empty_model(config.model_copy(update={"tie_word_embeddings": tied}))
     model.init_weights(torch.Generator().manual_seed(0))
     names = [name for name, _ in model.named_parameters()]
@@ -323,7 +321,7 @@ def test_a_tied_head_is_the_embedding_itself(config: ModelConfig, tied: bool) ->
 
 
 @both
-def test_an_update_of_a_tied_embedding_changes_the_head(config: ModelConfig) -> None:
+def test_tied_embedding_update_changes_head(config: ModelConfig) -> None:
     model = empty_model(config.model_copy(update={"tie_word_embeddings": True})).double()
     model.init_weights(torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -334,13 +332,13 @@ def test_an_update_of_a_tied_embedding_changes_the_head(config: ModelConfig) -> 
 # Rotary positions
 
 
-def test_rope_frequencies_fall_from_one_by_powers_of_theta() -> None:
+def test_rope_frequencies_decrease_from_one_by_powers_of_theta() -> None:
     frequencies = rope_frequencies(8, 10_000.0, None)
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
     assert frequencies.dtype == torch.float32
 
 
-def test_linear_scaling_is_the_angle_of_a_position_divided_by_the_factor() -> None:
+def test_rope_linear_scaling_divides_position_by_factor() -> None:
     scaled = rope_frequencies(8, 100.0, LinearRope(rope_type="linear", factor=4.0))
     plain = rope_frequencies(8, 100.0, None)
     for table, expected in zip(
@@ -351,7 +349,7 @@ def test_linear_scaling_is_the_angle_of_a_position_divided_by_the_factor() -> No
         torch.testing.assert_close(table, expected)
 
 
-def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between() -> None:
+def test_llama3_scaling_keeps_short_waves_stretches_long_and_blends_between() -> None:
     scaling = Llama3Rope(
         rope_type="llama3",
         factor=8.0,
@@ -377,7 +375,7 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_blends_between
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, 4), (3, 7), (3, 8), (2, 7)])
-def test_pairs_turn_alike_however_they_are_computed(start: int, size: int) -> None:
+def test_rope_rotation_is_equal_for_every_implementation(start: int, size: int) -> None:
     """Also in a part of a head that begins at an odd place, as complex numbers do not."""
     tables = rope_tables(rope_frequencies(4, 100.0, None), torch.arange(5), torch.float32)
     whole = torch.randn(2, 5, 3, size, generator=torch.Generator().manual_seed(1))
@@ -408,7 +406,7 @@ def test_rope_tables_are_cosine_and_sine_of_position_times_frequency() -> None:
             assert sin[t, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
 
 
-def test_rope_tables_take_positions_by_row() -> None:
+def test_rope_tables_accept_positions_per_row() -> None:
     frequencies = rope_frequencies(4, 10.0, None)
     positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
     cos, sin = rope_tables(frequencies, positions, torch.float32)
@@ -428,7 +426,7 @@ def test_rope_tables_are_exact_under_autocast() -> None:
     assert torch.equal(found[1], expected[1])
 
 
-def test_rotated_products_depend_on_the_distance_only() -> None:
+def test_rope_products_depend_only_on_distance() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
     frequencies = rope_frequencies(8, 100.0, None)
@@ -455,7 +453,7 @@ def test_rotated_products_depend_on_the_distance_only() -> None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40)
-def test_attention_is_softmax_over_all_tokens_up_to_its_own(
+def test_attention_matches_causal_softmax(
     kv_heads: int, group: int, new: int, old: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -472,7 +470,7 @@ def test_attention_is_softmax_over_all_tokens_up_to_its_own(
             torch.testing.assert_close(result[:, head, t], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_mask_replaces_the_causal_one() -> None:
+def test_attention_mask_replaces_causal_mask() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     only_itself = torch.eye(5, dtype=torch.bool)[None, None]
     found = attention(q[None], k[None], v[None], AttentionOptions(only_itself))[0]
@@ -482,7 +480,7 @@ def test_a_mask_replaces_the_causal_one() -> None:
 # Dropout
 
 
-def test_dropout_works_in_training_only() -> None:
+def test_dropout_is_active_in_training_only() -> None:
     config = GPT2.model_copy(update={"embd_pdrop": 0.5, "attn_pdrop": 0.5, "resid_pdrop": 0.5})
     model, input_ids = ready(config), ids(1, 10)
     torch.manual_seed(0)
@@ -495,18 +493,18 @@ def test_dropout_works_in_training_only() -> None:
 
 
 @both
-def test_a_model_on_the_meta_device_takes_no_memory(config: ModelConfig) -> None:
+def test_model_on_meta_device_allocates_no_memory(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = build_model(config)
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
 @both
-def test_a_config_survives_its_config_json(config: ModelConfig) -> None:
+def test_config_round_trips_through_config_json(config: ModelConfig) -> None:
     assert type(config).from_hf(config.to_hf()) == config
 
 
-def test_what_a_config_leaves_out_follows_from_the_rest() -> None:
+def test_config_missing_values_follow_from_others() -> None:
     gpt2 = GPT2Config(hidden_size=40, num_attention_heads=5)
     assert (gpt2.intermediate_size, gpt2.head_dim, gpt2.num_key_value_heads) == (160, 8, 5)
     llama = LlamaConfig(hidden_size=192, num_attention_heads=6)
@@ -515,7 +513,7 @@ def test_what_a_config_leaves_out_follows_from_the_rest() -> None:
     assert LlamaConfig(hidden_size=200, num_attention_heads=4).intermediate_size == 544
 
 
-def test_only_what_is_rotated_must_be_even() -> None:
+def test_config_odd_rotary_dimension_raises_validation_error() -> None:
     DeepseekConfig(qk_nope_head_dim=3, qk_rope_head_dim=2)
     with pytest.raises(ValidationError, match="qk_rope_head_dim 3 must be even"):
         DeepseekConfig(qk_nope_head_dim=3, qk_rope_head_dim=3)
@@ -540,14 +538,14 @@ def test_only_what_is_rotated_must_be_even() -> None:
         (LlamaConfig, {"hidden_size": "256"}, "valid integer"),
     ],
 )
-def test_impossible_shapes_are_refused(
+def test_config_impossible_shapes_raise_validation_error(
     family: type[GPT2Config] | type[LlamaConfig], values: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValidationError, match=problem):
         family(**values)
 
 
-def test_granites_multipliers_stand_in_no_other_familys_section() -> None:
+def test_granite_multipliers_are_keys_of_granite_only() -> None:
     """Or the hashes by which runs with `lora` know their bases would be others than before."""
     granite = LlamaConfig(model_type="granite", hidden_size=32, num_attention_heads=2)
     keys = {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
@@ -560,7 +558,7 @@ def test_granites_multipliers_stand_in_no_other_familys_section() -> None:
         LlamaConfig(logits_scaling=2.0)
 
 
-def test_nanochats_cap_is_15_where_no_other_or_none_is_given() -> None:
+def test_nanochat_logit_cap_defaults_to_15() -> None:
     sections: list[tuple[dict[str, Any], float | None]] = [
         ({}, 15.0),
         ({"final_logit_softcapping": None}, None),

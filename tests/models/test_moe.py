@@ -34,7 +34,7 @@ def expected_product(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("sizes", [(16, 8), (16, 9), (7, 8), (8, 16)])
 @pytest.mark.parametrize("ends", [[4, 4, 10], [0, 0, 10], [3, 6, 10], [10, 10, 10]])
-def test_grouped_products_and_their_gradients_are_those_of_each_block(
+def test_grouped_products_and_gradients_match_each_block(
     dtype: torch.dtype, sizes: tuple[int, int], ends: list[int]
 ) -> None:
     """With the kernel, and where sizes are not its own, without."""
@@ -58,7 +58,7 @@ def test_grouped_products_and_their_gradients_are_those_of_each_block(
 @pytest.mark.parametrize(
     "ends", [[130, 140, 400], [0, 399, 400], [400, 400, 400], [7, 150, 400], [200, 390, 400]]
 )
-def test_many_rows_in_bf16_are_multiplied_in_blocks(
+def test_grouped_linear_many_bf16_rows_are_multiplied_in_blocks(
     ends: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_seen: list[int] = []
@@ -84,7 +84,7 @@ def test_many_rows_in_bf16_are_multiplied_in_blocks(
 
 
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=6))
-def test_rows_are_multiplied_with_few_others_in_their_place(visits: list[int]) -> None:
+def test_grouped_linear_rows_need_little_padding(visits: list[int]) -> None:
     ends = torch.tensor(visits).cumsum(0)
     rows = torch.arange(sum(visits))
     found = list(_blocks(rows, ends))
@@ -96,7 +96,7 @@ def test_rows_are_multiplied_with_few_others_in_their_place(visits: list[int]) -
         assert 0 <= more <= max(7, count / 16)
 
 
-def test_products_of_experts_have_few_shapes_whatever_the_router_does() -> None:
+def test_grouped_linear_uses_few_shapes_for_any_routing() -> None:
     """oneDNN compiles code for each, and keeps it: half a MB."""
     rows = torch.zeros(5000)
     sizes = {
@@ -107,7 +107,7 @@ def test_products_of_experts_have_few_shapes_whatever_the_router_does() -> None:
     assert len(sizes) < 120
 
 
-def test_under_autocast_products_run_in_its_dtype() -> None:
+def test_grouped_linear_under_autocast_computes_in_autocast_dtype() -> None:
     x, weight = torch.randn(4, 8), torch.randn(2, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert grouped_linear(x, weight, torch.tensor([1, 4])).dtype == torch.bfloat16
@@ -136,7 +136,7 @@ def some_model(config: MoEConfig) -> Llama:
     return model
 
 
-def test_the_hot_path_is_two_grouped_products_a_layer_whatever_the_experts(
+def test_sparse_mlp_calls_two_grouped_products_per_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = 0
@@ -153,7 +153,7 @@ def test_the_hot_path_is_two_grouped_products_a_layer_whatever_the_experts(
     assert calls == 2 * 2  # of two layers
 
 
-def test_every_token_gets_the_weighted_sum_of_its_experts() -> None:
+def test_sparse_mlp_output_is_weighted_sum_of_chosen_experts() -> None:
     """Against a plain loop over tokens."""
     model = some_model(config())
     layer = model.model.layers[0]
@@ -171,7 +171,7 @@ def test_every_token_gets_the_weighted_sum_of_its_experts() -> None:
         torch.testing.assert_close(y, total, atol=1e-6, rtol=1e-5)
 
 
-def test_the_balancing_loss_is_lowest_where_all_experts_are_visited_alike() -> None:
+def test_balancing_loss_is_lowest_with_equal_expert_loads() -> None:
     even = [torch.eye(4).repeat(3, 1) * 50]
     loss, visits = load_balancing_loss(even, 1)
     assert loss.item() == pytest.approx(1.0)
@@ -185,7 +185,7 @@ def test_the_balancing_loss_is_lowest_where_all_experts_are_visited_alike() -> N
     assert both == pytest.approx(4 * ((15 / 24) * (1 + 0.25) / 2 + 3 * (3 / 24) * 0.25 / 2))
 
 
-def test_statistics_are_those_of_all_passes_since_they_were_taken() -> None:
+def test_router_statistics_cover_passes_since_last_take() -> None:
     statistics = RouterStatistics()
     assert statistics.take(1) == {}
     statistics.add(torch.tensor(6.0), torch.tensor([[3, 1], [0, 4]]))
@@ -199,7 +199,7 @@ def test_statistics_are_those_of_all_passes_since_they_were_taken() -> None:
     assert statistics.take(4) == {}
 
 
-def test_the_router_learns_from_the_balancing_loss_in_training_only() -> None:
+def test_balancing_loss_trains_router_only_in_training_mode() -> None:
     ids = torch.arange(32)[None] % 50
     plain, balanced = some_model(config(router_aux_loss_coef=0.0)), some_model(config())
     assert plain.eval()(ids, ids) == balanced.eval()(ids, ids)
@@ -229,7 +229,7 @@ def metrics_of(run_folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
-def test_a_run_logs_the_experts_loads_and_the_loss_without_the_routers(
+def test_train_logs_expert_loads_and_loss_without_router_loss(
     compiled: bool, moe_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     moe_recipe["batch"]["gradient_accumulation_steps"] = 2
@@ -256,7 +256,7 @@ def test_a_run_logs_the_experts_loads_and_the_loss_without_the_routers(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_a_run_of_experts_goes_on_bit_for_bit(
+def test_moe_run_resumes_bit_for_bit(
     family: str, moe_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     moe_recipe["model"]["model_type"] = family
@@ -284,7 +284,7 @@ def test_a_run_of_experts_goes_on_bit_for_bit(
     assert (again.checkpoint / weights).read_bytes() == (whole.checkpoint / weights).read_bytes()
 
 
-def test_parameters_and_flops_count_the_visited_experts_only() -> None:
+def test_accounting_counts_visited_experts_only() -> None:
     model = meta_model(config())
     count = count_parameters(model)
     experts = 2 * 5 * 3 * 32 * 24
@@ -298,7 +298,7 @@ def test_parameters_and_flops_count_the_visited_experts_only() -> None:
     assert train_flops_per_token(model, 32) == 6 * (dense + experts * 2 / 5) + attention
 
 
-def test_a_sliding_window_saves_flops() -> None:
+def test_accounting_sliding_window_reduces_flops() -> None:
     full, narrow = meta_model(config()), meta_model(config(sliding_window=8))
     difference = train_flops_per_token(full, 32) - train_flops_per_token(narrow, 32)
     # 16 tokens on average against (1 + ... + 8 + 24 * 8) / 32, as means of widths.
@@ -325,7 +325,9 @@ def test_a_sliding_window_saves_flops() -> None:
         ),
     ],
 )
-def test_shapes_that_no_program_could_load_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_moe_shapes_unsupported_by_all_programs_raise_config_error(
+    changes: dict[str, Any], said: str
+) -> None:
     model = {"model_type": "mixtral", **changes}
     with pytest.raises(ConfigError) as caught:
         parse_recipe({"model": model, "data": {"dir": "d"}})

@@ -93,13 +93,13 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) 
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 150])
-def test_chunks_of_the_delta_rule_are_its_tokens_one_by_one(tokens: int) -> None:
+def test_delta_rule_in_chunks_equals_token_by_token(tokens: int) -> None:
     inputs = rule_inputs(tokens)
     found, _ = apply_rule(inputs)
     torch.testing.assert_close(found, by_definition(*inputs), atol=1e-12, rtol=1e-10)
 
 
-def test_a_state_goes_on_where_the_tokens_before_it_ended() -> None:
+def test_delta_rule_state_continues_after_earlier_tokens() -> None:
     inputs = rule_inputs(150)
     expected, last = apply_rule(inputs)
     first, state = apply_rule([x[:, :70] for x in inputs])
@@ -108,7 +108,7 @@ def test_a_state_goes_on_where_the_tokens_before_it_ended() -> None:
     torch.testing.assert_close(state, last, atol=1e-12, rtol=1e-10)
 
 
-def test_documents_of_a_row_are_computed_as_if_each_were_alone() -> None:
+def test_qwen3_next_documents_of_a_row_equal_each_alone() -> None:
     """They begin within a chunk, at its first token, and after more than a chunk."""
     model, ids, lengths = some_model(), some_ids(2, 300), [5, 59, 1, 2, 130, 103]
     documents = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths)).expand(2, -1)
@@ -120,13 +120,13 @@ def test_documents_of_a_row_are_computed_as_if_each_were_alone() -> None:
     assert (whole - found)[:, 5:].abs().max() > 0.01, "the comparison would say nothing"
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_delta_rule_gradients_match_finite_differences() -> None:
     inputs = tuple(x[:1, :5, :1].clone().requires_grad_() for x in rule_inputs(5))
     places = torch.tensor([[0, 1, 0, 1, 2]])
     assert torch.autograd.gradcheck(lambda *x: apply_rule(x, places=places)[0], inputs)
 
 
-def test_a_conversation_goes_on_from_its_state_and_another_beginning_does_not() -> None:
+def test_qwen3_next_conversation_reuses_state_only_for_same_prefix() -> None:
     model, computed = some_model(), list[int]()
     plain = model.forward
     model.forward = lambda ids, **more: computed.append(ids.shape[1]) or plain(ids, **more)  # type: ignore[func-returns-value, method-assign]
@@ -145,7 +145,7 @@ def test_a_conversation_goes_on_from_its_state_and_another_beginning_does_not() 
 
 
 @torch.no_grad()
-def test_beams_that_change_places_take_their_states_with_them() -> None:
+def test_qwen3_next_beams_carry_their_states() -> None:
     model, ids = some_model(), some_ids(3, 9)
     cache = model.make_cache(3, 20, torch.float64)
     model(ids, cache=cache)
@@ -156,7 +156,7 @@ def test_beams_that_change_places_take_their_states_with_them() -> None:
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
 
 
-def test_scores_of_continuations_are_those_of_the_whole_text() -> None:
+def test_qwen3_next_continuation_scores_match_whole_text() -> None:
     model, context = some_model(), tuple(range(1, 20))
     pairs = [TokenPair(context, (3, 4)), TokenPair(context, (5,)), TokenPair((7, 8), (9, 1, 2))]
     for pair, found in zip(pairs, likelihoods(model, pairs, batch_size=8), strict=True):
@@ -168,12 +168,12 @@ def test_scores_of_continuations_are_those_of_the_whole_text() -> None:
 
 
 @pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a compiler")
-def test_compiled_decoding_is_refused_by_name() -> None:
+def test_qwen3_next_compiled_decoding_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="not support qwen3_next models, whose"):
         BatchDecoder(some_model(), 2, 64, compile=True)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_qwen3_next_multi_token_prediction_layers_are_dropped(tmp_path: Path) -> None:
     model = some_model()
     tensors = weights_to_save(model) | {"mtp.layers.0.mlp.gate.weight": torch.zeros(2, 2)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -184,7 +184,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert torch.equal(loaded(ids), model.float()(ids))
 
 
-def test_the_published_shape_has_its_eighty_billion_parameters_and_three_of_them_active() -> None:
+def test_qwen3_next_published_shape_has_80b_parameters_and_3b_active() -> None:
     config = Qwen3NextConfig.from_hf({"model_type": "qwen3_next", "full_attention_interval": 4})
     assert sum(not config.is_linear(layer) for layer in range(48)) == 12
     count = count_parameters(meta_model(config))
@@ -194,7 +194,7 @@ def test_the_published_shape_has_its_eighty_billion_parameters_and_three_of_them
     assert state_bytes(config) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
 
 
-def test_flops_count_states_and_only_the_tokens_that_attention_sees() -> None:
+def test_qwen3_next_flops_count_states_and_visible_tokens() -> None:
     model = meta_model(CONFIG)
     short, long = train_flops_per_token(model, 8), train_flops_per_token(model, 16)
     # One layer of three attends: 12 x 4 heads x 8 numbers x half of the 8 more tokens.
@@ -208,7 +208,7 @@ def test_flops_count_states_and_only_the_tokens_that_attention_sees() -> None:
     assert short - train_flops_per_token(smaller, 8) == 6 * (lost - 2) + 18 * 2 * 4 * 8
 
 
-def test_initial_decays_are_those_of_the_published_class_and_no_matrices() -> None:
+def test_qwen3_next_initial_decays_match_published_class() -> None:
     model = empty_model(CONFIG)
     model.init_weights(torch.Generator().manual_seed(0))
     kinds = parameter_kinds(model)
@@ -239,12 +239,12 @@ def test_initial_decays_are_those_of_the_published_class_and_no_matrices() -> No
         ({"sliding_window": 5}, "sliding_window is not a key of qwen3_next models"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_qwen3_next_impossible_shapes_raise_value_error(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Qwen3NextConfig(**_SIZES | changes)
 
 
-def test_one_model_has_one_config() -> None:
+def test_qwen3_next_equivalent_configs_are_equal() -> None:
     usual = ["linear_attention"] * 3 + ["full_attention"]
     sizes = {key: value for key, value in _SIZES.items() if key != "layer_types"}
     sizes |= {"num_hidden_layers": 4}

@@ -68,7 +68,7 @@ def trained(config: OptimizerConfig) -> float:
 
 
 @each
-def test_the_loss_falls_as_with_32_bits(library: str) -> None:
+def test_adamw8bit_loss_falls_as_with_32_bits(library: str) -> None:
     start = trained(make("adamw", learning_rate=1e-30))
     expected, found = trained(make("adamw")), trained(eight_bits(library))
     assert expected < start - 1
@@ -77,7 +77,7 @@ def test_the_loss_falls_as_with_32_bits(library: str) -> None:
 
 
 @each
-def test_the_state_takes_two_bytes_a_parameter(library: str) -> None:
+def test_adamw8bit_state_takes_two_bytes_per_parameter(library: str) -> None:
     model = nn.Linear(512, 512)
     optimizer = Optimizer(model, eight_bits(library))
     expected = optimizer.state_bytes
@@ -89,7 +89,7 @@ def test_the_state_takes_two_bytes_a_parameter(library: str) -> None:
 
 
 @each
-def test_small_tensors_stay_in_32_bits(library: str) -> None:
+def test_adamw8bit_small_tensors_stay_in_32_bits(library: str) -> None:
     model = new_model(CONFIG)
     optimizer = Optimizer(model, eight_bits(library, embeddings_in_32_bits=False))
     steps(model, optimizer, range(1))
@@ -104,7 +104,7 @@ def test_small_tensors_stay_in_32_bits(library: str) -> None:
 
 @each
 @pytest.mark.parametrize("model_config", [CONFIG, TIED_GPT2], ids=["llama", "tied gpt2"])
-def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
+def test_adamw8bit_embeddings_in_32_bits_are_updated_like_adamw(
     library: str, model_config: ModelConfig
 ) -> None:
     wide = eight_bits(library, embeddings_in_32_bits=True)
@@ -129,7 +129,7 @@ def test_embeddings_in_32_bits_are_updated_as_without_8_bits(
 
 
 @each
-def test_embeddings_are_in_32_bits_where_nothing_is_said(library: str) -> None:
+def test_adamw8bit_embeddings_are_in_32_bits_by_default(library: str) -> None:
     sizes = [
         Optimizer(new_model(CONFIG), eight_bits(library, **said)).state_bytes
         for said in ({}, {"embeddings_in_32_bits": True}, {"embeddings_in_32_bits": False})
@@ -137,7 +137,7 @@ def test_embeddings_are_in_32_bits_where_nothing_is_said(library: str) -> None:
     assert sizes[0] == sizes[1] > sizes[2]
 
 
-def test_embeddings_in_32_bits_are_for_8_bits() -> None:
+def test_adamw8bit_embeddings_setting_for_other_optimizers_raises() -> None:
     with pytest.raises(ValidationError, match="applies only to adamw8bit or paged_adamw8bit"):
         make("adamw", embeddings_in_32_bits=True)
 
@@ -146,7 +146,7 @@ def test_embeddings_in_32_bits_are_for_8_bits() -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_run_goes_on_bit_for_bit(
+def test_adamw8bit_run_resumes_bit_for_bit(
     library: str, dtype: torch.dtype, in_backward: bool, wide: bool
 ) -> None:
     config = eight_bits(library, max_grad_norm=0.0, embeddings_in_32_bits=wide)
@@ -169,7 +169,7 @@ def test_a_run_goes_on_bit_for_bit(
 
 
 @each
-def test_weight_decay_is_for_matrices_only(library: str) -> None:
+def test_adamw8bit_weight_decay_applies_to_matrices_only(library: str) -> None:
     model = new_model(CONFIG)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -181,7 +181,7 @@ def test_weight_decay_is_for_matrices_only(library: str) -> None:
 
 
 @each
-def test_a_refused_state_is_not_half_taken(library: str) -> None:
+def test_adamw8bit_refused_state_leaves_optimizer_unchanged(library: str) -> None:
     model = new_model(CONFIG)
     optimizer = Optimizer(model, eight_bits(library))
     steps(model, optimizer, range(1))
@@ -195,7 +195,7 @@ def test_a_refused_state_is_not_half_taken(library: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_state_of_one_library_is_refused_by_the_other() -> None:
+def test_adamw8bit_state_of_other_library_raises_checkpoint_error() -> None:
     model = new_model(CONFIG)
     optimizer = Optimizer(model, eight_bits("bitsandbytes"))
     steps(model, optimizer, range(1))
@@ -211,7 +211,7 @@ def test_the_state_of_one_library_is_refused_by_the_other() -> None:
         (set(), "bitsandbytes"),
     ],
 )
-def test_auto_takes_bitsandbytes_if_it_is_installed(
+def test_adamw8bit_auto_uses_bitsandbytes_if_installed(
     installed: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: object() if n in installed else None)
@@ -219,7 +219,7 @@ def test_auto_takes_bitsandbytes_if_it_is_installed(
 
 
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
-def test_a_library_that_is_not_installed_is_asked_for(
+def test_adamw8bit_missing_library_names_install_command(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, f"{library}.optim", None)
@@ -227,12 +227,12 @@ def test_a_library_that_is_not_installed_is_asked_for(
         Optimizer(new_model(LLAMA), make("adamw8bit", eight_bit_library=library))
 
 
-def test_paged_memory_is_refused_without_cuda() -> None:
+def test_paged_adamw8bit_without_cuda_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="device is cpu: set it to adamw8bit"):
         Optimizer(new_model(LLAMA), make("paged_adamw8bit"))
 
 
-def test_a_release_without_kernels_for_the_device_is_refused(
+def test_adamw8bit_library_without_kernels_for_device_raises_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     optim = pytest.importorskip("bitsandbytes.optim")
@@ -247,7 +247,7 @@ def test_a_release_without_kernels_for_the_device_is_refused(
 
 @each
 @pytest.mark.usefixtures("forked_processes")
-def test_nothing_is_written_to_stderr(library: str) -> None:
+def test_adamw8bit_import_writes_nothing_to_stderr(library: str) -> None:
     """Both libraries complain about kernels that they can't load."""
     pytest.importorskip(library)
     program = (

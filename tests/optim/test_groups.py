@@ -63,7 +63,7 @@ def roles(model: nn.Module) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("config, tables", [(LLAMA, 1), (GPT2, 2)], ids=["llama", "gpt2"])
-def test_names_and_shapes_decide_the_role(config: ModelConfig, tables: int) -> None:
+def test_parameter_roles_follow_names_and_shapes(config: ModelConfig, tables: int) -> None:
     model = new_model(config)
     found = roles(model)
     assert [name for name, role in found.items() if role == "head"] == ["lm_head.weight"]
@@ -75,7 +75,7 @@ def test_names_and_shapes_decide_the_role(config: ModelConfig, tables: int) -> N
             assert found[name] == "matrix"
 
 
-def test_stacked_biases_of_experts_are_vectors() -> None:
+def test_parameter_roles_stacked_expert_biases_are_vectors() -> None:
     sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1}
     model = new_model(GptOssConfig(**sizes, num_experts=3))
     found, gate = roles(model), "model.layers.0.mlp.experts.gate_up_proj"
@@ -87,11 +87,11 @@ def test_stacked_biases_of_experts_are_vectors() -> None:
     assert MUON.takes(gate, model.get_parameter(gate))
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_parameter_roles_count_tied_head_as_embedding() -> None:
     assert "head" not in roles(new_model(TIED)).values()
 
 
-def test_gpt2s_projections_are_transposed_and_no_others() -> None:
+def test_parameter_kinds_only_gpt2_projections_are_transposed() -> None:
     kinds = parameter_kinds(new_model(GPT2))
     assert {name for name, kind in kinds.items() if kind.transposed} == {
         f"transformer.h.{layer}.{part}.weight"
@@ -101,7 +101,7 @@ def test_gpt2s_projections_are_transposed_and_no_others() -> None:
     assert not any(kind.transposed for kind in parameter_kinds(new_model(LLAMA)).values())
 
 
-def test_without_keys_of_their_own_there_are_the_two_groups_of_old() -> None:
+def test_parameter_groups_without_own_keys_are_decayed_and_undecayed() -> None:
     optimizer = Optimizer(new_model(), make("adamw", weight_decay=0.3))
     (torchs,) = optimizer._torch_optimizers
     found = [(g["lr"], g["betas"], g["weight_decay"]) for g in torchs.param_groups]
@@ -110,7 +110,7 @@ def test_without_keys_of_their_own_there_are_the_two_groups_of_old() -> None:
 
 @pytest.mark.parametrize("way", ["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_adamw_with_own_settings_is_the_formula_of_each_role(way: str, in_backward: bool) -> None:
+def test_adamw_with_own_settings_matches_formula_of_each_role(way: str, in_backward: bool) -> None:
     """In fp64, over 6 steps with a rate that changes; in the backward pass too."""
     model = new_model()
     expected = {name: value.double() for name, value in weights(model).items()}
@@ -149,7 +149,7 @@ def movements(config: OptimizerConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor", "muon", "adamw8bit"])
-def test_every_optimizer_takes_a_roles_own_rate(name: str) -> None:
+def test_parameter_groups_every_optimizer_applies_own_learning_rate_of_role(name: str) -> None:
     plain = movements(make(name, weight_decay=0.0, max_grad_norm=0.0))
     multiples = {"embedding_lr_multiple": 3.0, "head_lr_multiple": 0.5, "vector_lr_multiple": 2.0}
     own = movements(make(name, weight_decay=0.0, max_grad_norm=0.0, **multiples))
@@ -159,7 +159,7 @@ def test_every_optimizer_takes_a_roles_own_rate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "adamw8bit"])
-def test_embeddings_can_be_left_without_decay(name: str) -> None:
+def test_parameter_groups_embeddings_can_be_undecayed(name: str) -> None:
     model = new_model()
     before = weights(model)
     optimizer = Optimizer(model, make(name, weight_decay=0.5, embedding_weight_decay=0.0))
@@ -172,7 +172,7 @@ def test_embeddings_can_be_left_without_decay(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_with_own_settings_goes_on_from_its_state(name: str) -> None:
+def test_parameter_groups_run_resumes_from_state(name: str) -> None:
     config = make(name, **OWN)
     unbroken, resumed = new_model(), new_model()
     steps(unbroken, Optimizer(unbroken, config), range(5))
@@ -184,7 +184,7 @@ def test_a_run_with_own_settings_goes_on_from_its_state(name: str) -> None:
     assert same(weights(resumed), weights(unbroken))
 
 
-def test_the_state_of_a_run_without_groups_fits_one_with_them() -> None:
+def test_parameter_groups_accept_state_of_run_without_groups() -> None:
     model = new_model()
     plain = Optimizer(model, make("adamw"))
     steps(model, plain, range(2))
@@ -196,7 +196,7 @@ def lines(model: nn.Module, config: OptimizerConfig) -> list[list[str]]:
     return [line.split() for line in describe_groups(trained, parameter_kinds(model), config)]
 
 
-def test_a_table_names_each_role_with_its_rate_and_decay() -> None:
+def test_parameter_groups_table_lists_rate_and_decay_of_each_role() -> None:
     found = lines(new_model(LLAMA), make("muon", muon_learning_rate=0.02, **OWN))
     assert found[0] == ["optimizer", "muon", "tensors", "parameters", "rate", "decay"]
     assert found[1] == ["embeddings", "1", "464", "0.04", "0"]
@@ -205,13 +205,13 @@ def test_a_table_names_each_role_with_its_rate_and_decay() -> None:
     assert found[4][:4] + found[4][5:] == ["norms", "and", "biases", "13", "0.02", "0.05"]
 
 
-def test_adapters_are_matrices() -> None:
+def test_parameter_roles_adapters_are_matrices() -> None:
     model = new_model(LLAMA)
     add_lora(model, LoraConfig(rank=2, targets=["q_proj"]), torch.Generator().manual_seed(0))
     assert [line[0] for line in lines(model, make("adamw"))] == ["optimizer", "matrices"]
 
 
-def test_counts_follow_the_decay_of_each_role() -> None:
+def test_decay_counts_follow_decay_of_each_role() -> None:
     model = new_model(LLAMA)
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
     config = make("adamw", embedding_weight_decay=0.0, vector_weight_decay=0.1)
@@ -232,7 +232,9 @@ def test_counts_follow_the_decay_of_each_role() -> None:
         ),
     ],
 )
-def test_wrong_settings_are_refused_by_name(values: dict[str, Any], says: str) -> None:
+def test_parameter_groups_invalid_settings_raise_validation_error(
+    values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValidationError, match=says):
         OptimizerConfig.model_validate(values)
 
@@ -246,7 +248,7 @@ def test_wrong_settings_are_refused_by_name(values: dict[str, Any], says: str) -
     ],
 )
 @pytest.mark.parametrize("muon_rate", [None, 0.03])
-def test_rates_follow_from_the_width_they_were_tuned_at(
+def test_learning_rates_scale_from_tuned_width(
     name: str, rates: dict[Role, float], muon_rate: float | None
 ) -> None:
     config = OptimizerConfig(
@@ -261,7 +263,7 @@ def test_rates_follow_from_the_width_they_were_tuned_at(
     assert OptimizerConfig(**OWN).for_width(768) == OptimizerConfig(**OWN)
 
 
-def test_a_resolved_recipe_has_the_rates_of_its_width_once() -> None:
+def test_resolved_recipe_scales_rates_with_width_once() -> None:
     text: dict[str, Any] = {"model": {"model_type": "llama", "hidden_size": 128, "vocab_size": 64}}
     text["data"] = {"dir": "unused"}
     recipe = parse_recipe(text | {"optimizer": {"tuned_width": 64, "learning_rate": 1e-2}}, "test")

@@ -25,7 +25,7 @@ from optimizer_models import (
 _BETAS = [0.75, 0.5]
 
 
-def test_two_steps_have_the_numbers_of_the_algorithm() -> None:
+def test_lion_two_steps_match_hand_computed_values() -> None:
     """Numbers that binary fractions hold, worked out by hand: beta1 0.75, beta2 0.5."""
     x = nn.Parameter(torch.tensor([1.0, -1.0, 2.0]))
     optimizer = Lion([{"params": [x], "weight_decay": 0.5}], 0.25, _BETAS, foreach=False)
@@ -42,7 +42,7 @@ def test_two_steps_have_the_numbers_of_the_algorithm() -> None:
 
 
 @pytest.mark.parametrize("way", ["auto", "for-loop", "foreach"])
-def test_five_steps_of_a_model_are_those_of_the_formula(way: str) -> None:
+def test_lion_five_model_steps_match_formula(way: str) -> None:
     """With weight decay of matrices only, and a learning rate that changes."""
     model, expected = new_model(), weights(new_model())
     config = make("lion", implementation=way, betas=[0.9, 0.99], weight_decay=0.3, max_grad_norm=0)
@@ -62,17 +62,17 @@ def test_five_steps_of_a_model_are_those_of_the_formula(way: str) -> None:
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-6)
 
 
-def test_every_number_moves_by_the_learning_rate() -> None:
+def test_lion_moves_every_value_by_learning_rate() -> None:
     for movement in moved(new_model(), make("lion", weight_decay=0.0), gradient=1e-6).values():
         torch.testing.assert_close(movement, torch.full_like(movement, 0.01))
 
 
-def test_a_fused_lion_is_refused_with_what_works() -> None:
+def test_lion_fused_raises_and_suggests_supported_implementation() -> None:
     with pytest.raises(ValidationError, match=r"no implementation 'fused': set .* to foreach or"):
         make("lion", implementation="fused")
 
 
-def test_a_run_goes_on_from_its_state() -> None:
+def test_lion_run_resumes_from_state() -> None:
     unbroken, resumed = new_model(), new_model()
     steps(unbroken, Optimizer(unbroken, make("lion")), range(4))
     before = Optimizer(resumed, make("lion"))
@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_its_state() -> None:
     assert same(weights(resumed), weights(unbroken))
 
 
-def test_bf16_parameters_have_masters_that_keep_small_updates() -> None:
+def test_lion_bf16_masters_keep_small_updates() -> None:
     config = make("lion", learning_rate=1e-6, weight_decay=0.0)
     model = new_model(dtype=torch.bfloat16)
     optimizer = Optimizer(model, config)
@@ -108,7 +108,7 @@ def two_processes() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_processes")
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_shard_is_updated_as_its_part_of_the_whole(foreach: bool) -> None:
+def test_lion_sharded_update_equals_part_of_full_update(foreach: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

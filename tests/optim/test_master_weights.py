@@ -37,7 +37,7 @@ switched = pytest.mark.parametrize("in_backward", [False, True])
 
 @each
 @switched
-def test_bf16_parameters_are_the_rounded_masters_after_every_step(
+def test_master_weights_bf16_parameters_are_rounded_masters_after_every_step(
     name: str, in_backward: bool
 ) -> None:
     model = new_model(dtype=BF16)
@@ -54,7 +54,7 @@ def test_bf16_parameters_are_the_rounded_masters_after_every_step(
 
 
 @switched
-def test_a_model_is_freed_after_its_steps(in_backward: bool) -> None:
+def test_master_weights_model_is_freed_after_steps(in_backward: bool) -> None:
     """Also its weights, which autograd holds with their hooks."""
     model = new_model(dtype=BF16)
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=in_backward)
@@ -65,7 +65,7 @@ def test_a_model_is_freed_after_its_steps(in_backward: bool) -> None:
     assert [reference() for reference in left] == [None] * len(left)
 
 
-def test_masters_are_those_of_an_fp32_model_with_the_same_gradients() -> None:
+def test_master_weights_equal_fp32_model_with_same_gradients() -> None:
     low, full = new_model(dtype=BF16), new_model(dtype=BF16).float()
     one, other = Optimizer(low, make("adamw")), Optimizer(full, make("adamw"))
     for seed in range(4):
@@ -80,7 +80,7 @@ def test_masters_are_those_of_an_fp32_model_with_the_same_gradients() -> None:
     assert same(full_weights(low, one), weights(full))
 
 
-def test_updates_too_small_for_bf16_add_up() -> None:
+def test_master_weights_accumulate_updates_too_small_for_bf16() -> None:
     model = nn.Linear(1, 1, bias=False).to(BF16)
     nn.init.ones_(model.weight)
     optimizer = Optimizer(model, make("sgd", sgd_momentum=0.0, weight_decay=0.0))
@@ -92,7 +92,7 @@ def test_updates_too_small_for_bf16_add_up() -> None:
     assert model.weight.item() == pytest.approx(0.99, rel=1 / 256)
 
 
-def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
+def test_master_weights_accumulate_micro_batch_gradients_in_fp32() -> None:
     """Against the sum in fp64: at most fp32's rounding off, and bf16's own sum a lot more."""
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(64, 64, generator=generator).to(BF16) for _ in range(8)]
@@ -111,7 +111,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
     assert in_bf16 > 1000 * off
 
 
-def test_clipping_and_updating_take_up_gradients_that_nobody_accumulated() -> None:
+def test_master_weights_clipping_and_update_accept_unaccumulated_gradients() -> None:
     first, second = new_model(dtype=BF16), new_model(dtype=BF16)
     for model in (first, second):
         optimizer = Optimizer(model, make("adamw", weight_decay=0.0))
@@ -124,7 +124,7 @@ def test_clipping_and_updating_take_up_gradients_that_nobody_accumulated() -> No
     assert not same(weights(second), weights(new_model(dtype=BF16)))
 
 
-def test_inside_master_weights_the_model_is_its_masters_and_afterwards_as_before() -> None:
+def test_master_weights_context_swaps_in_masters_and_restores_model() -> None:
     model = new_model(TIED, dtype=BF16)
     optimizer = Optimizer(model, make("adamw"))
     steps(model, optimizer, range(2))
@@ -153,7 +153,7 @@ def interrupted_inside(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
     return seen
 
 
-def test_what_is_written_inside_master_weights_is_trained_on() -> None:
+def test_master_weights_written_inside_context_are_trained_on() -> None:
     model = new_model(dtype=BF16)
     optimizer = Optimizer(model, make("adamw"))
     values = {name: torch.rand(p.shape) + 1 for name, p in model.named_parameters()}
@@ -163,7 +163,7 @@ def test_what_is_written_inside_master_weights_is_trained_on() -> None:
     assert same(full_weights(model, optimizer), values)
 
 
-def test_a_compiled_model_can_be_used_after_master_weights() -> None:
+def test_master_weights_context_keeps_compiled_model_usable() -> None:
     model = new_model(TIED, dtype=BF16)
     optimizer = Optimizer(model, make("adamw"))
     passes = []
@@ -188,7 +188,7 @@ def test_a_compiled_model_can_be_used_after_master_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parameters_with_32_bits_or_more_have_no_masters(dtype: torch.dtype) -> None:
+def test_master_weights_are_not_created_for_32_bit_parameters(dtype: torch.dtype) -> None:
     model = new_model(dtype=dtype)
     optimizer = Optimizer(model, make("adamw"))
     places = [p.data_ptr() for p in model.parameters()]
@@ -201,7 +201,7 @@ def test_parameters_with_32_bits_or_more_have_no_masters(dtype: torch.dtype) -> 
     assert optimizer.state_tensors()["lm_head.weight.exp_avg"].dtype == dtype
 
 
-def test_masters_can_start_from_given_values_and_take_no_copy() -> None:
+def test_master_weights_start_from_given_values_without_copy() -> None:
     model = new_model()
     given = {name: p.data for name, p in model.named_parameters()}
     values = weights(model)
@@ -213,7 +213,7 @@ def test_masters_can_start_from_given_values_and_take_no_copy() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(16, dtype=torch.float64)])
-def test_values_that_can_not_be_masters_are_refused(value: torch.Tensor) -> None:
+def test_master_weights_invalid_values_raise_config_error(value: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match=r"model\.norm\.weight.*expected \[16\] torch.float32"):
         Optimizer(new_model(dtype=BF16), make("adamw"), initial={"model.norm.weight": value})
 
@@ -224,7 +224,7 @@ def test_values_that_can_not_be_masters_are_refused(value: torch.Tensor) -> None
 @each
 @dtypes
 @pytest.mark.parametrize("most", [0, 600])
-def test_updates_in_the_backward_pass_are_those_of_a_step(
+def test_optimizer_in_backward_equals_regular_step(
     name: str, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One by one, and in lists as on a GPU."""
@@ -242,7 +242,7 @@ def test_updates_in_the_backward_pass_are_those_of_a_step(
     assert same(other.state_tensors(), one.state_tensors())
 
 
-def test_a_list_without_all_gradients_is_updated_after_the_backward_pass(
+def test_optimizer_in_backward_partial_gradients_are_updated_after_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("firstlight.optim.optimizer.list_values", lambda _: 1 << 20)
@@ -263,7 +263,7 @@ def test_a_list_without_all_gradients_is_updated_after_the_backward_pass(
 
 
 @dtypes
-def test_gradients_are_gone_when_the_backward_pass_is_over(dtype: torch.dtype) -> None:
+def test_optimizer_in_backward_frees_gradients_after_pass(dtype: torch.dtype) -> None:
     model = new_model(dtype=dtype)
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
     backward(model, 0)
@@ -274,7 +274,7 @@ def test_gradients_are_gone_when_the_backward_pass_is_over(dtype: torch.dtype) -
     assert same(weights(model), after)
 
 
-def test_a_tied_weight_is_updated_once_with_its_whole_gradient() -> None:
+def test_optimizer_in_backward_tied_weight_is_updated_once_with_full_gradient() -> None:
     models = [new_model(TIED), new_model(TIED)]
     ids = torch.arange(8).view(1, 8)
     for model, in_backward in zip(models, (False, True), strict=True):
@@ -285,12 +285,12 @@ def test_a_tied_weight_is_updated_once_with_its_whole_gradient() -> None:
     assert same(weights(models[0]), weights(models[1]))
 
 
-def test_clipping_is_refused_in_the_backward_pass() -> None:
+def test_optimizer_in_backward_clipping_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"set optimizer\.max_grad_norm to 0"):
         Optimizer(new_model(), make("adamw", max_grad_norm=1.0), in_backward=True)
 
 
-def test_a_second_backward_pass_before_the_next_step_is_refused() -> None:
+def test_optimizer_in_backward_second_pass_before_step_raises_config_error() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
     backward(model, 0)
@@ -300,7 +300,7 @@ def test_a_second_backward_pass_before_the_next_step_is_refused() -> None:
     backward(model, 2)
 
 
-def test_scaled_gradients_are_refused_in_the_backward_pass() -> None:
+def test_optimizer_in_backward_scaled_gradients_raise_config_error() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
     backward(model, 0)
@@ -308,7 +308,7 @@ def test_scaled_gradients_are_refused_in_the_backward_pass() -> None:
         optimizer.clip_gradients(1024.0)
 
 
-def test_a_gradient_that_is_no_number_shows_in_the_norm_though_it_was_applied() -> None:
+def test_optimizer_in_backward_non_finite_gradient_shows_in_norm() -> None:
     model = nn.Linear(3, 2)
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=True)
     (model.weight.sum() * float("inf")).backward()  # type: ignore[no-untyped-call]
@@ -321,7 +321,7 @@ def test_a_gradient_that_is_no_number_shows_in_the_norm_though_it_was_applied() 
 @each
 @dtypes
 @switched
-def test_a_run_goes_on_bit_for_bit_with_the_switch_on_or_off(
+def test_optimizer_in_backward_run_resumes_bit_for_bit_with_switch_on_or_off(
     name: str, dtype: torch.dtype, in_backward: bool
 ) -> None:
     config = make(name, max_grad_norm=0.0)

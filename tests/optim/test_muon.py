@@ -51,7 +51,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (16, 16), (130, 70)])
-def test_a_matrix_is_updated_to_the_bit_as_by_torchs_muon(shape: tuple[int, ...]) -> None:
+def test_muon_matrix_update_is_bitwise_equal_to_torch(shape: tuple[int, ...]) -> None:
     mine, theirs = (nn.Parameter(random(*shape)) for _ in range(2))
     own = Muon(group(mine), 0.1, 0.9)
     reference = torch.optim.Muon(
@@ -72,7 +72,7 @@ def test_a_matrix_is_updated_to_the_bit_as_by_torchs_muon(shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8)])
-def test_a_stack_is_updated_as_its_matrices(shape: tuple[int, ...]) -> None:
+def test_muon_stack_is_updated_like_its_matrices(shape: tuple[int, ...]) -> None:
     """To bf16's rounding. One expert's gradients are a thousand times the others'."""
     start = random(*shape)
     stack = nn.Parameter(start.clone())
@@ -95,7 +95,7 @@ def test_a_stack_is_updated_as_its_matrices(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("most, calls", [(1 << 20, 34), (330, 40), (200, 52)])
-def test_matrices_updated_together_move_as_they_do_alone(
+def test_muon_matrices_updated_together_move_like_each_alone(
     monkeypatch: pytest.MonkeyPatch, normalized: bool, most: int, calls: int
 ) -> None:
     """To bf16's rounding: two sizes, two groups, and one matrix without a gradient at first. The
@@ -141,7 +141,7 @@ def test_matrices_updated_together_move_as_they_do_alone(
     assert [float(state["step"]) for state in states[1]] == [6, 6, 4, 6, 6, 6, 6, 6, 6]
 
 
-def test_the_gradient_stays_as_it_was() -> None:
+def test_muon_step_keeps_gradient_unchanged() -> None:
     parameter = nn.Parameter(random(6, 4))
     parameter.grad = random(6, 4, seed=1)
     Muon(group(parameter), 0.1, 0.9).step()
@@ -152,7 +152,7 @@ def test_the_gradient_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("shape", [(30, 12), (2, 12, 30)])
-def test_orthogonalised_tiny_gradients_in_fp16_are_nearer_to_fp64_than_in_bf16(
+def test_orthogonalise_tiny_gradients_in_fp16_is_more_accurate_than_bf16(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
     # Below the smallest value of fp16, 6e-8.
@@ -195,7 +195,7 @@ def best_quintic(low: float, high: float) -> tuple[float, float, float]:
     return float(a), float(b), float(c)
 
 
-def test_the_polar_express_coefficients_are_the_best_polynomials_one_after_the_other() -> None:
+def test_polar_express_coefficients_are_successive_optimal_polynomials() -> None:
     """Amsel et al. 2025, algorithm 1: singular values from 0.001, a cushion of 0.02 and a safety
     factor of 1.02."""
     low, high, cushion, safety = 1e-3, 1.0, 0.02, 1.02
@@ -219,7 +219,7 @@ def test_the_polar_express_coefficients_are_the_best_polynomials_one_after_the_o
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_rows_are_divided_by_their_averaged_size(shape: tuple[int, ...], transposed: bool) -> None:
+def test_normuon_divides_rows_by_averaged_size(shape: tuple[int, ...], transposed: bool) -> None:
     """NorMuon's algorithm 1 in fp64: v, then o / sqrt(v), then a root mean square of one."""
     along = -2 if transposed else -1
     rows = list(shape)
@@ -238,7 +238,7 @@ def test_rows_are_divided_by_their_averaged_size(shape: tuple[int, ...], transpo
     torch.testing.assert_close(state.double(), v, atol=1e-6, rtol=1e-6)
 
 
-def test_normuon_moves_a_matrix_by_two_tenths_of_the_rate() -> None:
+def test_normuon_update_size_is_two_tenths_of_rate() -> None:
     parameter = nn.Parameter(random(12, 30))
     before = parameter.detach().clone()
     parameter.grad = random(12, 30, seed=1) * torch.logspace(-2, 2, 12)[:, None]
@@ -250,7 +250,7 @@ def test_normuon_moves_a_matrix_by_two_tenths_of_the_rate() -> None:
     torch.testing.assert_close(sizes, torch.full_like(sizes, 0.02), rtol=1e-4, atol=0)
 
 
-def test_neurons_are_the_outputs_of_either_layout() -> None:
+def test_normuon_neurons_are_outputs_of_either_layout() -> None:
     """Columns of GPT-2's [inputs, outputs], rows of Llama's [outputs, inputs], of experts too."""
     for config in (GPT2, LLAMA, MOE):
         model = new_model(config)
@@ -287,7 +287,7 @@ class Matrix(nn.Module):
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("shape", [(6, 1), (1, 6), (6, 4), (1, 1)])
-def test_a_sharded_matrix_of_one_column_has_averages_that_are_whole(
+def test_muon_sharded_single_column_matrix_has_whole_second_moments(
     shape: tuple[int, int],
 ) -> None:
     """LoRA's B of rank 1: the averages of its neurons have its own shape."""
@@ -327,7 +327,7 @@ def test_a_sharded_matrix_of_one_column_has_averages_that_are_whole(
 # Momentum warm-up, and all together
 
 
-def test_momentum_rises_from_the_first_to_the_last() -> None:
+def test_muon_momentum_rises_from_first_to_last_value() -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
     optimizer = Muon(group(parameter), 0.1, 0.95, first_momentum=0.85, warmup_steps=4)
     average = torch.zeros(2, 2)
@@ -347,7 +347,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, MOE], ids=["llama", "gpt2", "moe"])
-def test_a_run_with_every_key_goes_on_from_its_state(config: Any) -> None:
+def test_muon_run_with_every_key_resumes_from_state(config: Any) -> None:
     settings = make("muon", **EVERYTHING)
     unbroken, resumed = new_model(config), new_model(config)
     steps(unbroken, Optimizer(unbroken, settings), range(5))
@@ -361,7 +361,7 @@ def test_a_run_with_every_key_goes_on_from_its_state(config: Any) -> None:
     assert same(weights(resumed), weights(unbroken))
 
 
-def test_a_run_with_every_key_is_the_same_in_the_backward_pass() -> None:
+def test_muon_run_with_every_key_is_unchanged_in_backward_pass() -> None:
     settings = make("muon", max_grad_norm=0.0, **EVERYTHING)
     plain, inside = new_model(), new_model()
     steps(plain, Optimizer(plain, settings), range(4))
@@ -372,7 +372,7 @@ def test_a_run_with_every_key_is_the_same_in_the_backward_pass() -> None:
 # Cautious weight decay
 
 
-def test_only_numbers_that_move_towards_zero_decay() -> None:
+def test_cautious_weight_decay_applies_only_to_values_moving_towards_zero() -> None:
     x = torch.tensor([2.0, -2.0, 2.0, -2.0])
     decay_cautiously(x, torch.tensor([1.0, -3.0, -1.0, 0.5]), 0.25)
     assert x.tolist() == [1.5, -1.5, 2.0, -2.0]
@@ -380,7 +380,7 @@ def test_only_numbers_that_move_towards_zero_decay() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("way", ["for-loop", "foreach", "fused"])
-def test_cautious_decay_is_the_papers_formula(name: str, way: str) -> None:
+def test_cautious_weight_decay_matches_paper_formula(name: str, way: str) -> None:
     """x - lr (u + decay x [u x >= 0]), with u from the same optimizer without decay."""
     if (name, way) in {("lion", "fused"), ("muon", "foreach"), ("muon", "for-loop")}:
         pytest.skip("no such implementation of its own")

@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @both
-def test_weight_decay_is_for_matrices_only(config: ModelConfig) -> None:
+def test_weight_decay_applies_to_matrices_only(config: ModelConfig) -> None:
     """With no gradient, AdamW's only movement is the decay."""
     found = moved(new_model(config), make("adamw", weight_decay=0.5), gradient=0.0)
     shapes = {name: p.dim() for name, p in new_model(config).named_parameters()}
@@ -47,7 +47,7 @@ def test_weight_decay_is_for_matrices_only(config: ModelConfig) -> None:
 
 
 @both
-def test_muon_gets_exactly_the_matrices_inside_the_layers(config: ModelConfig) -> None:
+def test_muon_receives_exactly_the_matrices_inside_layers(config: ModelConfig) -> None:
     model = new_model(config)
     optimizer = Optimizer(model, make("muon"))
     set_gradients(model, 0)
@@ -67,7 +67,7 @@ def test_muon_gets_exactly_the_matrices_inside_the_layers(config: ModelConfig) -
     assert len(expected) == 2 * (7 if config is LLAMA else 4)
 
 
-def test_muon_has_its_own_learning_rate_where_one_is_given() -> None:
+def test_muon_own_learning_rate_applies_to_matrices_only() -> None:
     """At rate 0+, only what the other rate drives can move."""
     tiny = 1e-30
     config = make("muon", learning_rate=tiny, muon_learning_rate=0.01, weight_decay=0.0)
@@ -82,7 +82,7 @@ def test_muon_has_its_own_learning_rate_where_one_is_given() -> None:
     assert not found["model.layers.0.mlp.up_proj.weight"].any()
 
 
-def test_muon_steps_have_the_size_of_adamws() -> None:
+def test_muon_steps_have_size_of_adamw_steps() -> None:
     """Its orthogonal update scaled by 0.2 sqrt(larger side): entries of about 0.2.
 
     The matrices are large, so that no other scale comes to the same.
@@ -102,7 +102,7 @@ def test_muon_steps_have_the_size_of_adamws() -> None:
 
 
 @both
-def test_adamw_is_torchs_adamw(config: ModelConfig) -> None:
+def test_adamw_matches_torch(config: ModelConfig) -> None:
     own, theirs = new_model(config), new_model(config)
     optimizer = Optimizer(own, make("adamw", betas=[0.8, 0.9], eps=1e-6, weight_decay=0.3))
     reference = torch.optim.AdamW(
@@ -133,7 +133,7 @@ def test_adamw_is_torchs_adamw(config: ModelConfig) -> None:
         )
 
 
-def test_adamw_by_hand_for_one_number() -> None:
+def test_adamw_single_value_matches_hand_calculation() -> None:
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(2.0)
@@ -153,7 +153,7 @@ def test_adamw_by_hand_for_one_number() -> None:
 
 
 @each
-def test_the_learning_rate_is_a_share_of_each_groups_peak(name: str) -> None:
+def test_set_learning_rate_scales_peak_of_each_group(name: str) -> None:
     optimizer = Optimizer(new_model(), make(name, muon_learning_rate=0.5))
     for share in (0.25, 1.0, 0.125):
         assert optimizer.set_learning_rate(share) == pytest.approx(0.01 * share)
@@ -161,7 +161,7 @@ def test_the_learning_rate_is_a_share_of_each_groups_peak(name: str) -> None:
         assert rates == ({0.01 * share, 0.5 * share} if name == "muon" else {0.01 * share})
 
 
-def test_clipping_scales_to_the_limit_and_returns_the_norm_before() -> None:
+def test_clip_gradients_scales_to_limit_and_returns_norm_before() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.5))
     set_gradients(model, 0)
@@ -175,7 +175,7 @@ def test_clipping_scales_to_the_limit_and_returns_the_norm_before() -> None:
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_clipping_is_torchs_bit_for_bit_also_of_scaled_gradients(
+def test_clip_gradients_is_bitwise_equal_to_torch_also_when_scaled(
     limit: float, scale: float
 ) -> None:
     own, theirs = new_model(), new_model()
@@ -192,7 +192,7 @@ def test_clipping_is_torchs_bit_for_bit_also_of_scaled_gradients(
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e6])
-def test_gradients_below_the_limit_or_without_one_stay_as_they_are(limit: float) -> None:
+def test_clip_gradients_below_limit_changes_nothing(limit: float) -> None:
     model = new_model()
     set_gradients(model, 0)
     before = gradients(model)
@@ -202,7 +202,7 @@ def test_gradients_below_the_limit_or_without_one_stay_as_they_are(limit: float)
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_shows_in_the_norm(limit: float, value: float) -> None:
+def test_clip_gradients_non_finite_gradient_shows_in_norm(limit: float, value: float) -> None:
     model = new_model()
     set_gradients(model, 0)
     first = next(model.parameters())
@@ -213,7 +213,7 @@ def test_a_gradient_that_is_no_number_shows_in_the_norm(limit: float, value: flo
 
 
 @each
-def test_zero_grad_forgets_every_gradient(name: str) -> None:
+def test_zero_grad_clears_every_gradient(name: str) -> None:
     model = new_model()
     set_gradients(model, 0)
     Optimizer(model, make(name)).zero_grad()
@@ -225,7 +225,7 @@ def test_zero_grad_forgets_every_gradient(name: str) -> None:
 
 @both
 @each
-def test_a_run_goes_on_bit_for_bit_from_the_saved_state(name: str, config: ModelConfig) -> None:
+def test_optimizer_run_resumes_bit_for_bit_from_saved_state(name: str, config: ModelConfig) -> None:
     model = new_model(config)
     optimizer = Optimizer(model, make(name))
     steps(model, optimizer, range(3))
@@ -244,7 +244,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_saved_state(name: str, config: Model
 
 
 @each
-def test_the_state_that_was_loaded_is_not_written_to_later(name: str) -> None:
+def test_optimizer_loaded_state_is_not_modified_later(name: str) -> None:
     model = new_model()
     optimizer = Optimizer(model, make(name))
     steps(model, optimizer, range(2))
@@ -257,7 +257,7 @@ def test_the_state_that_was_loaded_is_not_written_to_later(name: str) -> None:
 
 
 @each
-def test_the_learning_rate_is_never_part_of_the_state(name: str) -> None:
+def test_optimizer_state_excludes_learning_rate(name: str) -> None:
     """Or a resumed run would go on with a stale one, whatever its recipe says."""
     model = new_model()
     optimizer = Optimizer(model, make(name, learning_rate=0.5))
@@ -271,7 +271,7 @@ def test_the_learning_rate_is_never_part_of_the_state(name: str) -> None:
     assert rates == {0.125}
 
 
-def test_state_tensors_can_be_told_apart_by_parameter() -> None:
+def test_optimizer_state_tensors_are_named_by_parameter() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("adamw"))
     assert optimizer.state_tensors() == {}
@@ -291,7 +291,7 @@ def saved_state(name: str, config: ModelConfig = LLAMA) -> dict[str, Tensor]:
 
 
 @each
-def test_state_that_lacks_a_tensor_is_refused_by_name(name: str) -> None:
+def test_optimizer_state_lacking_a_tensor_raises_and_names_it(name: str) -> None:
     complete = saved_state(name)
     for key in ("model.norm.weight.exp_avg_sq", "lm_head.weight.step", "lm_head.weight.exp_avg"):
         state = {n: t for n, t in complete.items() if n != key}
@@ -300,7 +300,7 @@ def test_state_that_lacks_a_tensor_is_refused_by_name(name: str) -> None:
 
 
 @each
-def test_state_with_an_unknown_tensor_is_refused_by_name(name: str) -> None:
+def test_optimizer_state_with_unknown_tensor_raises_and_names_it(name: str) -> None:
     for key in ("model.norm.weight.momentum", "model.layers.9.x.exp_avg", "loose"):
         state = {**saved_state(name), key: torch.zeros(16)}
         with pytest.raises(CheckpointError, match=key):
@@ -308,20 +308,22 @@ def test_state_with_an_unknown_tensor_is_refused_by_name(name: str) -> None:
 
 
 @each
-def test_state_of_another_model_is_refused(name: str) -> None:
+def test_optimizer_state_of_other_model_raises_checkpoint_error(name: str) -> None:
     with pytest.raises(CheckpointError, match="is in only one of them"):
         Optimizer(new_model(GPT2), make(name)).load_state_tensors(saved_state(name))
 
 
 @pytest.mark.parametrize("saved, now", [("adamw", "muon"), ("muon", "adamw")])
-def test_state_of_the_other_optimizer_is_refused(saved: str, now: str) -> None:
+def test_optimizer_state_of_other_optimizer_raises_checkpoint_error(saved: str, now: str) -> None:
     with pytest.raises(CheckpointError, match="is in only one of them"):
         Optimizer(new_model(), make(now)).load_state_tensors(saved_state(saved))
 
 
 @each
 @pytest.mark.parametrize("shape", [(), (15,), (16, 1)])
-def test_misshapen_state_is_refused_with_both_shapes(name: str, shape: tuple[int, ...]) -> None:
+def test_optimizer_state_with_wrong_shape_raises_with_both_shapes(
+    name: str, shape: tuple[int, ...]
+) -> None:
     state = {**saved_state(name), "model.norm.weight.exp_avg": torch.zeros(shape)}
     optimizer = Optimizer(new_model(), make(name))
     with pytest.raises(CheckpointError, match=r"norm\.weight\.exp_avg' is .*expected \[16\]"):
@@ -348,6 +350,6 @@ def test_misshapen_state_is_refused_with_both_shapes(name: str, shape: tuple[int
         {"lr": 0.1},
     ],
 )
-def test_impossible_settings_are_refused(values: dict[str, Any]) -> None:
+def test_optimizer_impossible_settings_raise_validation_error(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         OptimizerConfig.model_validate(values)

@@ -54,7 +54,7 @@ def after_steps(config: OptimizerConfig) -> dict[str, Tensor]:
     "name, way",
     [(n, w) for n in NAMES for w in WAYS if w in OPTIMIZERS[n].implementations],
 )
-def test_every_implementation_gives_the_same_numbers_to_rounding(name: str, way: str) -> None:
+def test_optimizer_implementations_agree_up_to_rounding(name: str, way: str) -> None:
     expected = after_steps(make(name, implementation="for-loop"))
     found = after_steps(make(name, implementation=way))
     start = weights(new_model())
@@ -80,20 +80,20 @@ def switches(name: str, way: str, device: str = "cpu") -> set[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_the_implementation_is_the_one_asked_for(name: str) -> None:
+def test_optimizer_uses_requested_implementation(name: str) -> None:
     assert switches(name, "for-loop") == {(False, False)}
     assert switches(name, "foreach") == {(True, False)}
     assert switches(name, "fused") == {(False, True)}
 
 
-def test_auto_is_fused_where_there_is_a_fused_kernel() -> None:
+def test_optimizer_auto_implementation_is_fused_if_available() -> None:
     assert switches("adamw", "auto") == {(False, True)}
     assert switches("adamw", "auto", device="meta") == {(True, False)}
     assert switches("adafactor", "auto") == {(False, None)}
     assert switches("adafactor", "foreach") == {(True, None)}
 
 
-def test_a_fused_kernel_that_a_device_lacks_is_refused_with_what_works() -> None:
+def test_optimizer_fused_kernel_missing_on_device_raises_with_alternative() -> None:
     with pytest.raises(ConfigError, match=r"no fused adamw for meta.* to foreach"):
         switches("adamw", "fused", device="meta")
 
@@ -110,7 +110,9 @@ def test_a_fused_kernel_that_a_device_lacks_is_refused_with_what_works() -> None
         ({"sgd_momentum": 1.0}, "sgd_momentum"),
     ],
 )
-def test_what_can_not_work_is_refused_with_what_works(values: dict[str, Any], says: str) -> None:
+def test_optimizer_unsupported_combinations_raise_with_alternative(
+    values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValidationError, match=says):
         OptimizerConfig.model_validate(values)
 
@@ -119,7 +121,7 @@ def test_what_can_not_work_is_refused_with_what_works(values: dict[str, Any], sa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weight_decay_is_for_matrices_only(name: str) -> None:
+def test_weight_decay_of_every_optimizer_applies_to_matrices_only(name: str) -> None:
     """With no gradient, the only movement is the decay."""
     model = new_model(MOE)
     config = make(name, weight_decay=0.5, learning_rate=0.01)
@@ -128,7 +130,7 @@ def test_weight_decay_is_for_matrices_only(name: str) -> None:
         torch.testing.assert_close(movement, torch.full_like(movement, expected), atol=1e-7, rtol=0)
 
 
-def test_gpt2s_decayed_and_undecayed_parameters_are_counted() -> None:
+def test_decay_counts_of_gpt2_match_known_values() -> None:
     """Of GPT-2 small: embeddings and 48 matrices, 98 norms and biases, as in nanoGPT."""
     model = meta_model(GPT2Config(vocab_size=50257))
     counts = decay_counts(dict(model.named_parameters()), parameter_kinds(model), make("adamw"))
@@ -159,7 +161,7 @@ def after_torchs_steps(model: nn.Module, reference: torch.optim.Optimizer) -> di
 
 @pytest.mark.parametrize("way", ["for-loop", "foreach"])
 @pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_adafactor_is_that_of_transformers_over_50_steps(way: str, size: float) -> None:
+def test_adafactor_matches_transformers_over_50_steps(way: str, size: float) -> None:
     """Weight decay included, with gradients whose squares are below what torch's takes for the
     least, and rows without any, such as tokens have that a batch lacks."""
     from transformers.optimization import Adafactor as Reference
@@ -194,7 +196,7 @@ def test_adafactor_is_that_of_transformers_over_50_steps(way: str, size: float) 
         assert off < 2e-5, name
 
 
-def test_adafactors_weight_decay_is_relative_to_the_parameter() -> None:
+def test_adafactor_weight_decay_is_relative_to_parameter() -> None:
     model = new_model()
     matrix = model.get_parameter("lm_head.weight")
     optimizer = Optimizer(model, make("adafactor", weight_decay=0.1))
@@ -207,7 +209,7 @@ def test_adafactors_weight_decay_is_relative_to_the_parameter() -> None:
     torch.testing.assert_close(matrix, expected, atol=0, rtol=1e-6)
 
 
-def test_adafactors_rate_does_not_fall_by_itself() -> None:
+def test_adafactor_learning_rate_does_not_decay_by_itself() -> None:
     """With torch's it is at most 1/sqrt(step)."""
     model = new_model()
     optimizer = Optimizer(model, make("adafactor", learning_rate=0.9, weight_decay=0.0))
@@ -220,7 +222,7 @@ def test_adafactors_rate_does_not_fall_by_itself() -> None:
     torch.testing.assert_close(matrix, torch.full_like(matrix, 0.1))
 
 
-def test_adafactors_torch_variant_is_torchs_with_these_settings() -> None:
+def test_adafactor_torch_variant_matches_torch() -> None:
     model = new_model()
     reference = torch.optim.Adafactor(groups_of(model, 0.3), lr=0.05, beta2_decay=-0.5, d=2.0)
     expected = after_torchs_steps(model, reference)
@@ -232,7 +234,7 @@ def test_adafactors_torch_variant_is_torchs_with_these_settings() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
-def test_sgd_is_torchs_with_these_settings(momentum: float) -> None:
+def test_sgd_matches_torch(momentum: float) -> None:
     model = new_model()
     reference = torch.optim.SGD(groups_of(model, 0.3), lr=0.01, momentum=momentum, fused=True)
     expected = after_torchs_steps(model, reference)
@@ -240,7 +242,7 @@ def test_sgd_is_torchs_with_these_settings(momentum: float) -> None:
     assert same(after_steps(config), expected)
 
 
-def test_muon_takes_the_stacked_experts() -> None:
+def test_muon_updates_stacked_experts() -> None:
     model = new_model(MOE)
     optimizer = Optimizer(model, make("muon"))
     steps(model, optimizer, range(1))
@@ -248,7 +250,7 @@ def test_muon_takes_the_stacked_experts() -> None:
     assert kinds == {"momentum_buffer"}
 
 
-def test_parameters_that_need_no_gradient_are_left_alone() -> None:
+def test_optimizer_skips_parameters_without_gradient() -> None:
     model = new_model()
     frozen = "model.embed_tokens.weight"
     dict(model.named_parameters())[frozen].requires_grad_(False)
@@ -265,7 +267,7 @@ def test_parameters_that_need_no_gradient_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_size_of_the_state_is_known_before_the_first_step(name: str) -> None:
+def test_optimizer_state_size_is_known_before_first_step(name: str) -> None:
     model = new_model(MOE)
     optimizer = Optimizer(model, make(name))
     expected = optimizer.state_bytes
@@ -277,14 +279,16 @@ def test_the_size_of_the_state_is_known_before_the_first_step(name: str) -> None
     "name, bytes_a_parameter",
     [("adamw", 8), ("sgd", 4), ("adafactor", 1), ("muon", 6), ("lion", 4)],
 )
-def test_bytes_of_state_a_parameter(name: str, bytes_a_parameter: int) -> None:
+def test_optimizer_state_bytes_per_parameter_match_documentation(
+    name: str, bytes_a_parameter: int
+) -> None:
     """As documented: nearly 0 for Adafactor, Muon between 4 and 8."""
     model = new_model(LLAMA.model_copy(update={"hidden_size": 64, "vocab_size": 700}))
     found = Optimizer(model, make(name)).state_bytes / sum(p.numel() for p in model.parameters())
     assert abs(found - bytes_a_parameter) < (1 if name in ("adafactor", "muon") else 0.05)
 
 
-def test_sgd_without_momentum_needs_no_state() -> None:
+def test_sgd_without_momentum_has_no_state() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("sgd", sgd_momentum=0.0))
     steps(model, optimizer, range(1))
@@ -294,7 +298,7 @@ def test_sgd_without_momentum_needs_no_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
-def test_a_run_goes_on_with_another_implementation(name: str) -> None:
+def test_optimizer_run_resumes_with_other_implementation(name: str) -> None:
     expected = after_steps(make(name))
     model = new_model()
     first = Optimizer(model, make(name, implementation="fused"))
@@ -306,7 +310,7 @@ def test_a_run_goes_on_with_another_implementation(name: str) -> None:
         torch.testing.assert_close(value, expected[key], atol=_atol(name), rtol=1e-5)
 
 
-def test_a_step_counter_that_python_reads_stays_on_the_cpu() -> None:
+def test_optimizer_step_counter_read_by_python_stays_on_cpu() -> None:
     """Reading it from a GPU at every update would wait for the GPU."""
     model = new_model()
     first = Optimizer(model, make("adamw"))
@@ -319,7 +323,7 @@ def test_a_step_counter_that_python_reads_stays_on_the_cpu() -> None:
     assert state["exp_avg"].device.type == "meta"
 
 
-def test_state_of_another_dtype_is_refused_by_name() -> None:
+def test_optimizer_state_of_other_dtype_raises_checkpoint_error() -> None:
     model = new_model()
     optimizer = Optimizer(model, make("adamw"))
     steps(model, optimizer, range(1))

@@ -27,7 +27,7 @@ def warmup_cosine(step: int, decay_steps: int, warmup_steps: int, min_lr_ratio: 
     return Schedule(decay_steps, warmup_steps, decay_steps, min_lr_ratio).lr_scale(step)
 
 
-def test_every_value_of_a_short_schedule() -> None:
+def test_short_schedule_matches_every_expected_value() -> None:
     values = [warmup_cosine(step, 8, 4, 0.1) for step in range(10)]
     expected = [
         0.25,
@@ -44,38 +44,38 @@ def test_every_value_of_a_short_schedule() -> None:
     assert values == pytest.approx(expected, abs=1e-15)
 
 
-def test_warm_up_ends_at_exactly_one_and_the_next_step_is_below() -> None:
+def test_warmup_ends_at_exactly_one_and_next_step_is_lower() -> None:
     assert warmup_cosine(98, 1000, 100, 0.1) == 0.99
     assert warmup_cosine(99, 1000, 100, 0.1) == 1.0
     assert 0.99 < warmup_cosine(100, 1000, 100, 0.1) < 1.0
 
 
-def test_the_last_step_has_exactly_the_minimum_and_the_one_before_more() -> None:
+def test_cosine_schedule_reaches_minimum_exactly_at_last_step() -> None:
     assert warmup_cosine(999, 1000, 100, 0.1) == 0.1
     assert warmup_cosine(998, 1000, 100, 0.1) > 0.1
     assert warmup_cosine(999, 1000, 100, 0.0) == 0.0
 
 
-def test_half_way_down_is_the_mean_of_peak_and_minimum() -> None:
+def test_cosine_schedule_midpoint_is_mean_of_peak_and_minimum() -> None:
     # 100 steps of decay, the 50th of them
     assert warmup_cosine(10 + 49, 110, 10, 0.2) == pytest.approx(0.6, abs=1e-12)
 
 
-def test_the_first_update_already_learns() -> None:
+def test_warmup_first_step_is_above_zero() -> None:
     assert warmup_cosine(0, 100, 10, 0.1) == 0.1
     assert warmup_cosine(0, 100, 1, 0.1) == 1.0
 
 
-def test_without_warm_up_the_cosine_begins_at_once() -> None:
+def test_cosine_schedule_without_warmup_decays_from_first_step() -> None:
     expected = 0.5 * (1 + math.cos(math.pi / 10))
     assert warmup_cosine(0, 10, 0, 0.0) == pytest.approx(expected, abs=1e-15)
 
 
-def test_a_schedule_that_is_all_warm_up_ends_at_the_peak() -> None:
+def test_schedule_of_only_warmup_ends_at_peak() -> None:
     assert [warmup_cosine(step, 4, 4, 0.1) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_min_lr_ratio_one_is_a_constant_rate_after_warm_up() -> None:
+def test_cosine_schedule_min_lr_ratio_one_is_constant_after_warmup() -> None:
     assert {warmup_cosine(step, 50, 5, 1.0) for step in range(4, 60)} == {1.0}
 
 
@@ -84,7 +84,7 @@ def test_min_lr_ratio_one_is_a_constant_rate_after_warm_up() -> None:
     warmup_share=st.floats(0, 1),
     ratio=st.floats(0, 1),
 )
-def test_rises_to_the_peak_then_falls_to_the_minimum_within_bounds(
+def test_cosine_schedule_rises_to_peak_then_falls_to_minimum_within_bounds(
     max_steps: int, warmup_share: float, ratio: float
 ) -> None:
     warmup = int(max_steps * warmup_share)
@@ -101,7 +101,7 @@ def test_rises_to_the_peak_then_falls_to_the_minimum_within_bounds(
 
 
 @given(step=st.integers(0, 10**9))
-def test_far_beyond_the_last_step_the_minimum_stays(step: int) -> None:
+def test_cosine_schedule_far_beyond_last_step_stays_at_minimum(step: int) -> None:
     assert warmup_cosine(100 + step, 100, 10, 0.25) == pytest.approx(0.25, abs=1e-15)
 
 
@@ -112,7 +112,7 @@ def resolved(
     return resolve_schedule(ScheduleConfig.model_validate(values), peak, rows, batch, seq_len)
 
 
-def test_nothing_given_is_one_epoch_with_a_twentieth_of_warm_up_down_to_a_tenth() -> None:
+def test_schedule_default_is_one_epoch_with_5_percent_warmup_to_a_tenth() -> None:
     assert resolved(rows=991) == Schedule(100, 5, 100, 0.1)
     assert resolved(max_steps=61) == Schedule(61, 3, 61, 0.1)
 
@@ -122,7 +122,7 @@ def scales(schedule: Schedule) -> list[float]:
 
 
 @pytest.mark.parametrize("begin", ["nanoGPT", "transformers", "study notes"])
-def test_schedule_from_initial_rate_equals_other_programs_curves(begin: str) -> None:
+def test_schedule_with_initial_learning_rate_matches_other_programs(begin: str) -> None:
     """Peak 0.01 after 10 of 50 steps, and 1e-5 at the end, as each program's own lines have it."""
     peak, lowest, warm, steps = 0.01, 1e-5, 10, 50
     initial = {"nanoGPT": peak / (warm + 1), "transformers": 0.0, "study notes": 3e-5}[begin]
@@ -145,7 +145,7 @@ def test_schedule_from_initial_rate_equals_other_programs_curves(begin: str) -> 
     assert peak * found.lr_scale(steps) == pytest.approx(lowest, rel=1e-14)
 
 
-def test_every_kind_from_initial_rate_is_a_step_later() -> None:
+def test_schedule_with_initial_learning_rate_is_shifted_by_one_step() -> None:
     values: dict[str, Any] = {"max_steps": 20, "warmup_steps": 4, "initial_learning_rate": 1e-4}
     for kind in KINDS:
         plain = resolved(kind=kind, max_steps=20, warmup_steps=4)
@@ -156,7 +156,7 @@ def test_every_kind_from_initial_rate_is_a_step_later() -> None:
             assert late.lr_scale(20) == plain.lr_scale(19)
 
 
-def test_initial_rate_without_warm_up_is_refused() -> None:
+def test_schedule_initial_learning_rate_without_warmup_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"this run's warm-up has 0 steps: set schedule\.warmup"):
         resolved(max_steps=10, initial_learning_rate=1e-5)
     assert resolved(max_steps=0, initial_learning_rate=1e-5).max_steps == 0
@@ -166,7 +166,7 @@ def fractions(text: str) -> list[float]:
     return [float(Fraction(one)) for one in text.split()]
 
 
-def test_a_line_comes_down_to_any_minimum_in_equal_steps() -> None:
+def test_linear_schedule_decays_to_minimum_in_equal_steps() -> None:
     found = scales(resolved(kind="linear", max_steps=8, warmup_steps=4, min_lr_ratio=0))
     assert found == fractions("1/4 1/2 3/4 1 3/4 1/2 1/4 0")
     found = scales(resolved(kind="linear", max_steps=8, warmup_steps=4, min_lr_ratio=0.5))
@@ -174,7 +174,7 @@ def test_a_line_comes_down_to_any_minimum_in_equal_steps() -> None:
     assert resolved(kind="linear").min_lr_ratio == 0.1
 
 
-def test_wsd_is_stable_at_the_peak_and_comes_down_in_its_last_part() -> None:
+def test_wsd_schedule_stays_at_peak_and_decays_at_end() -> None:
     values: dict[str, Any] = {"kind": "wsd", "max_steps": 10, "warmup_steps": 2}
     found = resolved(**values, decay_fraction=0.4)
     assert scales(found) == fractions("1/2 1 1 1 1 1 3/4 1/2 1/4 0")
@@ -185,7 +185,7 @@ def test_wsd_is_stable_at_the_peak_and_comes_down_in_its_last_part() -> None:
     assert scales(kept) == fractions("1/2 1 1 1 7/8 3/4 5/8 1/2 1/2 1/2")
 
 
-def test_one_minus_the_square_root_falls_faster_at_first() -> None:
+def test_wsd_schedule_one_minus_sqrt_decay_falls_faster_at_first() -> None:
     found = scales(
         resolved(kind="wsd", max_steps=18, warmup_steps=2, cooldown_steps=16, decay_shape="1-sqrt")
     )
@@ -193,13 +193,13 @@ def test_one_minus_the_square_root_falls_faster_at_first() -> None:
     assert found[2 + 7] == 1 - math.sqrt(8 / 16)
 
 
-def test_a_constant_rate_stays_at_the_peak() -> None:
+def test_constant_schedule_stays_at_peak() -> None:
     found = resolved(kind="constant", max_steps=6, warmup_steps=2)
     assert scales(found) == [0.5, 1, 1, 1, 1, 1]
     assert (found.min_lr_ratio, found.decay_begin) == (1.0, 6)
 
 
-def test_the_inverse_square_root_of_the_step() -> None:
+def test_inverse_sqrt_schedule_follows_inverse_square_root_of_step() -> None:
     found = resolved(kind="inverse_sqrt", max_steps=64, warmup_steps=4)
     assert [found.lr_scale(n - 1) for n in (1, 2, 4, 16, 64)] == fractions("1/4 1/2 1 1/2 1/4")
     assert found.lr_scale(5) == math.sqrt(4 / 6)
@@ -211,9 +211,7 @@ def test_the_inverse_square_root_of_the_step() -> None:
 
 
 @given(data=st.data(), kind=st.sampled_from(KINDS), ratio=st.floats(0, 1))
-def test_every_kind_rises_and_falls_without_a_leap(
-    data: st.DataObject, kind: str, ratio: float
-) -> None:
+def test_schedule_of_every_kind_has_no_jump(data: st.DataObject, kind: str, ratio: float) -> None:
     steps = data.draw(st.integers(2, 300))
     warmup = data.draw(st.integers(0, steps - 1))
     values: dict[str, Any] = {"kind": kind, "max_steps": steps, "warmup_steps": warmup}
@@ -242,7 +240,7 @@ def test_every_kind_rises_and_falls_without_a_leap(
 
 
 @given(steps=st.integers(1, 2000), share=st.integers(1, 99))
-def test_the_share_of_the_decay_is_computed_as_it_is_written(steps: int, share: int) -> None:
+def test_schedule_decay_fraction_is_computed_exactly(steps: int, share: int) -> None:
     values: dict[str, Any] = {
         "kind": "wsd",
         "max_steps": steps,
@@ -282,12 +280,14 @@ def test_the_share_of_the_decay_is_computed_as_it_is_written(steps: int, share: 
         ),
     ],
 )
-def test_keys_of_other_kinds_are_refused(values: dict[str, Any], says: str) -> None:
+def test_schedule_keys_of_other_kinds_raise_validation_error(
+    values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValidationError, match=says):
         ScheduleConfig.model_validate(values)
 
 
-def test_a_warm_up_and_a_decay_that_overlap_are_refused() -> None:
+def test_schedule_overlapping_warmup_and_decay_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="a warm-up of 90 steps and a decay of 20 are more than"):
         resolved(kind="wsd", max_steps=100, warmup_steps=90)
     with pytest.raises(ConfigError, match="a warm-up of 50 steps and a decay of 60 are more than"):
@@ -298,7 +298,9 @@ def test_a_warm_up_and_a_decay_that_overlap_are_refused() -> None:
 
 
 @pytest.mark.parametrize("steps, warm_up, decay", [(1, 1, 0), (2, 1, 1), (3, 1, 2), (100, 2, 65)])
-def test_parts_of_few_steps_share_them(steps: int, warm_up: int, decay: int) -> None:
+def test_schedule_of_few_steps_divides_them_between_warmup_and_decay(
+    steps: int, warm_up: int, decay: int
+) -> None:
     """Both parts are rounded up, and the decay takes what the warm-up leaves."""
     found = resolved(
         kind="wsd", max_steps=steps, warmup_ratio=0.02, decay_fraction=0.65, min_lr_ratio=0.1
@@ -320,12 +322,12 @@ def test_parts_of_few_steps_share_them(steps: int, warm_up: int, decay: int) -> 
         (1, 991, 100),
     ],
 )
-def test_epochs_are_passes_over_the_rows(epochs: float, rows: int, steps: int) -> None:
+def test_schedule_epochs_become_steps_over_rows(epochs: float, rows: int, steps: int) -> None:
     assert resolved(rows, epochs=epochs).max_steps == steps
 
 
 @given(epochs=st.integers(1, 50), rows=st.integers(1, 10**6), a_step=st.integers(1, 512))
-def test_epochs_end_with_the_first_step_that_completes_them(
+def test_schedule_epochs_end_at_first_step_that_completes_them(
     epochs: int, rows: int, a_step: int
 ) -> None:
     steps = resolved(rows, a_step, epochs=epochs).max_steps
@@ -348,18 +350,20 @@ def test_epochs_end_with_the_first_step_that_completes_them(
         ({"decay_steps": 40, "warmup_ratio": 0.1}, 10),
     ],
 )
-def test_the_warm_up_in_steps_tokens_or_as_a_share(values: dict[str, Any], steps: int) -> None:
+def test_schedule_warmup_accepts_steps_tokens_or_fraction(
+    values: dict[str, Any], steps: int
+) -> None:
     assert resolved(**values).warmup_steps == steps
 
 
-def test_after_decay_steps_the_rate_stays_at_the_minimum() -> None:
+def test_schedule_after_decay_steps_stays_at_minimum() -> None:
     schedule = resolved(max_steps=12, decay_steps=8, warmup_steps=4)
     found = [schedule.lr_scale(step) for step in range(12)]
     assert found == [*(warmup_cosine(step, 8, 4, 0.1) for step in range(8)), 0.1, 0.1, 0.1, 0.1]
     assert found[6] > found[7] == 0.1
 
 
-def test_gpt3_lengths_in_tokens_are_the_steps_of_build_nanogpt() -> None:
+def test_schedule_gpt3_token_lengths_match_steps_of_build_nanogpt() -> None:
     """Its `warmup_steps = 715` and `max_steps = 19073`, in steps of 2**19 tokens."""
     found = resolved(
         10**6, 512, seq_len=1024, warmup_tokens=375_000_000, decay_tokens=10_000_000_000
@@ -367,7 +371,7 @@ def test_gpt3_lengths_in_tokens_are_the_steps_of_build_nanogpt() -> None:
     assert (found.warmup_steps, found.decay_steps) == (715, 19073)
 
 
-def test_decay_that_starts_at_the_peak_is_build_nanogpts_get_lr_at_every_step() -> None:
+def test_schedule_decay_from_peak_matches_build_nanogpt_at_every_step() -> None:
     def get_lr(it: int) -> float:
         if it < 715:
             return 6e-4 * (it + 1) / 715
@@ -388,14 +392,14 @@ def test_decay_that_starts_at_the_peak_is_build_nanogpts_get_lr_at_every_step() 
     assert found.in_words(6e-4) == "then down to 6e-05 at step 19,074"
 
 
-def test_the_minimum_is_a_share_or_a_value() -> None:
+def test_schedule_minimum_accepts_ratio_or_value() -> None:
     assert resolved(min_lr_ratio=0.25).min_lr_ratio == 0.25
     assert resolved(peak=6e-4, min_learning_rate=6e-5).min_lr_ratio == pytest.approx(0.1)
     assert resolved(min_learning_rate=0).lr_scale(99) == 0.0
     assert resolved(peak=1e-3, min_learning_rate=1e-3).lr_scale(99) == 1.0
 
 
-def test_a_resolved_section_is_read_as_it_was() -> None:
+def test_schedule_config_resolved_round_trips() -> None:
     several: list[dict[str, Any]] = [{"kind": kind} for kind in KINDS]
     several += [{"min_learning_rate": 1e-4, "epochs": 2}, {"min_lr_ratio": None}]
     for values in several:
@@ -404,7 +408,7 @@ def test_a_resolved_section_is_read_as_it_was() -> None:
     assert ScheduleConfig().min_lr_ratio == 0.1
 
 
-def test_a_decay_that_ends_in_the_warm_up_is_refused() -> None:
+def test_schedule_decay_ending_within_warmup_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"decay_steps 10 is not after the warm-up of 10 steps"):
         resolved(decay_steps=10, warmup_ratio=0.1)
     with pytest.raises(ConfigError, match=r"decay_tokens 99, step 1 is not after the warm-up of 9"):
@@ -421,7 +425,9 @@ def test_a_decay_that_ends_in_the_warm_up_is_refused() -> None:
         ({"min_lr_ratio": 0.1, "min_learning_rate": 1e-5}, "min_lr_ratio and min_learning_rate"),
     ],
 )
-def test_two_answers_to_one_question_are_refused(values: dict[str, float], says: str) -> None:
+def test_schedule_conflicting_keys_raise_validation_error(
+    values: dict[str, float], says: str
+) -> None:
     with pytest.raises(ValidationError, match=says):
         ScheduleConfig.model_validate(values)
 
@@ -444,7 +450,7 @@ def test_two_answers_to_one_question_are_refused(values: dict[str, float], says:
         {"cooldown": 3},
     ],
 )
-def test_impossible_schedules_are_refused(values: dict[str, float]) -> None:
+def test_schedule_impossible_values_raise_validation_error(values: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         ScheduleConfig.model_validate(values)
 
@@ -452,7 +458,7 @@ def test_impossible_schedules_are_refused(values: dict[str, float]) -> None:
 # The batch size
 
 
-def test_a_step_has_more_rows_in_equal_parts_over_the_ramp() -> None:
+def test_batch_ramp_increases_rows_in_equal_stages() -> None:
     batch = BatchSchedule(8, 2, 6)
     assert [batch.at(step) for step in range(9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
     assert [batch.before(step) for step in range(9)] == [0, 2, 4, 8, 12, 18, 24, 32, 40]
@@ -463,7 +469,7 @@ def test_a_step_has_more_rows_in_equal_parts_over_the_ramp() -> None:
     assert (batch.in_words, BatchSchedule(8, 8).in_words) == ("2 to 8 (from step 7 on)", "8")
 
 
-def test_a_constant_rate_is_told_that_it_never_reaches_its_peak_not_that_it_never_falls() -> None:
+def test_constant_schedule_below_peak_warns_about_peak_not_decay() -> None:
     def told(kind: ScheduleKind, warmup_steps: int) -> str:
         return Schedule(10, warmup_steps, 10, 0.1, kind).in_words(1e-3)
 
@@ -475,7 +481,7 @@ def test_a_constant_rate_is_told_that_it_never_reaches_its_peak_not_that_it_neve
     assert "never falls" in told("cosine", 10)
 
 
-def test_schedule_from_initial_rate_names_steps_of_its_later_curve() -> None:
+def test_schedule_with_initial_learning_rate_warns_with_shifted_steps() -> None:
     def told(kind: ScheduleKind, warmup_steps: int) -> str:
         schedule = Schedule(10, warmup_steps, 10, 0.1, kind, initial_scale=0.5)
         return schedule.in_words(1e-3)
@@ -487,7 +493,7 @@ def test_schedule_from_initial_rate_names_steps_of_its_later_curve() -> None:
 
 
 @given(start=st.integers(1, 9), parts=st.integers(1, 40), ramp=st.integers(0, 60), step=st.data())
-def test_the_position_is_the_sum_of_the_steps_before(
+def test_batch_ramp_position_is_sum_of_earlier_steps(
     start: int, parts: int, ramp: int, step: st.DataObject
 ) -> None:
     batch = BatchSchedule(start * parts, start, ramp if parts > 1 else 0)
@@ -506,7 +512,7 @@ def test_the_position_is_the_sum_of_the_steps_before(
     )
 
 
-def test_epochs_and_warm_up_tokens_count_the_rows_of_the_ramp() -> None:
+def test_schedule_epochs_and_warmup_tokens_count_rows_of_batch_ramp() -> None:
     batch = BatchSchedule(8, 2, 6)  # 24 rows in the first 6 steps
     config = ScheduleConfig.model_validate({"epochs": 1, "warmup_tokens": 80})
     found = resolve_schedule(config, 1e-3, 40, batch, 10)

@@ -62,7 +62,7 @@ def conversation(generator: random.Random, family: str) -> tuple[list[dict[str, 
 
 
 @pytest.mark.parametrize("family", WITH_BLOCKS)
-def test_labels_equal_transformers_masks_and_blocks_equal_prefixes(
+def test_chat_labels_match_transformers_masks_and_blocks_match_prefixes(
     tokenizer: Tokenizer, tmp_path: Path, family: str
 ) -> None:
     transformers = pytest.importorskip("transformers")

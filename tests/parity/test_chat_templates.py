@@ -80,7 +80,7 @@ def transformers_tokenizer(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_two_hundred_conversations_give_the_text_of_transformers(
+def test_chat_template_text_of_200_conversations_matches_transformers(
     tmp_path: Path, tokenizer: Tokenizer, name: str
 ) -> None:
     ours = with_template(tokenizer, CHAT_TEMPLATES[name], required_tokens(name))
@@ -100,7 +100,7 @@ def test_two_hundred_conversations_give_the_text_of_transformers(
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_two_hundred_conversations_give_the_ids_of_transformers(
+def test_chat_template_ids_of_200_conversations_match_transformers(
     tmp_path: Path, tokenizer: Tokenizer, name: str
 ) -> None:
     """transformers has its own way to keep the text of messages text, in its newer versions."""
@@ -115,7 +115,7 @@ def test_two_hundred_conversations_give_the_ids_of_transformers(
 
 
 @pytest.mark.parametrize("what", _FURTHER)
-def test_what_other_templates_use_of_jinja_gives_the_text_of_transformers(
+def test_chat_template_with_other_jinja_features_matches_transformers(
     tmp_path: Path, tokenizer: Tokenizer, what: str
 ) -> None:
     ours = with_template(tokenizer, _FURTHER[what])
@@ -127,7 +127,7 @@ def test_what_other_templates_use_of_jinja_gives_the_text_of_transformers(
         assert text == theirs.apply_chat_template(messages, tokenize=False)
 
 
-def test_templates_are_found_where_transformers_finds_them(
+def test_chat_template_is_found_where_transformers_finds_it(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
@@ -153,7 +153,7 @@ def test_templates_are_found_where_transformers_finds_them(
 @pytest.mark.parametrize(
     "kind", slow_but(["trained", "llama2"], ["trained", "llama3", "llama2", "gpt2"])
 )
-def test_transformers_knows_the_tokens_of_an_extended_tokenizer(
+def test_extended_tokenizer_has_same_tokens_in_transformers(
     tmp_path: Path, tokenizer: Tokenizer, kind: str, request: pytest.FixtureRequest
 ) -> None:
     if kind == "trained":

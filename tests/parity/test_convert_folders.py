@@ -49,7 +49,7 @@ def assert_equal_models(expected: nn.Module, folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", NAMES)
-def test_what_transformers_saved_goes_through_unchanged(
+def test_convert_transformers_folder_keeps_files_unchanged(
     family: str, seed: int, tmp_path: Path
 ) -> None:
     model = saved(tmp_path / "source", family, seed)
@@ -68,7 +68,7 @@ def test_what_transformers_saved_goes_through_unchanged(
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_shards_that_transformers_saved_become_one_file(family: str, tmp_path: Path) -> None:
+def test_convert_transformers_shards_become_one_file(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "source", family, 1, max_shard_size="1KB")
     assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
     convert(tmp_path / "source", tmp_path / "out")
@@ -78,7 +78,7 @@ def test_shards_that_transformers_saved_become_one_file(family: str, tmp_path: P
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", NAMES)
-def test_rounded_models_load_in_their_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+def test_convert_rounded_model_loads_in_its_dtype(family: str, dtype: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "source", family, 2)
     result = convert(tmp_path / "source", tmp_path / "out", dtype=dtype)
     found = load_in_transformers(tmp_path / "out")
@@ -99,7 +99,7 @@ def test_rounded_models_load_in_their_dtype(family: str, dtype: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", slow_but(("gpt2", "llama", "gemma2", "mixtral"), NAMES))
-def test_rounding_is_within_what_is_allowed(family: str, tmp_path: Path) -> None:
+def test_convert_rounding_stays_within_tolerance(family: str, tmp_path: Path) -> None:
     """Of many models, also those whose routers then choose other experts."""
     noted = 0
     for seed in range(8):
@@ -110,5 +110,5 @@ def test_rounding_is_within_what_is_allowed(family: str, tmp_path: Path) -> None
     assert noted == 0 or draw(family, 0).expert_count
 
 
-def test_the_draws_have_the_vocabulary_that_ids_are_of() -> None:
+def test_random_models_have_vocabulary_of_test_ids() -> None:
     assert all(draw(family, 0).vocab_size == VOCABULARY for family in NAMES)

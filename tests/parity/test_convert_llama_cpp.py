@@ -37,7 +37,9 @@ def greedy(llama: Any, ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
-def test_stories260k_tells_its_published_story(dtype: str, tmp_path: Path, shared: Path) -> None:
+def test_stories260k_gguf_generates_published_story(
+    dtype: str, tmp_path: Path, shared: Path
+) -> None:
     folder = shared / "models" / "stories260K"
     file = converted(folder, tmp_path / "out", "--dtype", dtype)
     assert file.name == f"stories260K-{dtype}.gguf"
@@ -49,7 +51,7 @@ def test_stories260k_tells_its_published_story(dtype: str, tmp_path: Path, share
     assert text == (folder / "greedy.txt").read_text(encoding="utf-8")
 
 
-def test_a_model_of_nanogpt_says_the_tokens_that_nanogpt_says(tmp_path: Path) -> None:
+def test_nanogpt_model_generates_same_tokens_as_nanogpt(tmp_path: Path) -> None:
     model = drawn(NanoGPT())
     torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
     prompts = [[3, 1, 4], [59, 2, 6, 53], [58]]

@@ -127,7 +127,7 @@ def largest_gradient_difference(own: Model, theirs: Any) -> float:
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("family", NAMES)
-def test_logits_losses_and_all_gradients_are_those_of_transformers(family: str, draws: int) -> None:
+def test_logits_losses_and_gradients_match_transformers(family: str, draws: int) -> None:
     for seed, config in enumerate(spread(family, draws)):
         with named(config, seed):
             own, theirs = both(config, seed, torch.float32)
@@ -152,7 +152,7 @@ _UNLIKE = ("gpt2", "mixtral", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", slow_but(_UNLIKE, NAMES))
-def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str) -> None:
+def test_bf16_logits_are_as_accurate_as_transformers(family: str) -> None:
     """Two orders of the same sums round differently, so both are held against fp64."""
 
     @settings(max_examples=10)
@@ -183,9 +183,7 @@ def test_bf16_is_as_near_to_the_exact_values_as_transformers_bf16(family: str) -
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", NAMES)
-def test_logits_through_the_cache_are_those_of_transformers_over_the_whole_text(
-    family: str, seed: int
-) -> None:
+def test_cached_logits_match_transformers_over_whole_text(family: str, seed: int) -> None:
     """A prompt, then a few tokens, then one at a time, also beyond a sliding window."""
     config = draw(family, seed)
     if seed == 0 and "sliding_window" in FAMILIES[family].spec.own_keys:

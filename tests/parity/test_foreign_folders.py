@@ -68,7 +68,7 @@ def assert_computes_the_same(foreign: ForeignModel, folder: Path, expected: Tens
 
 
 @pytest.mark.parametrize("name", ["", "model.ckpt.index", "model.ckpt.data-00000-of-00001"])
-def test_openais_gpt2_computes_the_same(tmp_path: Path, name: str) -> None:
+def test_openai_gpt2_computes_same_logits(tmp_path: Path, name: str) -> None:
     tensors = openai_gpt2(tmp_path)
     foreign = read_foreign(tmp_path / name)
     assert foreign.program == "OpenAI's GPT-2 (TensorFlow)"
@@ -83,7 +83,7 @@ def test_openais_gpt2_computes_the_same(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("cuts_vocabulary", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_metas_llama_computes_the_same(
+def test_meta_llama_computes_same_logits(
     tmp_path: Path, parts: int, cuts_vocabulary: bool, scaled: bool
 ) -> None:
     tensors = meta_llama(tmp_path, parts, cuts_vocabulary=cuts_vocabulary, use_scaled_rope=scaled)
@@ -96,7 +96,7 @@ def test_metas_llama_computes_the_same(
     )
 
 
-def test_metas_parts_make_the_whole(tmp_path: Path) -> None:
+def test_read_meta_parts_are_merged_into_whole_model(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     meta_llama(tmp_path / "a", 1)
@@ -116,7 +116,7 @@ def test_metas_parts_make_the_whole(tmp_path: Path) -> None:
         ({"use_scaled_rope": True, "rope_scaling_factor": 32}, 131_072, 32.0),
     ],
 )
-def test_metas_contexts_follow_from_their_settings(
+def test_read_meta_context_length_follows_from_settings(
     tmp_path: Path, params: dict[str, Any], context: int, factor: float | None
 ) -> None:
     meta_llama(tmp_path, **params)
@@ -130,7 +130,7 @@ def test_metas_contexts_follow_from_their_settings(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_torchtunes_llama_computes_the_same(tmp_path: Path, tied: bool) -> None:
+def test_torchtune_llama_computes_same_logits(tmp_path: Path, tied: bool) -> None:
     tensors = torchtune_llama(tmp_path / "model.pt", tied=tied)
     given = {"num_attention_heads": HEADS, "max_position_embeddings": CONTEXT}
     with pytest.raises(ModelError, match=r"does not specify rope_parameters"):
@@ -154,7 +154,7 @@ def test_torchtunes_llama_computes_the_same(tmp_path: Path, tied: bool) -> None:
         ({"norm_qk": True}, "qwen3"),
     ],
 )
-def test_litgpts_models_compute_the_same(
+def test_litgpt_models_compute_same_logits(
     tmp_path: Path, changed: dict[str, Any], family: str
 ) -> None:
     tensors = litgpt_model(tmp_path, **changed)
@@ -185,7 +185,7 @@ def test_litgpts_models_compute_the_same(
         ({"n_query_groups": 1}, r"has shape \[96, 48\], but model_config.yaml requires 72"),
     ],
 )
-def test_litgpts_settings_that_dont_fit_are_refused(
+def test_read_litgpt_inconsistent_settings_raise_model_error(
     tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     litgpt_model(tmp_path)
@@ -207,7 +207,7 @@ def test_litgpts_settings_that_dont_fit_are_refused(
         ({"vocab_size": 63}, "its settings specify vocab_size 63, but its tensors have 64"),
     ],
 )
-def test_metas_settings_that_dont_fit_are_refused(
+def test_read_meta_inconsistent_settings_raise_model_error(
     tmp_path: Path, params: dict[str, Any], message: str
 ) -> None:
     meta_llama(tmp_path, **params)
@@ -215,7 +215,7 @@ def test_metas_settings_that_dont_fit_are_refused(
         read_foreign(tmp_path)
 
 
-def test_metas_parts_that_are_missing_or_others_are_refused(tmp_path: Path) -> None:
+def test_read_meta_missing_or_differing_parts_raise_model_error(tmp_path: Path) -> None:
     meta_llama(tmp_path, 2)
     first, second = (tmp_path / f"consolidated.{i:02}.pth" for i in range(2))
     shard = torch.load(second, weights_only=True)
@@ -241,7 +241,7 @@ def test_metas_parts_that_are_missing_or_others_are_refused(tmp_path: Path) -> N
         ({"n_layer": 3}, "hparams.json specify n_layer 3, but its tensors have 2"),
     ],
 )
-def test_openais_settings_that_dont_fit_are_refused(
+def test_read_openai_inconsistent_settings_raise_model_error(
     tmp_path: Path, hparams: dict[str, Any], message: str
 ) -> None:
     openai_gpt2(tmp_path, **hparams)
@@ -249,7 +249,7 @@ def test_openais_settings_that_dont_fit_are_refused(
         read_foreign(tmp_path)
 
 
-def test_files_of_no_settings_are_refused(tmp_path: Path) -> None:
+def test_read_foreign_invalid_settings_files_raise_model_error(tmp_path: Path) -> None:
     openai_gpt2(tmp_path)
     (tmp_path / "hparams.json").write_text("[]")
     with pytest.raises(ModelError, match="has no n_head"):
@@ -264,7 +264,7 @@ def test_files_of_no_settings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 3, 4)])
-def test_openais_weights_of_several_matrices_are_refused(
+def test_read_openai_inconsistent_weights_raise_model_error(
     tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
     openai_gpt2(tmp_path)
@@ -282,7 +282,7 @@ def test_openais_weights_of_several_matrices_are_refused(
         ("layers.0.attention.wq.weight", "is a file of Meta's Llama: use the folder"),
     ],
 )
-def test_a_file_without_its_settings_names_what_is_missing(
+def test_read_foreign_file_without_settings_names_missing_file(
     tmp_path: Path, name: str, message: str
 ) -> None:
     torch.save({name: torch.ones(4, 4)}, tmp_path / "model.pt")
@@ -292,7 +292,7 @@ def test_a_file_without_its_settings_names_what_is_missing(
 
 @pytest.mark.parametrize("name", ["", "model_000650.pt"])
 @pytest.mark.parametrize("groups", [1, GROUPS, HEADS])
-def test_nanochats_first_form_computes_the_same(tmp_path: Path, name: str, groups: int) -> None:
+def test_nanochat_first_format_computes_same_logits(tmp_path: Path, name: str, groups: int) -> None:
     tensors = nanochat_model(tmp_path, n_kv_head=groups)
     foreign = read_foreign(tmp_path / name)
     assert (foreign.program, foreign.config["model_type"]) == ("nanochat", "nanochat")
@@ -304,7 +304,7 @@ def test_nanochats_first_form_computes_the_same(tmp_path: Path, name: str, group
     assert_computes_the_same(foreign, tmp_path, nanochat_logits(tensors, HEADS, IDS))
 
 
-def test_a_folder_of_nanochat_gives_its_last_step(tmp_path: Path) -> None:
+def test_read_nanochat_folder_uses_last_step(tmp_path: Path) -> None:
     nanochat_model(tmp_path, 90)
     last = nanochat_model(tmp_path, 1_000_000)
     torch.save({"state": {}}, tmp_path / "optim_1000000_rank0.pt")
@@ -317,7 +317,7 @@ def test_a_folder_of_nanochat_gives_its_last_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("write", "base"), [(nanochat_model, 10_000.0), (meta_llama, 500_000.0)])
-def test_another_rotary_base_than_that_of_the_files_is_refused(
+def test_read_foreign_rotary_base_contradicting_file_raises_model_error(
     tmp_path: Path, write: Callable[[Path], object], base: float
 ) -> None:
     write(tmp_path)
@@ -326,7 +326,7 @@ def test_another_rotary_base_than_that_of_the_files_is_refused(
         read_foreign(tmp_path, config={"rope_theta": 77})
 
 
-def test_a_nanochat_without_its_settings_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+def test_read_nanochat_missing_settings_raise_and_are_named(tmp_path: Path) -> None:
     nanochat_model(tmp_path)
     meta = tmp_path / "meta_000650.json"
     content = json.loads(meta.read_text())
@@ -343,7 +343,7 @@ def test_a_nanochat_without_its_settings_is_refused_by_what_is_missing(tmp_path:
         read_foreign(tmp_path)
 
 
-def test_nanochats_padding_is_left_out_and_its_bf16_embedding_widened(tmp_path: Path) -> None:
+def test_read_nanochat_drops_padding_and_widens_bf16_embedding(tmp_path: Path) -> None:
     tensors = nanochat_model(tmp_path, vocab_size=60)
     path, embedding = tmp_path / "model_000650.pt", "transformer.wte.weight"
     tensors[embedding] = tensors[embedding].bfloat16()
@@ -359,7 +359,7 @@ def test_nanochats_padding_is_left_out_and_its_bf16_embedding_widened(tmp_path: 
     assert {t.dtype for t in read_foreign(path).tensors.values()} == {torch.bfloat16}
 
 
-def test_nanochats_folder_is_converted_with_a_way_to_its_tokenizer(
+def test_convert_nanochat_folder_explains_tokenizer_conversion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "d2").mkdir()
@@ -372,7 +372,7 @@ def test_nanochats_folder_is_converted_with_a_way_to_its_tokenizer(
     assert load_model(tmp_path / "out").model.config.num_hidden_layers == LAYERS
 
 
-def test_later_forms_of_nanochat_are_refused_by_what_they_have(tmp_path: Path) -> None:
+def test_read_nanochat_later_formats_raise_and_name_unknown_parts(tmp_path: Path) -> None:
     tensors = nanochat_model(tmp_path, window_pattern="SSSL")
     more = {f"transformer.h.{i}.attn.ve_gate.weight": torch.ones(2, 12) for i in range(LAYERS)}
     more |= {f"value_embeds.{i}.weight": torch.ones(VOCABULARY, 24) for i in range(LAYERS)}
@@ -400,7 +400,7 @@ def test_later_forms_of_nanochat_are_refused_by_what_they_have(tmp_path: Path) -
         ({"vocab_size": 65}, "its settings specify vocab_size 65, but its tensors have 64"),
     ],
 )
-def test_nanochats_settings_that_dont_fit_are_refused(
+def test_read_nanochat_inconsistent_settings_raise_model_error(
     tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
     nanochat_model(tmp_path)
@@ -414,7 +414,7 @@ def test_nanochats_settings_that_dont_fit_are_refused(
         read_foreign(tmp_path)
 
 
-def test_openais_folder_is_converted_with_its_tokenizer(
+def test_convert_openai_folder_includes_tokenizer(
     tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "124M"

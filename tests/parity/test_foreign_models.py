@@ -50,7 +50,7 @@ def assert_computes_the_same(model: nn.Module, foreign: ForeignModel, folder: Pa
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("mask", [True, False])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_nanogpt_computes_the_same(tmp_path: Path, bias: bool, mask: bool, prefix: str) -> None:
+def test_nanogpt_computes_same_logits(tmp_path: Path, bias: bool, mask: bool, prefix: str) -> None:
     model = drawn(NanoGPT(bias, mask))
     torch.save(nanogpt_checkpoint(model, bias, prefix), tmp_path / "ckpt.pt")
     foreign = read_foreign(tmp_path / "ckpt.pt")
@@ -60,21 +60,21 @@ def test_nanogpt_computes_the_same(tmp_path: Path, bias: bool, mask: bool, prefi
     assert_computes_the_same(model, foreign, tmp_path)
 
 
-def test_a_nanogpt_of_before_may_2023_computes_the_same(tmp_path: Path) -> None:
+def test_nanogpt_before_may_2023_computes_same_logits(tmp_path: Path) -> None:
     model = drawn(NanoGPT(gelu="tanh"))
     torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
     given = {"activation_function": "gelu_new"}
     assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
 
 
-def test_a_nanogpt_with_relu_computes_the_same_as_its_settings_say(tmp_path: Path) -> None:
+def test_nanogpt_with_relu_setting_computes_same_logits(tmp_path: Path) -> None:
     model = drawn(NanoGPT(gelu="relu"))
     torch.save(nanogpt_checkpoint(model), tmp_path / "ckpt.pt")
     given = {"activation_function": "relu"}
     assert_computes_the_same(model, read_foreign(tmp_path / "ckpt.pt", config=given), tmp_path)
 
 
-def test_a_nanogpt_whose_head_was_untied_keeps_both(tmp_path: Path) -> None:
+def test_nanogpt_untied_head_is_kept_with_embedding(tmp_path: Path) -> None:
     model = NanoGPT()
     model.lm_head.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
     torch.save(nanogpt_checkpoint(drawn(model)), tmp_path / "ckpt.pt")
@@ -83,7 +83,7 @@ def test_a_nanogpt_whose_head_was_untied_keeps_both(tmp_path: Path) -> None:
     assert_computes_the_same(model, foreign, tmp_path)
 
 
-def test_a_file_of_torch_before_1_6_computes_the_same(tmp_path: Path) -> None:
+def test_checkpoint_of_torch_before_1_6_computes_same_logits(tmp_path: Path) -> None:
     model = drawn(NanoGPT())
     path = tmp_path / "ckpt.pt"
     torch.save(nanogpt_checkpoint(model), path, _use_new_zipfile_serialization=False)
@@ -93,7 +93,7 @@ def test_a_file_of_torch_before_1_6_computes_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("qkv_bias", [True, False])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_books_gpt_computes_the_same(
+def test_book_gpt_computes_same_logits(
     tmp_path: Path, qkv_bias: bool, fast: bool, tied: bool
 ) -> None:
     model = drawn(BookGPT(qkv_bias, fast))
@@ -107,7 +107,7 @@ def test_the_books_gpt_computes_the_same(
     assert_computes_the_same(model, foreign, tmp_path)
 
 
-def test_the_books_gpt_with_its_optimizer_computes_the_same(tmp_path: Path) -> None:
+def test_book_gpt_with_optimizer_state_computes_same_logits(tmp_path: Path) -> None:
     model = drawn(BookGPT())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     model(IDS).sum().backward()
@@ -127,7 +127,7 @@ def test_the_books_gpt_with_its_optimizer_computes_the_same(tmp_path: Path) -> N
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_the_books_llama_computes_the_same(
+def test_book_llama_computes_same_logits(
     tmp_path: Path, kv_heads: int, tied: bool, scaled: bool
 ) -> None:
     scaling = Llama3Rope.model_validate(SCALED) if scaled else None
@@ -146,7 +146,7 @@ def test_the_books_llama_computes_the_same(
     assert_computes_the_same(model, foreign, tmp_path)
 
 
-def test_the_books_first_llamas_tell_heads_and_context_by_their_tables(tmp_path: Path) -> None:
+def test_book_llama_with_tables_infers_heads_and_context(tmp_path: Path) -> None:
     model = drawn(BookLlama(saves_tables=True))
     torch.save(model.state_dict(), tmp_path / "model.pth")
     foreign = read_foreign(tmp_path / "model.pth", config={"rope_theta": 5000.0})
@@ -156,7 +156,9 @@ def test_the_books_first_llamas_tell_heads_and_context_by_their_tables(tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["nanoGPT", "GPT", "Llama"])
-def test_bfloat16_weights_stay_bfloat16_and_mean_the_same(tmp_path: Path, kind: str) -> None:
+def test_foreign_bfloat16_weights_stay_bfloat16_and_compute_same_logits(
+    tmp_path: Path, kind: str
+) -> None:
     model: nn.Module
     config: dict[str, Any] = {}
     if kind == "nanoGPT":

@@ -338,9 +338,7 @@ def _greedy(llama: Any, ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", _MODELS)
-def test_f32_files_compute_what_transformers_computes(
-    name: str, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_gguf_f32_matches_transformers(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = _random_model(name, tmp_path, tokenizer.vocab_size)
     config, tensors = _saved(tmp_path)
     # Of LongRoPE's factors llama.cpp takes those of its context, here the long ones.
@@ -374,7 +372,7 @@ _IN_SMALL_FORMATS = (
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("f16", 0.004), ("bf16", 0.05), ("q8_0", 0.2)])
 @pytest.mark.parametrize("name", _IN_SMALL_FORMATS)
-def test_smaller_formats_compute_what_their_weights_say(
+def test_gguf_smaller_dtypes_match_their_dequantized_weights(
     name: str, dtype: GGUFDtype, tolerance: float, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     _random_model(name, tmp_path, tokenizer.vocab_size)
@@ -395,7 +393,7 @@ def test_smaller_formats_compute_what_their_weights_say(
         assert difference.max() < 8 * tolerance
 
 
-def test_a_sliding_window_is_ignored_as_the_note_says(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_gguf_sliding_window_is_ignored_as_noted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _random_model("mistral", tmp_path, tokenizer.vocab_size)
     config, tensors = _saved(tmp_path)
     config["sliding_window"] = 32
@@ -414,9 +412,7 @@ def test_a_sliding_window_is_ignored_as_the_note_says(tmp_path: Path, tokenizer:
     assert len(gguf_notes(config)) == 1
 
 
-def test_the_exact_gelu_becomes_the_tanh_form_as_the_note_says(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_gguf_exact_gelu_becomes_tanh_form_as_noted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = _random_model("gpt2", tmp_path, tokenizer.vocab_size)
     config, tensors = _saved(tmp_path)
     config["activation_function"] = "gelu"
@@ -429,7 +425,7 @@ def test_the_exact_gelu_becomes_the_tanh_form_as_the_note_says(
     assert len(gguf_notes(config)) == 1
 
 
-def test_a_vocabulary_may_be_smaller_than_the_embedding(
+def test_gguf_vocabulary_may_be_smaller_than_embedding(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     model = _random_model("llama", tmp_path, tokenizer.vocab_size + 64)
@@ -443,7 +439,7 @@ def test_a_vocabulary_may_be_smaller_than_the_embedding(
         torch.testing.assert_close(_logits(llama, ids), expected, atol=2e-4, rtol=0)
 
 
-def test_a_model_without_tokenizer_can_be_loaded(tmp_path: Path) -> None:
+def test_gguf_without_tokenizer_can_be_loaded(tmp_path: Path) -> None:
     model = _random_model("llama", tmp_path, 320)
     config, tensors = _saved(tmp_path)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
@@ -493,7 +489,7 @@ def _differing(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[str
 
 
 @pytest.mark.parametrize("pattern", [GPT2_PATTERN, LLAMA3_PATTERN, QWEN2_PATTERN])
-def test_trained_tokenizers_give_the_same_ids(
+def test_gguf_trained_tokenizers_give_same_ids_in_llama_cpp(
     pattern: str, tmp_path: Path, texts: list[str]
 ) -> None:
     trained = train_tokenizer(texts, 600, pattern=pattern)
@@ -501,7 +497,7 @@ def test_trained_tokenizers_give_the_same_ids(
 
 
 @pytest.mark.parametrize("split", PRE_TOKENIZERS, ids=lambda split: split.names.split()[0])
-def test_each_pre_tokenizer_gives_the_same_ids_under_all_its_names(
+def test_gguf_pre_tokenizer_gives_same_ids_under_all_its_names(
     split: PreTokenizer, tmp_path: Path, texts: list[str]
 ) -> None:
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=split.whole_pieces))
@@ -551,14 +547,16 @@ def _has_marks_or_capitals(text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer"])
-def test_real_tokenizers_give_the_same_ids(name: str, tmp_path: Path, shared: Path) -> None:
+def test_gguf_published_tokenizers_give_same_ids_in_llama_cpp(
+    name: str, tmp_path: Path, shared: Path
+) -> None:
     tokenizer = Tokenizer.from_pretrained(shared / "models" / name)
     plays = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")
     pieces = [plays[start : start + 3000] for start in range(0, 300_000, 3000)]
     assert _differing(tokenizer, [*_texts(), *pieces], tmp_path) == []
 
 
-def test_stories_tokenizer_gives_the_same_ids(tmp_path: Path, shared: Path) -> None:
+def test_gguf_stories_tokenizer_gives_same_ids_in_llama_cpp(tmp_path: Path, shared: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(shared / "models" / "stories260K")
     assert _differing(tokenizer, _texts(), tmp_path) == []
 
@@ -566,7 +564,7 @@ def test_stories_tokenizer_gives_the_same_ids(tmp_path: Path, shared: Path) -> N
 @pytest.mark.parametrize(
     ("dtype", "equal"), [("f32", None), ("f16", None), ("bf16", 100), ("q8_0", 100)]
 )
-def test_stories260k_tells_its_published_story(
+def test_stories260k_in_llama_cpp_generates_published_story(
     dtype: GGUFDtype, equal: int | None, tmp_path: Path, shared: Path
 ) -> None:
     folder = shared / "models" / "stories260K"

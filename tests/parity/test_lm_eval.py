@@ -122,7 +122,7 @@ def pairs() -> list[tuple[str, str]]:
     ]
 
 
-def test_loglikelihoods_are_those_of_the_harness_own_backend(folder: Path) -> None:
+def test_lm_eval_loglikelihoods_match_its_own_backend(folder: Path) -> None:
     own = own_lm(folder).loglikelihood(requests("loglikelihood", pairs()))
     theirs = hflm(folder).loglikelihood(requests("loglikelihood", pairs()), disable_tqdm=True)
     assert [greedy for _, greedy in own] == [greedy for _, greedy in theirs]
@@ -130,7 +130,7 @@ def test_loglikelihoods_are_those_of_the_harness_own_backend(folder: Path) -> No
     assert min(p for p, _ in own) < -10
 
 
-def test_rolling_loglikelihoods_are_those_of_the_harness_own_backend(folder: Path) -> None:
+def test_lm_eval_rolling_loglikelihoods_match_its_own_backend(folder: Path) -> None:
     generator = random.Random(6)
     texts = [(words(generator, count),) for count in (1, 5, 40, 47, 48, 49, 150)]
     own = own_lm(folder).loglikelihood_rolling(requests("loglikelihood_rolling", texts))
@@ -140,7 +140,7 @@ def test_rolling_loglikelihoods_are_those_of_the_harness_own_backend(folder: Pat
     assert own == pytest.approx(theirs, abs=1e-3, rel=1e-5)
 
 
-def test_greedy_texts_are_those_of_the_harness_own_backend(folder: Path) -> None:
+def test_lm_eval_greedy_texts_match_its_own_backend(folder: Path) -> None:
     """One at a time: padding on the left moves GPT-2's positions in transformers, too."""
     generator = random.Random(7)
     asked = [
@@ -160,7 +160,7 @@ def test_greedy_texts_are_those_of_the_harness_own_backend(folder: Path) -> None
     assert any(len(text) > 10 for text in own)
 
 
-def test_what_is_drawn_is_the_same_each_time_and_differs_by_request(folder: Path) -> None:
+def test_lm_eval_sampling_is_reproducible_and_differs_by_request(folder: Path) -> None:
     asked = [("the light", {"until": [], "max_gen_toks": 9, "do_sample": True, "temperature": 1.0})]
     lm = own_lm(folder)
     first = lm.generate_until(requests("generate_until", asked * 3))
@@ -168,13 +168,13 @@ def test_what_is_drawn_is_the_same_each_time_and_differs_by_request(folder: Path
     assert len(set(first)) == 3
 
 
-def test_a_generation_option_that_is_not_known_is_refused(folder: Path) -> None:
+def test_lm_eval_unknown_generation_option_raises_config_error(folder: Path) -> None:
     asked = [("the light", {"until": [], "num_beams": 4})]
     with pytest.raises(ConfigError, match="generation_kwargs contain num_beams"):
         own_lm(folder).generate_until(requests("generate_until", asked))
 
 
-def test_more_tokens_than_the_context_has_are_refused(folder: Path) -> None:
+def test_lm_eval_more_tokens_than_context_raises_input_error(folder: Path) -> None:
     with pytest.raises(InputError, match=r"requests 256 new tokens, .* has room for only 48"):
         own_lm(folder).generate_until(requests("generate_until", [("the light", {})]))
     long = requests("loglikelihood", [("the light", " the" * 60)])
@@ -272,7 +272,7 @@ def assert_three_agree(model: Path, file: Path, tasks: Path, limit: int | None) 
     return own
 
 
-def test_three_ways_to_score_hellaswag_agree(folder: Path, tmp_path: Path) -> None:
+def test_hellaswag_three_scoring_paths_agree(folder: Path, tmp_path: Path) -> None:
     file = write_items(tmp_path / "items.jsonl", 40)
     result = assert_three_agree(folder, file, write_task(tmp_path / "tasks", file), None)
     assert 0 < result.metrics["acc"].value < 1
@@ -285,21 +285,19 @@ def _shared_agreement(shared: Path, tmp_path: Path, limit: int | None) -> TaskRe
     return assert_three_agree(shared / "models" / "stories260K", file, tasks, limit)
 
 
-def test_a_trained_models_hellaswag_is_the_harness(shared: Path, tmp_path: Path) -> None:
+def test_hellaswag_score_of_trained_model_matches_lm_eval(shared: Path, tmp_path: Path) -> None:
     assert _shared_agreement(shared, tmp_path, 20).items == 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_trained_models_hellaswag_over_2000_items_is_the_harness(
-    shared: Path, tmp_path: Path
-) -> None:
+def test_hellaswag_score_over_2000_items_matches_lm_eval(shared: Path, tmp_path: Path) -> None:
     result = _shared_agreement(shared, tmp_path, None)
     assert result.items == 2000
     assert result.metrics["acc"].value == pytest.approx(0.268)
 
 
-def test_rows_of_the_original_data_are_laid_out_as_the_harness_does() -> None:
+def test_hellaswag_original_rows_are_formatted_like_lm_eval() -> None:
     import datasets
     from lm_eval.tasks.hellaswag.utils import process_docs
 
@@ -343,7 +341,7 @@ def tasks(tmp_path: Path) -> Path:
     return write_task(tmp_path / "tasks", write_items(tmp_path / "items.jsonl", 6))
 
 
-def test_the_bridge_writes_nothing_to_stdout_and_keeps_the_random_numbers(
+def test_lm_eval_bridge_writes_nothing_to_stdout_and_keeps_random_state(
     loaded: LoadedModel, tasks: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(1)
@@ -367,7 +365,7 @@ def test_the_bridge_writes_nothing_to_stdout_and_keeps_the_random_numbers(
     assert len(seen) > 1
 
 
-def test_a_task_that_is_evaluated_again_gives_the_same(loaded: LoadedModel, tasks: Path) -> None:
+def test_lm_eval_task_evaluated_twice_gives_same_result(loaded: LoadedModel, tasks: Path) -> None:
     from firstlight.evaluation.tasks import ready_tasks
 
     (task,) = ready_tasks(["lm-eval:own_hellaswag"], loaded, items=4, task_folder=tasks)
@@ -377,7 +375,7 @@ def test_a_task_that_is_evaluated_again_gives_the_same(loaded: LoadedModel, task
 
 
 @pytest.mark.parametrize("asked", slow_but([None], [True, None]))
-def test_chat_template_is_applied_to_the_tasks_that_ask_for_it(
+def test_lm_eval_chat_template_is_applied_to_tasks_requesting_it(
     loaded: LoadedModel,
     tasks: Path,
     tmp_path: Path,
@@ -408,7 +406,7 @@ def test_chat_template_is_applied_to_the_tasks_that_ask_for_it(
         evaluate_tasks(loaded, names, task_folder=tasks, chat_template=True)
 
 
-def test_a_generation_task_is_scored(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_lm_eval_generation_task_is_scored(loaded: LoadedModel, tmp_path: Path) -> None:
     """Its prints go to stderr; its standard error comes from the bootstrap where there is no
     formula."""
     (tmp_path / "asked.jsonl").write_text(
@@ -434,21 +432,19 @@ metric_list:
     assert result.items == 4
 
 
-def test_a_task_that_is_not_there_is_named(loaded: LoadedModel, tasks: Path) -> None:
+def test_lm_eval_missing_task_folder_is_named(loaded: LoadedModel, tasks: Path) -> None:
     with pytest.raises(ConfigError, match=r"folder of tasks .* does not exist"):
         evaluate_tasks(loaded, "lm-eval:own_hellaswag", task_folder=tasks / "nowhere")
 
 
-def test_a_task_whose_data_is_not_there_is_an_input_error(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
+def test_lm_eval_task_without_data_raises_input_error(loaded: LoadedModel, tmp_path: Path) -> None:
     place = write_task(tmp_path / "broken", tmp_path / "missing.jsonl")
     with pytest.raises(InputError, match="lm-eval:own_hellaswag can't be loaded"):
         evaluate_tasks(loaded, "lm-eval:own_hellaswag", task_folder=place)
 
 
 @pytest.mark.slow
-def test_a_task_that_is_nowhere_is_named(loaded: LoadedModel, tasks: Path) -> None:
+def test_lm_eval_unknown_task_is_named_with_nearest(loaded: LoadedModel, tasks: Path) -> None:
     """All tasks of the harness are listed first, which takes seconds."""
     with pytest.raises(ConfigError, match=r"unknown \(did you mean 'own_hellaswag'\?\)"):
         evaluate_tasks(loaded, "lm-eval:own_hellasweg", task_folder=tasks)

@@ -126,7 +126,7 @@ def adapted(base: Path, config: LoraConfig) -> Model:
 
 
 @pytest.mark.parametrize("family, targets, dora", CASES)
-def test_an_adapter_written_here_means_the_same_in_peft(
+def test_lora_adapter_saved_here_has_same_logits_in_peft(
     family: str, targets: Any, dora: bool, tmp_path: Path
 ) -> None:
     base = base_folder(tmp_path / "base", family)
@@ -158,7 +158,7 @@ MISREAD = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_by_default_every_projection_of_a_family_is_adapted(family: str, tmp_path: Path) -> None:
+def test_lora_default_targets_are_every_projection_of_family(family: str, tmp_path: Path) -> None:
     """But no head, no router and no stack of experts; and PEFT reads the adapter."""
     theirs = hf_model(draw(family, 2), 2)
     theirs.save_pretrained(tmp_path / "base")
@@ -180,7 +180,7 @@ def test_by_default_every_projection_of_a_family_is_adapted(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("family, targets, dora", [*CASES[::4], *CASES[3::4]])
-def test_an_adapter_that_peft_writes_means_the_same_here(
+def test_lora_adapter_saved_by_peft_has_same_logits_here(
     family: str, targets: Any, dora: bool, tmp_path: Path
 ) -> None:
     base = base_folder(tmp_path / "base", family)
@@ -215,9 +215,7 @@ def _theirs(base: Path, folder: Path, **settings: Any) -> Any:
         {"init_lora_weights": "gaussian", "lora_dropout": 0.3},
     ],
 )
-def test_settings_of_peft_that_only_change_numbers_are_followed(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_lora_numeric_peft_settings_are_applied(settings: dict[str, Any], tmp_path: Path) -> None:
     base = base_folder(tmp_path / "base", "llama")
     settings = {"target_modules": ["q_proj", "v_proj"], **settings}
     expected = logits(_theirs(base, tmp_path / "adapter", **settings))
@@ -227,9 +225,7 @@ def test_settings_of_peft_that_only_change_numbers_are_followed(
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_gradients_of_the_adapters_are_those_of_peft(
-    family: str, dora: bool, tmp_path: Path
-) -> None:
+def test_lora_gradients_match_peft(family: str, dora: bool, tmp_path: Path) -> None:
     base = base_folder(tmp_path / "base", family)
     config = LoraConfig(rank=3, alpha=5.0, dora=dora)
     own = adapted(base, config)
@@ -265,7 +261,7 @@ def test_gradients_of_the_adapters_are_those_of_peft(
         ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
     ],
 )
-def test_what_peft_can_do_beyond_that_is_refused_by_name(
+def test_lora_unsupported_peft_features_raise_value_error(
     settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     base = base_folder(tmp_path / "base", "llama")
@@ -337,7 +333,7 @@ def _wide(base: Path, folder: Path, size: int, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("family, size, settings", WIDE_CASES)
-def test_adapter_of_peft_with_more_than_matrices_has_equal_logits(
+def test_peft_adapter_with_additional_modules_has_equal_logits(
     family: str, size: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     base = base_folder(tmp_path / "base", family)
@@ -379,7 +375,7 @@ def test_adapter_of_peft_with_rows_of_new_tokens_can_be_trained_further(tmp_path
 
 @pytest.mark.parametrize("settings", WIDER)
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
-def test_adapter_with_more_than_matrices_written_here_is_equal_in_peft(
+def test_lora_adapter_with_additional_modules_has_equal_logits_in_peft(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     base = base_folder(tmp_path / "base", family)
@@ -398,7 +394,7 @@ def test_adapter_with_more_than_matrices_written_here_is_equal_in_peft(
     torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
 
 
-def test_training_can_go_on_from_what_peft_wrote(tmp_path: Path) -> None:
+def test_peft_adapter_training_can_continue(tmp_path: Path) -> None:
     base = base_folder(tmp_path / "base", "llama")
     theirs = _theirs(base, tmp_path / "adapter", target_modules="all-linear")
     own = adapted(base, LoraConfig(rank=4, alpha=6.0))

@@ -37,7 +37,7 @@ _TOLERANCES = {"gpt_neox": 2e-3}
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in _NOT_READ])
-def test_mlx_lm_computes_the_same_logits(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_mlx_lm_computes_same_logits(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     mx = pytest.importorskip("mlx.core")
     from mlx_lm.utils import load_model
 

@@ -82,7 +82,7 @@ def both(
 
 
 @pytest.mark.parametrize("characters", slow_but([200_000], [200_000, 1_000_000]))
-def test_whole_texts_get_the_ids_of_the_original(
+def test_tokenizer_whole_texts_match_original_ids(
     characters: int, both: tuple[Tokenizer, Encode], shared: Path
 ) -> None:
     ours, theirs = both
@@ -116,7 +116,7 @@ def random_strings(count: int, seed: int) -> list[str]:
     return strings
 
 
-def test_ten_thousand_random_strings_get_the_ids_of_the_original(
+def test_tokenizer_ten_thousand_random_strings_match_original_ids(
     both: tuple[Tokenizer, Encode],
 ) -> None:
     ours, theirs = both
@@ -127,7 +127,7 @@ def test_ten_thousand_random_strings_get_the_ids_of_the_original(
 
 
 @pytest.mark.slow
-def test_every_character_gets_the_ids_of_the_original(both: tuple[Tokenizer, Encode]) -> None:
+def test_tokenizer_every_character_matches_original_ids(both: tuple[Tokenizer, Encode]) -> None:
     """The libraries were built with Unicode tables of different years."""
     ours, theirs = both
     characters = (chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
@@ -137,7 +137,7 @@ def test_every_character_gets_the_ids_of_the_original(both: tuple[Tokenizer, Enc
         assert ours.encode_batch(part) == [theirs(text) for text in part]
 
 
-def test_every_special_token_is_plain_text_unless_asked_for(
+def test_tokenizer_special_token_is_plain_text_by_default(
     both: tuple[Tokenizer, Encode],
 ) -> None:
     ours, theirs = both
@@ -157,7 +157,7 @@ def test_every_special_token_is_plain_text_unless_asked_for(
         (["<|endoftext|>", "<|im_end|>"], "<|endoftext|>"),
     ],
 )
-def test_transformers_pads_with_a_token_that_the_vocabulary_has_for_it(
+def test_transformers_pads_with_pad_token_of_vocabulary(
     tokens: list[str], pad: str | None, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
@@ -176,7 +176,7 @@ def test_transformers_pads_with_a_token_that_the_vocabulary_has_for_it(
         assert batch["labels"][1, 1:].tolist() == [-100, -100]
 
 
-def test_llamas_pad_with_what_no_text_contains(shared: Path, tmp_path: Path) -> None:
+def test_llama_pad_token_never_occurs_in_text(shared: Path, tmp_path: Path) -> None:
     for kind, pad in (("llama2", "<unk>"), ("llama3", "<|finetune_right_pad_id|>")):
         tokenizer = Tokenizer.from_pretrained(shared / "models" / f"{kind}-tokenizer")
         config = json.loads(tokenizer.files()["tokenizer_config.json"])

@@ -124,7 +124,7 @@ def printed(recipe: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_both_have_the_losses_of_firstlight_train(
+def test_other_trainers_match_losses_of_firstlight_train(
     expected: list[float], printed: list[str]
 ) -> None:
     plain = printed[:2]
@@ -143,7 +143,7 @@ def test_both_have_the_losses_of_firstlight_train(
     ],
     ids=["embeddings in 32 bits", "embeddings in 8 bits"],
 )
-def test_both_with_methods_have_the_losses_of_firstlight_train_with_them(
+def test_other_trainers_with_methods_match_losses_of_firstlight_train(
     options: tuple[str, ...], jobs: slice, optimizers: str, recipe: Path, printed: list[str]
 ) -> None:
     """fp16 instead of bf16 needs a GPU in both: tests/gpu/test_other_loops.py."""
@@ -155,7 +155,7 @@ def test_both_with_methods_have_the_losses_of_firstlight_train_with_them(
         assert _losses(said) == pytest.approx(expected, rel=1e-6)
 
 
-def test_errors_of_the_examples_are_one_line(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_loop_errors_print_one_line(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(_EXAMPLES)
     parts = importlib.import_module("parts")
     arguments = ["loop.py", str(recipe), "--efficiency.precision", "fp16"]
@@ -171,7 +171,7 @@ def test_errors_of_the_examples_are_one_line(recipe: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_two_processes_of_accelerate_have_the_losses_of_one(tmp_path: Path, shards: Path) -> None:
+def test_accelerate_two_processes_match_losses_of_one(tmp_path: Path, shards: Path) -> None:
     pytest.importorskip("accelerate")
     recipe = _write_recipe(tmp_path, shards, micro_batch_size=2, global_batch_tokens=256)
     expected = _own_losses(recipe)

@@ -26,13 +26,13 @@ def stories(folder: Path) -> LoadedModel:
     return load(folder)
 
 
-def test_greedy_text_is_the_published_one(folder: Path, stories: LoadedModel) -> None:
+def test_real_model_greedy_text_matches_published_one(folder: Path, stories: LoadedModel) -> None:
     result = generate(stories, "", max_new_tokens=256, temperature=0)
     assert result.text == (folder / "greedy.txt").read_text(encoding="utf-8")
     assert result.prompt_tokens == 1
 
 
-def test_logits_are_those_of_transformers_over_the_whole_context(
+def test_real_model_logits_match_transformers_over_whole_context(
     folder: Path, stories: LoadedModel
 ) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -43,14 +43,14 @@ def test_logits_are_those_of_transformers_over_the_whole_context(
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_prompts_have_the_ids_that_transformers_gives(folder: Path, stories: LoadedModel) -> None:
+def test_real_model_prompt_ids_match_transformers(folder: Path, stories: LoadedModel) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert stories.tokenizer is not None
     for text in _PROMPTS:
         assert stories.tokenizer.encode_prompt(text) == theirs(text)["input_ids"]
 
 
-def test_greedy_ids_are_those_of_transformers_generate(folder: Path, stories: LoadedModel) -> None:
+def test_real_model_greedy_ids_match_transformers(folder: Path, stories: LoadedModel) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert stories.tokenizer is not None
     for text in _PROMPTS:

@@ -64,7 +64,7 @@ _DRAWS = 6
 
 @pytest.mark.parametrize("seed", range(_DRAWS))
 @pytest.mark.parametrize("family", NAMES)
-def test_what_firstlight_saves_loads_in_transformers_with_the_same_logits_and_config(
+def test_saved_model_loads_in_transformers_with_same_logits_and_config(
     family: str, seed: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     config = spread(family, _DRAWS)[seed]
@@ -103,7 +103,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("family", NAMES)
-def test_loading_and_saving_changes_no_bit_of_what_transformers_wrote(
+def test_transformers_model_loaded_and_saved_is_bitwise_unchanged(
     family: str, seed: int, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     hf_model(spread(family, 3)[seed], seed).save_pretrained(tmp_path / "theirs")
@@ -232,9 +232,7 @@ _DIVISIBLE: dict[str, ModelConfig] = {
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_a_key_left_out_of_config_json_means_what_it_means_to_transformers(
-    family: str, tmp_path: Path
-) -> None:
+def test_config_json_missing_key_uses_default_of_transformers(family: str, tmp_path: Path) -> None:
     """Its shape stays possible whichever default takes a key's place."""
     full = _DIVISIBLE[family].to_hf()
     path = tmp_path / "config.json"
@@ -245,7 +243,7 @@ def test_a_key_left_out_of_config_json_means_what_it_means_to_transformers(
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_an_empty_config_json_is_the_families_own_default_to_both(
+def test_config_json_empty_uses_family_defaults_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
@@ -268,7 +266,7 @@ def test_an_empty_config_json_is_the_families_own_default_to_both(
         },
     ],
 )
-def test_the_rope_keys_of_transformers_4_are_read(
+def test_config_rope_keys_of_transformers_4_are_read(
     scaling: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     hf_model(draw("llama", 0), 0).save_pretrained(tmp_path)
@@ -284,7 +282,7 @@ def test_the_rope_keys_of_transformers_4_are_read(
 
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
-def test_yarn_is_truncated_wherever_transformers_truncates_it(family: str, tmp_path: Path) -> None:
+def test_yarn_is_truncated_like_in_transformers(family: str, tmp_path: Path) -> None:
     """Which does not read `truncate` where each kind of layers has settings of its own."""
     config = draw(family, 0).model_copy(update={"head_dim": 16, "rope_local_base_freq": 50.0})
     hf_model(config, 0).save_pretrained(tmp_path)
@@ -302,7 +300,7 @@ def test_yarn_is_truncated_wherever_transformers_truncates_it(family: str, tmp_p
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_weights_in_several_files_are_read_through_their_index(family: str, tmp_path: Path) -> None:
+def test_load_model_sharded_weights_are_read_through_index(family: str, tmp_path: Path) -> None:
     theirs = hf_model(draw(family, 4), 4)
     theirs.save_pretrained(tmp_path, max_shard_size="2KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -341,7 +339,7 @@ def mxfp4_folder(folder: Path, seed: int) -> dict[str, Tensor]:
     return packed
 
 
-def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_read_like_in_transformers(tmp_path: Path) -> None:
     packed = mxfp4_folder(source := tmp_path / "source", 5)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         source,
@@ -364,7 +362,7 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(tmp_path: Path) ->
     assert_same_logits(own.float(), load_in_transformers(tmp_path / "out").float())
 
 
-def test_every_byte_of_mxfp4_is_what_it_is_to_transformers() -> None:
+def test_mxfp4_every_byte_decodes_like_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8)[None, :, None].repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales)[0].T
@@ -381,7 +379,7 @@ def test_every_byte_of_mxfp4_is_what_it_is_to_transformers() -> None:
         ({"_scales": None}, "lacks tensors: model.layers.0.mlp.experts.gate_up_proj"),
     ],
 )
-def test_mxfp4_that_does_not_fit_is_refused(
+def test_mxfp4_mismatched_tensors_raise_model_error(
     change: dict[str, Tensor | None], said: str, tmp_path: Path
 ) -> None:
     mxfp4_folder(tmp_path, 5)
@@ -414,7 +412,7 @@ def test_mxfp4_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_gpt2_files_of_the_hub_with_mask_buffers_are_read(prefixed: bool, tmp_path: Path) -> None:
+def test_gpt2_hub_files_with_mask_buffers_are_read(prefixed: bool, tmp_path: Path) -> None:
     """openai-community/gpt2 has no `transformer.` before its names, and a causal mask a layer."""
     theirs = hf_model(draw_tied_gpt2(True), 2)
     theirs.save_pretrained(tmp_path)
@@ -431,7 +429,7 @@ def test_gpt2_files_of_the_hub_with_mask_buffers_are_read(prefixed: bool, tmp_pa
     assert_same_logits(load_model(tmp_path).model, theirs)
 
 
-def test_gpt2_with_relu_has_the_logits_of_transformers_and_writes_its_activation(
+def test_gpt2_with_relu_matches_transformers_and_saves_activation(
     tmp_path: Path,
 ) -> None:
     config = draw_tied_gpt2(True).model_copy(update={"activation_function": "relu"})
@@ -442,7 +440,7 @@ def test_gpt2_with_relu_has_the_logits_of_transformers_and_writes_its_activation
     assert_same_logits(own, theirs)
 
 
-def test_an_untied_gpt2_head_without_prefix_is_read(tmp_path: Path) -> None:
+def test_gpt2_untied_head_without_prefix_is_read(tmp_path: Path) -> None:
     theirs = hf_model(draw_tied_gpt2(False), 1)
     theirs.save_pretrained(tmp_path)
     tensors = {
@@ -454,7 +452,7 @@ def test_an_untied_gpt2_head_without_prefix_is_read(tmp_path: Path) -> None:
     assert_same_logits(load_model(tmp_path).model, theirs)
 
 
-def test_the_rotary_buffers_of_old_llama_files_are_passed_over(tmp_path: Path) -> None:
+def test_llama_rotary_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
     theirs = hf_model(draw("llama", 0), 0)
     theirs.save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -465,9 +463,7 @@ def test_the_rotary_buffers_of_old_llama_files_are_passed_over(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.uint8, torch.float16])
-def test_masks_and_rotary_buffers_of_pythias_files_are_passed_over(
-    mask: torch.dtype, tmp_path: Path
-) -> None:
+def test_pythia_mask_and_rotary_buffers_are_ignored(mask: torch.dtype, tmp_path: Path) -> None:
     theirs = hf_model(draw("gpt_neox", 0), 0)
     theirs.save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
@@ -482,7 +478,7 @@ def test_masks_and_rotary_buffers_of_pythias_files_are_passed_over(
 
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "BF16"), (torch.float16, "F16")])
-def test_half_precision_files_are_read_as_they_are_or_as_fp32(
+def test_load_model_half_precision_file_keeps_dtype_or_becomes_fp32(
     family: str, dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
     hf_model(draw(family, 2), 2).to(dtype).save_pretrained(tmp_path)
@@ -498,7 +494,7 @@ def test_half_precision_files_are_read_as_they_are_or_as_fp32(
 
 # Of a qwen2 folder transformers reads the tokenizer otherwise; `export_notes` says so.
 @pytest.mark.parametrize("family", [name for name in NAMES if name != "qwen2"])
-def test_tokenizer_files_give_the_same_ids_and_text_in_transformers(
+def test_saved_tokenizer_gives_same_ids_and_text_in_transformers(
     family: str, tmp_path: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
     """Beside either config.json: transformers also looks at the model's family."""
@@ -513,7 +509,7 @@ def test_tokenizer_files_give_the_same_ids_and_text_in_transformers(
     assert len(theirs) == tokenizer.vocab_size
 
 
-def test_a_tokenizer_that_transformers_saved_again_gives_the_same_ids(
+def test_tokenizer_resaved_by_transformers_gives_same_ids(
     tmp_path: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "own")
@@ -531,7 +527,7 @@ def test_a_tokenizer_that_transformers_saved_again_gives_the_same_ids(
         ["gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer"],
     ),
 )
-def test_well_known_tokenizers_give_the_same_prompts_in_transformers(
+def test_well_known_tokenizers_give_same_prompts_in_transformers(
     name: str, shared: Path, tmp_path: Path, texts: list[str]
 ) -> None:
     """A prompt's ids with bos where the model expects it."""
@@ -547,7 +543,7 @@ _TRAINED = (*("gpt2", "llama", "qwen3", "mixtral", "gpt_oss", "deepseek_v3", "qw
 
 
 @pytest.mark.parametrize("family", slow_but(_TRAINED, NAMES))
-def test_a_checkpoint_of_a_training_run_is_a_model_folder_of_transformers(
+def test_training_checkpoint_is_transformers_model_folder(
     family: str, recipe: dict[str, Any]
 ) -> None:
     """Weights, config, tokenizer and end token, without a conversion between; and the run goes on

@@ -78,26 +78,26 @@ def _kept(config: ModelConfig, seq_len: int) -> Suggestion:
     return _KEPT[key]
 
 
-def test_expected_bits_are_at_most_those_of_guessing_and_at_least_those_of_the_law() -> None:
+def test_expected_bits_lie_between_law_and_guessing() -> None:
     assert expected_bits(1.0, 1.0, _MUCH) == 8
     assert expected_bits(1e30, 1e60, _MUCH) == pytest.approx(least_bits(_MUCH), rel=1e-6)
     assert least_bits(_MUCH) == pytest.approx(defaults.FLOOR)
 
 
-def test_text_read_again_is_worth_less_and_in_the_end_nothing() -> None:
+def test_worth_of_bytes_repeated_text_adds_less_up_to_a_limit() -> None:
     assert worth_of_bytes(100, math.inf) == worth_of_bytes(100, 100) == 100
     # Muennighoff et al.: up to four epochs are nearly as good as new text.
     assert 0.9 * 400 < worth_of_bytes(400, 100) < 400
     assert worth_of_bytes(1e9, 100) == pytest.approx(100 * (1 + 15.39))
 
 
-def test_tokens_in_time_leave_time_for_evaluations_and_are_at_most_the_epochs() -> None:
+def test_tokens_in_time_reserve_evaluation_time_and_respect_epochs() -> None:
     assert tokens_in_time(100.0, 50.0, _MUCH) == pytest.approx(5000 * 0.94)
     assert tokens_in_time(100.0, 50.0, usual_text(_VOCAB, 300)) == 1200
     assert tokens_in_time(100.0, 50.0, usual_text(_VOCAB, 300), 2.0) == 600
 
 
-def test_batches_grow_with_the_root_of_the_tokens_and_leave_a_hundred_steps() -> None:
+def test_batch_tokens_grow_with_square_root_of_tokens_and_leave_a_hundred_steps() -> None:
     assert batch_tokens(1.6e6, 256) == 2048
     assert batch_tokens(1.6e6 * 16, 256) == 8192
     assert batch_tokens(1e15, 256) == 524_288
@@ -105,7 +105,7 @@ def test_batches_grow_with_the_root_of_the_tokens_and_leave_a_hundred_steps() ->
     assert batch_tokens(1.0, 1024) == 1024
 
 
-def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_texts() -> None:
+def test_suggestions_on_100_machines_match_model_and_rates_of_train_texts() -> None:
     draws = random.Random(0)
     chosen: set[tuple[int, int]] = set()
     ways: set[tuple[bool, bool]] = set()
@@ -183,7 +183,7 @@ def test_suggest_on_100_machines_and_corpora_has_model_and_rates_of_training_on_
     assert ways == {(False, False), (True, True), (True, False)}
 
 
-def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
+def test_model_ladder_grows_in_valid_steps() -> None:
     sizes = [_kept(config, _ROW).parameters for config in _MODELS]
     assert sizes == sorted(sizes)
     assert sizes[0] < 3e6
@@ -192,7 +192,7 @@ def test_the_ladder_rises_and_each_rung_is_a_model() -> None:
 
 
 @pytest.mark.parametrize("exponent", [18, 19, 20, 21, 22])
-def test_a_budget_of_compute_is_balanced_as_the_papers_balance_it(exponent: int) -> None:
+def test_suggest_compute_budget_balances_tokens_and_parameters(exponent: int) -> None:
     rate, seconds = rate_of(1e15), 10**exponent / 1e15
     found = suggest(rate, _MODELS, _MUCH, seq_len=_ROW, seconds=seconds)
     # Some 20 tokens a parameter; a rung off is a factor of two, and small models' embeddings weigh.
@@ -201,7 +201,7 @@ def test_a_budget_of_compute_is_balanced_as_the_papers_balance_it(exponent: int)
     assert found.tokens == found.max_steps * found.global_batch_tokens
 
 
-def test_a_model_that_does_not_fit_is_not_suggested() -> None:
+def test_suggest_model_that_does_not_fit_is_rejected() -> None:
     small = suggest(rate_of(1e15, memory=2e9), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
     assert 16 * small.parameters <= 2e9
     large = suggest(rate_of(1e15), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
@@ -210,7 +210,7 @@ def test_a_model_that_does_not_fit_is_not_suggested() -> None:
         suggest(rate_of(1e15, memory=1e6), _MODELS, _MUCH, seq_len=_ROW, seconds=1e6)
 
 
-def test_a_budget_of_tokens_gets_a_model_of_about_a_twentieth() -> None:
+def test_suggest_token_budget_gives_model_of_about_a_twentieth() -> None:
     found = suggest(rate_of(1e15), _MODELS, _MUCH, seq_len=_ROW, tokens=10e9)
     assert 250e6 < found.parameters <= 500e6
     assert found.tokens == pytest.approx(10e9, rel=0.01)
@@ -219,7 +219,7 @@ def test_a_budget_of_tokens_gets_a_model_of_about_a_twentieth() -> None:
     assert tiny.max_steps >= 100
 
 
-def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -> None:
+def test_suggest_little_text_uses_four_epochs_and_model_that_does_not_memorize() -> None:
     much = suggest(rate_of(1e14), _MODELS, _MUCH, seq_len=_ROW, seconds=1e5)
     assert much.epochs is None
     for unique in (20e6, 1e6, 1e5):
@@ -236,21 +236,21 @@ def test_little_text_is_read_four_times_by_a_model_that_does_not_memorize_it() -
     assert suggest(rate_of(1e14), _MODELS, enough, seq_len=_ROW, seconds=1e5).config == much.config
 
 
-def test_time_that_compiling_would_take_still_decides_the_model() -> None:
+def test_suggest_compile_time_is_considered_when_choosing_model() -> None:
     slow = [Compiling(True, seconds=600.0)]
     found = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0, modes=lambda _: slow)
     plain = suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, seconds=60.0)
     assert found.parameters <= plain.parameters < 1e9
 
 
-def test_a_budget_is_time_or_tokens() -> None:
+def test_suggest_budget_of_time_and_tokens_together_raises_config_error() -> None:
     budgets: list[dict[str, Any]] = [{}, {"seconds": 1.0, "tokens": 1.0}]
     for budget in budgets:
         with pytest.raises(ConfigError, match="either a time or a number of tokens"):
             suggest(rate_of(1e12), _MODELS, _MUCH, seq_len=_ROW, **budget)
 
 
-def test_models_that_are_cut_have_key_value_heads_for_all() -> None:
+def test_model_ladder_for_sharding_has_divisible_key_value_heads() -> None:
     grouped = _LLAMA.model_copy(update={"num_attention_heads": 8, "num_key_value_heads": 2})
     cut: list[Any] = list(model_ladder(grouped, cuts=8))
     assert [one.hidden_size for one in cut] == [one.hidden_size for one in _MODELS]
@@ -262,7 +262,7 @@ def test_models_that_are_cut_have_key_value_heads_for_all() -> None:
     assert all(one.num_attention_heads % one.num_key_value_heads == 0 for one in cut)
 
 
-def test_the_ladder_keeps_family_layout_and_proportions() -> None:
+def test_model_ladder_keeps_family_layout_and_proportions() -> None:
     wide_heads = _LLAMA.model_copy(update={"model_type": "qwen3", "num_attention_heads": 4})
     ladder: list[Any] = list(model_ladder(wide_heads.model_copy(update={"head_dim": 128})))
     assert {one.model_type for one in ladder} == {"qwen3"}
@@ -279,7 +279,7 @@ def of_family(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_a_ladder_of_its_own(name: str) -> None:
+def test_model_ladder_exists_for_every_family(name: str) -> None:
     model = of_family(name)
     first, *_ = ladder = list(model_ladder(model))
     assert (len(ladder), first.hidden_size, first.num_hidden_layers) == (32, 64, 2)
@@ -290,7 +290,7 @@ def test_every_family_has_a_ladder_of_its_own(name: str) -> None:
     assert changed <= sizes
 
 
-def test_layers_that_differ_keep_their_pattern_at_another_depth() -> None:
+def test_model_ladder_keeps_layer_pattern_at_other_depth() -> None:
     model = of_family("qwen3").model_copy(
         update={
             "num_hidden_layers": 3,
@@ -304,14 +304,14 @@ def test_layers_that_differ_keep_their_pattern_at_another_depth() -> None:
     assert [first.attention_spec(i).window for i in range(2)] == [16, 16]
 
 
-def test_experts_that_a_token_does_not_use_are_not_counted_by_the_laws() -> None:
+def test_scaling_laws_count_only_active_experts() -> None:
     models = list(model_ladder(of_family("qwen3_moe")))[:12]
     rate = rate_of(1e15)
     routed = suggest(rate, models, usual_text(300, None), seq_len=64, tokens=1e8)
     assert routed.layer_parameters < routed.active_parameters < routed.parameters
 
 
-def test_a_layout_that_is_valid_in_no_other_size_is_refused() -> None:
+def test_model_ladder_layout_valid_in_one_size_only_raises_config_error() -> None:
     model = of_family("qwen3_moe").model_copy(
         update={"num_hidden_layers": 100, "decoder_sparse_step": 100}
     )

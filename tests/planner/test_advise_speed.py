@@ -61,7 +61,7 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Machine:
 @pytest.mark.parametrize(
     ("free", "tokens"), [(70 * GIB, 32_768), (22 * GIB, 8192), (7 * GIB, 2048)]
 )
-def test_the_speed_of_a_gpu_here_is_measured(
+def test_new_model_speed_on_local_gpu_is_measured(
     monkeypatch: pytest.MonkeyPatch, timed: list[int], free: int, tokens: int
 ) -> None:
     speed = new_model_speed(has_gpu(monkeypatch, free))
@@ -72,7 +72,7 @@ def test_the_speed_of_a_gpu_here_is_measured(
 
 
 @pytest.mark.slow
-def test_without_free_memory_the_speed_is_predicted(
+def test_new_model_speed_without_free_memory_is_predicted(
     monkeypatch: pytest.MonkeyPatch, timed: list[int]
 ) -> None:
     # The usual models have up to 16 layers.
@@ -87,7 +87,7 @@ def test_without_free_memory_the_speed_is_predicted(
 
 
 @pytest.mark.slow
-def test_memory_that_another_program_takes_leaves_a_prediction(
+def test_new_model_speed_out_of_memory_falls_back_to_prediction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_memory(*_: Any) -> StepTime:
@@ -114,7 +114,7 @@ def test_memory_that_another_program_takes_leaves_a_prediction(
     ("gpu", "kind", "origin"),
     [("A100 80GB", "cuda", "predicted by the planner"), (None, "cpu", "measured here")],
 )
-def test_a_gpu_that_the_run_is_not_on_is_not_measured(
+def test_new_model_speed_gpu_not_used_by_run_is_not_measured(
     monkeypatch: pytest.MonkeyPatch,
     timed: list[int],
     gpu: str | None,
@@ -129,7 +129,7 @@ def test_a_gpu_that_the_run_is_not_on_is_not_measured(
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_plan_on_a_busy_machine_says_so(
+def test_plan_on_busy_machine_reports_it(
     monkeypatch: pytest.MonkeyPatch, timed: list[int], busy: bool
 ) -> None:
     monkeypatch.setattr(speed_module, "cores_are_busy", lambda: busy)
@@ -140,7 +140,7 @@ def test_plan_on_a_busy_machine_says_so(
     assert not new_model_speed(has_gpu(monkeypatch, 70 * GIB)).is_busy  # its GPU may be free
 
 
-def test_a_device_that_is_not_here_is_named() -> None:
+def test_new_model_speed_missing_device_is_named() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match="device 'cuda' is not present on this machine"):
@@ -148,7 +148,7 @@ def test_a_device_that_is_not_here_is_named() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "gain"), [(15.0, 1.0), (60.0, 1.8), (1800.0, 2.07)])
-def test_run_is_forecast_by_the_speed_that_it_was_planned_with(
+def test_forecast_uses_speed_that_run_was_planned_with(
     monkeypatch: pytest.MonkeyPatch, seconds: float, gain: float
 ) -> None:
     planned = Forecast(GIB, "backward", {}, (150e3, 200e3, 250e3))
@@ -175,7 +175,7 @@ def test_run_is_forecast_by_the_speed_that_it_was_planned_with(
     ("gpu", "implementation", "stacks"),
     [("H100", "auto", 3), ("H100", "for-loop", 14), (None, "auto", 14)],
 )
-def test_a_plan_starts_as_many_products_as_its_optimizer(
+def test_predicted_step_counts_products_of_muon(
     gpu: str | None, implementation: str, stacks: int
 ) -> None:
     """Muon takes 15 products for a matrix, or for a stack of matrices of one size."""
@@ -199,7 +199,7 @@ def test_a_plan_starts_as_many_products_as_its_optimizer(
     assert products == 15 * stacks
 
 
-def test_speed_for_a_model_is_without_compiling_whatever_the_recipe_says(
+def test_new_model_speed_ignores_compile_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The way to compile, whose gain multiplies it, is chosen afterwards."""

@@ -48,7 +48,7 @@ from planner_recipes import GPT2, LLAMA, real_steps, recipe
         ({"attention": "blockwise", "activation_checkpointing": "full"}, 3),
     ],
 )
-def test_compiled_layers_are_planned_from_as_few_as_show_what_all_do(
+def test_compiled_plan_is_extrapolated_from_minimum_number_of_layers(
     efficiency: dict[str, Any], few: int
 ) -> None:
     def depths(layers: int) -> tuple[int, int, int] | None:
@@ -101,7 +101,7 @@ def _with(found: MemoryPrediction, phase: str, **parts: int) -> MemoryPrediction
         (2, "backward", {"activations": 20, "temporaries": 100}),
     ],
 )
-def test_a_compiled_models_line_has_the_slope_of_its_graphs(
+def test_compiled_plan_line_has_slope_of_graphs(
     depth: int, phase: str, parts: dict[str, int]
 ) -> None:
     # Of the graphs of the shallow model one step is traced, the third.
@@ -131,7 +131,7 @@ def test_a_compiled_models_line_has_the_slope_of_its_graphs(
         ({"backward": 10, MIDDLE_BACKWARD: 10, LATE_BACKWARD: 500}, 500 + 4 * 19),
     ],
 )
-def test_each_stretch_of_the_backward_pass_has_its_own_slope(
+def test_compiled_plan_each_backward_stretch_has_own_slope(
     at_one: dict[str, int], at_twenty: int
 ) -> None:
     fused = _compiled_made_up(1, fused=True, each=4)
@@ -141,7 +141,7 @@ def test_each_stretch_of_the_backward_pass_has_its_own_slope(
     assert from_graphs(fused, graphs, more, 19).phases["backward"].bytes == at_twenty
 
 
-def test_a_peak_in_the_middle_of_one_layer_is_early_in_the_graphs_of_two() -> None:
+def test_compiled_plan_peak_inside_a_layer_is_found_in_two_layer_graph() -> None:
     fused, graphs, more = (
         _compiled_made_up(n, fused=fused, each=4)
         for n, fused in ((1, True), (1, False), (2, False))
@@ -153,7 +153,7 @@ def test_a_peak_in_the_middle_of_one_layer_is_early_in_the_graphs_of_two() -> No
 
 
 @pytest.mark.parametrize(("weights", "more"), [(15, 15), (8, 8), (100, 15)])
-def test_accumulated_gradients_lie_beside_new_ones_of_the_parameters_dtype(
+def test_compiled_plan_accumulated_gradients_are_counted_beside_new_ones(
     weights: int, more: int
 ) -> None:
     one, graphs, two = (
@@ -167,7 +167,7 @@ def test_accumulated_gradients_lie_beside_new_ones_of_the_parameters_dtype(
     assert accumulated == plain + more * 10
 
 
-def test_what_is_updated_in_the_backward_pass_has_its_gradients_before_the_update() -> None:
+def test_compiled_plan_optimizer_in_backward_holds_gradients_before_update() -> None:
     one, graphs, two = (
         _with(_compiled_made_up(n, fused=fused), "clipping", weights=2 * n)
         for n, fused in ((1, True), (1, False), (2, False))
@@ -192,7 +192,7 @@ def test_what_is_updated_in_the_backward_pass_has_its_gradients_before_the_updat
         ),
     ],
 )
-def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes(
+def test_compiled_plan_line_parts_are_non_negative_and_sum_to_bytes(
     first: dict[str, int], each: dict[str, int], found: dict[str, int]
 ) -> None:
     fused = _with(_compiled_made_up(1, fused=True), "forward", **first)
@@ -215,7 +215,7 @@ def test_parts_of_a_line_are_never_less_than_nothing_and_come_to_its_bytes(
         {"efficiency": {"precision": "bf16", "activation_checkpointing": "full"}},
     ],
 )
-def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, Any]) -> None:
+def test_compiled_plan_matches_measured_steps(settings: dict[str, Any]) -> None:
     efficiency = {"compile": True} | settings.get("efficiency", {})
     deep = recipe(
         model=GPT2 | {"num_hidden_layers": 5, "hidden_size": 128},
@@ -228,7 +228,7 @@ def test_a_compiled_recipe_takes_what_its_real_steps_take(settings: dict[str, An
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
+def test_compiled_plan_gpu_attention_causes_no_graph_break(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compile_with = torch.compile
@@ -258,7 +258,7 @@ def test_a_gpus_attention_leaves_a_compiled_step_in_one_piece(
         ({"precision": "fp32"}, 0),
     ],
 )
-def test_compiled_code_on_a_gpu_copies_gradients_of_logits_in_odd_rows(
+def test_compiled_plan_gpu_copies_unaligned_logit_gradients(
     efficiency: dict[str, Any], copies: int
 ) -> None:
     planned = recipe(model=GPT2 | {"vocab_size": 1001}, efficiency=efficiency | {"compile": True})
@@ -274,7 +274,7 @@ def test_compiled_code_on_a_gpu_copies_gradients_of_logits_in_odd_rows(
 
 
 @pytest.mark.parametrize("layers", [1, 5])
-def test_the_copy_is_in_the_plan_of_any_depth(layers: int) -> None:
+def test_compiled_plan_includes_copy_at_any_depth(layers: int) -> None:
     planned = recipe(
         model=GPT2 | {"vocab_size": 1001, "num_hidden_layers": layers},
         efficiency={"precision": "bf16", "compile": True},
@@ -312,7 +312,7 @@ def test_the_copy_is_in_the_plan_of_any_depth(layers: int) -> None:
         ),
     ],
 )
-def test_a_compiled_model_is_planned_from_few_layers_as_from_all(
+def test_compiled_plan_from_few_layers_equals_plan_from_all(
     sections: dict[str, Any], off_by: float
 ) -> None:
     efficiency = {"compile": True, "precision": "bf16"} | sections.get("efficiency", {})
@@ -328,7 +328,7 @@ def test_a_compiled_model_is_planned_from_few_layers_as_from_all(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_graphs_of_what_is_compiled_run_when_asked() -> None:
+def test_compiled_graphs_run_on_request() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         # Inductor makes one operator of product and sum, in the graph that it is given.
         return (x @ y + y[0]).relu().exp()
@@ -360,7 +360,7 @@ def test_the_graphs_of_what_is_compiled_run_when_asked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_was_compiled_without_kernels_is_forgotten() -> None:
+def test_compiled_code_without_kernels_is_discarded() -> None:
     def double(x: Tensor) -> Tensor:
         return torch.sin(x) * 2
 

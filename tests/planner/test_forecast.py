@@ -90,7 +90,7 @@ class Prophet:
         return None
 
 
-def test_a_run_sets_its_forecast_beside_what_it_took(
+def test_forecast_is_compared_with_measured_run(
     recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = firstlight.train(recipe, forecaster=Prophet(), progress=True)
@@ -115,7 +115,7 @@ def test_a_run_sets_its_forecast_beside_what_it_took(
     assert found["measured"]["tokens_per_second"] > 0
 
 
-def test_code_that_a_cpu_compiles_for_experts_in_bf16_is_in_the_forecast(
+def test_forecast_includes_code_compiled_by_cpu_for_bf16_experts(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     model = {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
@@ -136,12 +136,12 @@ def test_code_that_a_cpu_compiles_for_experts_in_bf16_is_in_the_forecast(
     assert predicted["bf16"] - predicted["fp32"] > code / 2
 
 
-def test_experts_of_many_rows_have_few_products() -> None:
+def test_kept_code_bytes_of_many_expert_rows_are_bounded() -> None:
     assert kept_code_bytes(384, 4) == kept_code_bytes(10**3, 8) == 1024 * kept_code_bytes(1, 4) // 6
     assert kept_code_bytes(128 * 4, 4) == kept_code_bytes(10**6, 4) == 32 * kept_code_bytes(1, 4)
 
 
-def test_memory_that_was_free_again_before_a_run_is_not_the_runs(recipe: dict[str, Any]) -> None:
+def test_process_memory_freed_before_run_is_not_counted(recipe: dict[str, Any]) -> None:
     before = 2**29
     with mmap.mmap(-1, before) as memory:
         memory.write(bytes(before))
@@ -153,7 +153,7 @@ def test_memory_that_was_free_again_before_a_run_is_not_the_runs(recipe: dict[st
 
 
 @pytest.mark.skipif(allocated_bytes() is None, reason="this C library counts nothing")
-def test_what_is_allocated_is_counted_and_what_is_freed_is_not() -> None:
+def test_memory_watch_counts_allocated_not_freed_bytes() -> None:
     gc.collect()  # else what earlier tests have left is freed meanwhile
     before = allocated_bytes()
     # Larger than what the allocator maps on its own, and smaller.
@@ -167,7 +167,7 @@ def test_what_is_allocated_is_counted_and_what_is_freed_is_not() -> None:
     assert again == pytest.approx(before, abs=0.02 * own)
 
 
-def test_the_peak_is_above_what_was_there_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_watch_peak_is_relative_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     # At the start, 40 of them counted; of three looks; where 30 are counted; of two looks.
     seen = [100, 300, 250, 200, 180, 400, 390]
     watch = AllocatedPeak()
@@ -186,7 +186,7 @@ def test_the_peak_is_above_what_was_there_at_the_start(monkeypatch: pytest.Monke
     assert watch.peak_bytes == 400 - 150
 
 
-def test_nothing_is_measured_where_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_watch_without_counter_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("firstlight.hardware.process_memory.allocated_bytes", lambda: None)
     with AllocatedPeak() as watch:
         watch.start(0)
@@ -194,7 +194,7 @@ def test_nothing_is_measured_where_nobody_counts(monkeypatch: pytest.MonkeyPatch
     assert watch.peak_bytes is None
 
 
-def test_tensors_that_the_collector_leaves_alone_count_and_freed_ones_do_not() -> None:
+def test_tensor_bytes_count_frozen_tensors_and_exclude_freed_ones() -> None:
     comparison = ForecastComparison(find_hardware("cpu"))
     tensors = [torch.ones(1 << 18), torch.nn.Parameter(torch.ones(1 << 18))]
     gc.collect()
@@ -215,7 +215,7 @@ class Broken:
         raise KeyError("float16")
 
 
-def test_no_run_ends_for_a_forecast(
+def test_forecast_failure_does_not_end_run(
     recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = firstlight.train(recipe, forecaster=Broken(), progress=True)
@@ -231,7 +231,7 @@ _FAILURES = {
 
 
 @pytest.mark.parametrize("failure", _FAILURES)
-def test_a_process_that_predicts_can_not_end_the_run(
+def test_forecast_process_cannot_end_run(
     recipe: dict[str, Any],
     failure: str,
     tmp_path: Path,
@@ -255,7 +255,7 @@ def test_a_process_that_predicts_can_not_end_the_run(
     assert result.step == 12
 
 
-def test_a_process_that_was_started_in_vain_is_ended() -> None:
+def test_forecast_process_started_in_vain_is_ended() -> None:
     with RunForecaster() as forecaster:
         forecaster.start()
         (started,) = forecaster._processes
@@ -263,7 +263,7 @@ def test_a_process_that_was_started_in_vain_is_ended() -> None:
 
 
 @pytest.mark.slow
-def test_an_update_that_torchao_compiles_is_predicted_by_the_process_of_a_run(
+def test_forecast_process_predicts_update_compiled_by_torchao(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernel would crash on tensors that have no memory."""
@@ -281,13 +281,13 @@ def test_an_update_that_torchao_compiles_is_predicted_by_the_process_of_a_run(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "bf16_params"])
-def test_every_precision_has_a_forecast(precision: str) -> None:
+def test_forecast_exists_for_every_precision(precision: str) -> None:
     found = forecast_run(settled(efficiency={"precision": precision, "compile": False}), _CPU, 1)
     assert found is not None
     assert found.peak_bytes > 0
 
 
-def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
+def test_forecast_comparison_excludes_first_steps_from_median(tmp_path: Path) -> None:
     comparison = ForecastComparison(_CPU)
     assert comparison.write(tmp_path) is None
     assert not (tmp_path / FORECAST_NAME).exists()
@@ -298,7 +298,7 @@ def test_the_first_steps_are_not_of_the_median(tmp_path: Path) -> None:
     assert comparison.measured()["samples_per_second"] is None
 
 
-def test_every_rate_is_compared_with_its_own(tmp_path: Path) -> None:
+def test_forecast_comparison_matches_each_rate_with_its_own(tmp_path: Path) -> None:
     comparison = ForecastComparison(_CPU)
     comparison.forecast = Forecast(2**30, "loss", {}, (80.0, 100.0, 120.0))
     comparison.label_share, comparison.seq_len = 0.25, 50
@@ -320,7 +320,7 @@ def test_every_rate_is_compared_with_its_own(tmp_path: Path) -> None:
     assert found["measured"]["samples_per_second"] == 1.92
 
 
-def test_a_forecast_is_the_planners() -> None:
+def test_forecast_equals_that_of_planner() -> None:
     found = forecast_run(settled(), _CPU, 1)
     assert found is not None
     assert found.parts["weights"] == _WEIGHTS
@@ -337,7 +337,7 @@ def test_a_forecast_is_the_planners() -> None:
 
 
 @pytest.mark.slow
-def test_advice_says_what_filled_memory_and_what_would_have_saved_it(
+def test_memory_advice_names_cause_and_remedies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = settled(batch={"micro_batch_size": 64})
@@ -382,7 +382,7 @@ def trying(monkeypatch: pytest.MonkeyPatch, fits: int, peak_bytes: int = 10**6) 
 
 
 @pytest.mark.parametrize("fits, tried, chosen", [(8, [8], 8), (3, [8, 4, 2], 2)])
-def test_a_plan_that_is_followed_is_tried_first(
+def test_plan_auto_tries_planned_settings_first(
     monkeypatch: pytest.MonkeyPatch, fits: int, tried: list[int], chosen: int
 ) -> None:
     asked, told = trying(monkeypatch, fits), list[str]()
@@ -395,7 +395,9 @@ def test_a_plan_that_is_followed_is_tried_first(
 
 
 @pytest.mark.slow
-def test_a_plan_of_which_nothing_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_auto_without_fitting_candidate_raises_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = trying(monkeypatch, 0)
     with pytest.raises(ConfigError, match="not even a micro-batch of one row fits"):
         planned_recipe(settled(), _CPU, lambda _: None)
@@ -408,7 +410,7 @@ def test_a_plan_of_which_nothing_fits_is_refused(monkeypatch: pytest.MonkeyPatch
         planned_recipe(least, _CPU, lambda _: None)
 
 
-def test_what_can_not_work_is_said_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_auto_invalid_combination_raises_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     trying(monkeypatch, 8)
     wrong = settled(
         efficiency={"compile": False, "precision": "fp32", "optimizer_in_backward": True}
@@ -417,7 +419,7 @@ def test_what_can_not_work_is_said_as_such(monkeypatch: pytest.MonkeyPatch) -> N
         planned_recipe(wrong, _CPU, lambda _: None)
 
 
-def test_planning_elsewhere_gives_the_recipe_what_was_told_and_its_errors(
+def test_plan_auto_in_process_returns_recipe_messages_and_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: dict[str, Any] = {}
@@ -477,7 +479,7 @@ class Keeps:
         ),
     ],
 )
-def test_a_forecast_covers_evaluation_samples_and_saves(
+def test_forecast_covers_evaluation_samples_and_saves(
     recipe: dict[str, Any],
     seq_len: int,
     sample_tokens: int,
@@ -513,7 +515,7 @@ def test_a_forecast_covers_evaluation_samples_and_saves(
 
 
 @pytest.mark.slow
-def test_a_forecast_covers_the_average_of_the_last_weights(
+def test_forecast_covers_average_of_last_weights(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds the means in fp32 and no sums, and the copies of the checkpoints are gone."""

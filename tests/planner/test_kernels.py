@@ -75,7 +75,7 @@ def heads(length: int, dtype: torch.dtype, size: int = 32) -> Tensor:
 @pytest.mark.parametrize("length, size", [(63, 32), (64, 32), (101, 31), (256, 32), (1024, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tiles", [True, False])
-def test_attention_has_blocks_for_each_thread(
+def test_workspace_of_attention_has_blocks_per_thread(
     length: int, size: int, dtype: torch.dtype, tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -97,7 +97,7 @@ def test_attention_has_blocks_for_each_thread(
         ((4, 12, 1024, 64), 1708032, 14422016),
     ],
 )
-def test_attention_in_tiles_packs_keys_and_values(
+def test_workspace_of_tiled_attention_packs_keys_and_values(
     shape: tuple[int, ...], plain: int, packed: int
 ) -> None:
     # Measured on two threads of a CPU with AMX for bf16, but not for fp16.
@@ -112,7 +112,7 @@ def test_attention_in_tiles_packs_keys_and_values(
 
 
 @pytest.mark.parametrize("length", [64, 1024])
-def test_so_has_its_backward_pass(length: int) -> None:
+def test_workspace_of_attention_backward_has_blocks_per_thread(length: int) -> None:
     aten = torch.ops.aten
     q = heads(length, torch.float32)
     out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)
@@ -131,7 +131,7 @@ def test_so_has_its_backward_pass(length: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("length, size", [(1024, 32), (1024, 128), (256, 128), (512, 64)])
-def test_half_precision_attention_has_no_less_than_predicted_in_its_backward_pass(
+def test_workspace_of_half_precision_attention_backward_is_at_least_measured(
     length: int, size: int, threads: int
 ) -> None:
     if length < 1024 and torch.bfloat16 not in this_cpu().tile_dtypes:
@@ -165,7 +165,7 @@ def test_half_precision_attention_has_no_less_than_predicted_in_its_backward_pas
         (4, 4, 300, False, torch.float32),
     ],
 )
-def test_blockwise_attention_has_some_rows_in_order_and_a_block_of_scores(
+def test_workspace_of_blockwise_attention_is_reordered_rows_and_score_block(
     length: int, kept: int, masked: int, drops: bool, dtype: torch.dtype
 ) -> None:
     def heads(count: int) -> Tensor:
@@ -195,7 +195,7 @@ def test_blockwise_attention_has_some_rows_in_order_and_a_block_of_scores(
         assert measured <= predicted + 64 + scratch
 
 
-def test_blockwise_attention_is_no_other_on_a_gpu() -> None:
+def test_workspace_of_blockwise_attention_is_equal_on_gpu() -> None:
     layout = ((1, 4, 256, 64), torch.bfloat16)
     name = "firstlight.blockwise_attention.default"
     operator = Operator(name, "forward", (layout,) * 3, (layout,), 0, 0)
@@ -205,7 +205,7 @@ def test_blockwise_attention_is_no_other_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows, inner, columns", [(64, 64, 64), (512, 256, 1024), (1024, 512, 64)])
-def test_products_in_half_precision_take_no_more_than_predicted(
+def test_workspace_of_half_precision_products_is_at_most_predicted(
     rows: int, inner: int, columns: int, dtype: torch.dtype
 ) -> None:
     x, weight = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
@@ -233,7 +233,7 @@ def test_products_in_half_precision_take_no_more_than_predicted(
         (3072, 8192, 768, "transposed", 1_809_024),
     ],
 )
-def test_products_in_tiles_take_no_more_than_predicted(
+def test_workspace_of_tiled_products_is_at_most_predicted(
     rows: int, inner: int, columns: int, transposed: str, measured: int
 ) -> None:
     # Measured on two threads of a CPU with AMX.
@@ -242,13 +242,13 @@ def test_products_in_tiles_take_no_more_than_predicted(
     assert measured <= workspace_bytes(operator, _TILES) <= 2 * measured
 
 
-def test_products_in_fp32_take_nothing() -> None:
+def test_workspace_of_fp32_products_is_zero() -> None:
     predicted, measured = workspace_of(lambda a, b: a @ b, torch.randn(64, 64), torch.randn(64, 64))
     assert predicted == measured == 0
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_experts_visited_twice_as_often_take_no_more_than_predicted(backward: bool) -> None:
+def test_workspace_of_uneven_experts_is_at_most_predicted(backward: bool) -> None:
     rows, width, size = 512, 96, 64
     x = torch.randn(rows, size, dtype=torch.bfloat16)
     weight = torch.randn(4, width, size, dtype=torch.bfloat16)
@@ -259,7 +259,7 @@ def test_experts_visited_twice_as_often_take_no_more_than_predicted(backward: bo
     assert 2 * 256 * width < measured <= predicted <= measured + 100_000
 
 
-def test_operands_of_another_dtype_are_converted() -> None:
+def test_workspace_of_mixed_dtype_operands_includes_conversion() -> None:
     wide, half = torch.randn(1000), torch.randn(1000).bfloat16()
     assert workspace_of(lambda a, b: a + b, wide, half) == (4000, 4000)
     assert workspace_of(lambda a, b: a.add_(b), wide, half) == (4000, 4000)
@@ -268,11 +268,11 @@ def test_operands_of_another_dtype_are_converted() -> None:
     assert workspace_of(lambda a, b: a * b, half, torch.tensor(2.0))[0] == 0
 
 
-def test_booleans_are_counted_as_int64() -> None:
+def test_workspace_of_boolean_sum_is_int64() -> None:
     assert workspace_of(lambda a: a.sum(0), torch.ones(1000, 2, dtype=torch.bool)) == (16000, 16000)
 
 
-def test_eight_bit_updates_are_unpacked_on_a_cpu_and_not_on_a_gpu() -> None:
+def test_workspace_of_8_bit_update_is_needed_on_cpu_only() -> None:
     layout = ((1000,), torch.float32)
     name = "bitsandbytes.optimizer_update_8bit_blockwise.default"
     operator = Operator(name, "optimizer", (layout,), (), 0, 0)
@@ -307,18 +307,18 @@ def attention(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
-def test_flash_attention_keeps_its_output_and_a_sum_for_each_query() -> None:
+def test_flash_attention_saves_output_and_one_sum_per_query() -> None:
     kept = kept_by(attention, _A100, torch.bfloat16)
     # And two numbers of the generator.
     assert kept == 2 * _NUMBERS + 4 * 2 * 4 * 128 + 16 + 8
 
 
-def test_fp32_takes_the_memory_efficient_kernel() -> None:
+def test_fp32_attention_uses_memory_efficient_kernel() -> None:
     kept = kept_by(attention, _A100)
     assert 0 <= kept - (4 * _NUMBERS + 4 * 2 * 4 * 128) <= 64
 
 
-def test_math_attention_keeps_the_scores() -> None:
+def test_math_attention_saves_scores() -> None:
     tracer = Tracer()
     with fake_tensors(), tracer, CudaKernels(_A100, "math"):
         x = torch.empty(2, 4, 128, 64, requires_grad=True)
@@ -331,7 +331,7 @@ def test_math_attention_keeps_the_scores() -> None:
     del result
 
 
-def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
+def test_grouped_attention_without_flash_repeats_keys_or_holds_scores() -> None:
     def grouped(x: Tensor) -> Tensor:
         few = x[:, :2]
         return F.scaled_dot_product_attention(x, few, few, is_causal=True, enable_gqa=True)
@@ -344,7 +344,7 @@ def test_grouped_heads_without_flash_repeat_keys_or_hold_the_scores() -> None:
 
 
 @pytest.mark.parametrize(("capability", "version"), [((9, 0), (2, 11)), ((10, 0), (2, 13))])
-def test_hopper_and_blackwell_take_cudnn_for_masked_groups(
+def test_masked_grouped_attention_on_hopper_and_blackwell_uses_cudnn(
     capability: tuple[int, int], version: tuple[int, int]
 ) -> None:
     def grouped(x: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def test_hopper_and_blackwell_take_cudnn_for_masked_groups(
     "capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
 )
 @pytest.mark.parametrize("learns", [True, False])
-def test_the_planned_kernel_is_that_of_the_test_device(
+def test_planned_attention_kernel_matches_that_of_fake_device(
     capability: tuple[int, int], learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are torch's order. Evaluations, which do not learn, have no cuDNN attention."""
@@ -401,7 +401,7 @@ def test_the_planned_kernel_is_that_of_the_test_device(
 @pytest.mark.parametrize(
     "kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention"]
 )
-def test_flops_of_grouped_heads_are_those_of_repeated_keys(kernel: str, heads: int) -> None:
+def test_grouped_attention_flops_equal_those_of_repeated_keys(kernel: str, heads: int) -> None:
     # With values of another size than the keys.
     query, key, value = (
         torch.empty(2, 4, 10, 8),
@@ -418,12 +418,12 @@ def test_flops_of_grouped_heads_are_those_of_repeated_keys(kernel: str, heads: i
     assert found == sdpa_backward_flop_count(grad.shape, *whole)  # type: ignore[no-untyped-call]
 
 
-def test_a_gpus_dropout_keeps_a_byte_a_number() -> None:
+def test_gpu_dropout_saves_one_byte_per_value() -> None:
     assert kept_by(lambda x: F.dropout(x, 0.1), _A100) == _NUMBERS * 4 + _NUMBERS
     assert kept_by(lambda x: F.dropout(x, 0.1, training=False), _A100) == 0
 
 
-def test_softmax_kept_its_input_before_torch_1_11() -> None:
+def test_softmax_saved_its_input_before_torch_1_11() -> None:
     def softmax(x: Tensor) -> Tensor:
         return torch.softmax(x * 2, -1)
 
@@ -432,7 +432,7 @@ def test_softmax_kept_its_input_before_torch_1_11() -> None:
     assert kept_by(softmax, old) == 2 * 4 * _NUMBERS
 
 
-def test_a_gpus_autocast_computes_norms_and_softmax_in_fp32() -> None:
+def test_gpu_autocast_computes_norms_and_softmax_in_fp32() -> None:
     with torch.autocast("cpu", torch.bfloat16), fake_tensors(), CudaKernels(_A100):
         half = torch.empty(8, 16, dtype=torch.bfloat16)
         assert F.softmax(half, -1).dtype == torch.float32
@@ -444,7 +444,7 @@ def test_a_gpus_autocast_computes_norms_and_softmax_in_fp32() -> None:
         assert F.softmax(torch.empty(8, dtype=torch.bfloat16), -1).dtype == torch.bfloat16
 
 
-def test_a_backward_pass_that_computes_again_has_a_gpus_kernels() -> None:
+def test_recomputed_backward_pass_uses_gpu_kernels() -> None:
     from torch.utils.checkpoint import checkpoint
 
     with fake_tensors(), CudaKernels(_A100):
@@ -459,7 +459,7 @@ def test_a_backward_pass_that_computes_again_has_a_gpus_kernels() -> None:
 # The caching allocator
 
 
-def test_sizes_are_rounded_to_512_bytes() -> None:
+def test_allocator_rounds_sizes_to_512_bytes() -> None:
     assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
@@ -474,13 +474,13 @@ def test_sizes_are_rounded_to_512_bytes() -> None:
         (11 * _MIB, 12 * _MIB),
     ],
 )
-def test_the_segment_for_a_size(size: int, reserved: int) -> None:
+def test_allocator_segment_matches_request_size(size: int, reserved: int) -> None:
     allocator = CachingAllocator()
     allocator.allocate(size)
     assert allocator.reserved == reserved
 
 
-def test_a_freed_block_is_used_again_and_neighbours_join() -> None:
+def test_allocator_reuses_freed_block_and_merges_neighbours() -> None:
     allocator = CachingAllocator()
     first, second = allocator.allocate(6 * _MIB), allocator.allocate(6 * _MIB)
     assert allocator.reserved == 20 * _MIB
@@ -490,14 +490,16 @@ def test_a_freed_block_is_used_again_and_neighbours_join() -> None:
     assert allocator.reserved == 20 * _MIB
 
 
-def test_a_hole_that_nothing_fits_into_is_reserved_in_vain() -> None:
+def test_allocator_unusable_gap_counts_as_reserved() -> None:
     # 64 MiB freed, of which 16 are taken for good: the next 64 need a segment of their own.
     lifetimes = [(64 * _MIB, 0, 0), (16 * _MIB, 1, 9), (64 * _MIB, 2, 9)]
     assert reserved_bytes(lifetimes) == 128 * _MIB
 
 
 @given(st.lists(st.tuples(st.integers(0, 50 * _MIB), st.integers(0, 20), st.integers(0, 20))))
-def test_what_is_reserved_holds_what_is_allocated(entries: list[tuple[int, int, int]]) -> None:
+def test_allocator_reserved_bytes_cover_allocated_bytes(
+    entries: list[tuple[int, int, int]],
+) -> None:
     lifetimes = sorted(
         ((size, birth, birth + length) for size, birth, length in entries), key=lambda e: e[1]
     )
@@ -511,7 +513,7 @@ def test_what_is_reserved_holds_what_is_allocated(entries: list[tuple[int, int, 
     assert reserved_bytes(lifetimes) >= most
 
 
-def test_a_gpus_prediction_rounds_each_storage() -> None:
+def test_gpu_prediction_rounds_each_storage() -> None:
     tracer = Tracer()
     with fake_tensors(), tracer:
         tracer.mark([torch.empty(1)], "weights")

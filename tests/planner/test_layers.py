@@ -47,7 +47,7 @@ def from_few(
         {"batch": {"gradient_accumulation_steps": 2, "micro_batch_size": 1}},
     ],
 )
-def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> None:
+def test_planned_identical_layers_each_add_same_memory(settings: dict[str, Any]) -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 7}, **settings)
     whole, found = trace_memory(deep), from_few(deep, trace_memory)
     assert found.peak_bytes == whole.peak_bytes
@@ -64,7 +64,7 @@ def test_layers_that_are_alike_add_the_same_each(settings: dict[str, Any]) -> No
     assert listed[0] > 0
 
 
-def test_a_deep_models_evaluation_is_planned_from_few_layers(
+def test_deep_model_evaluation_is_planned_from_few_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 7})
@@ -90,7 +90,7 @@ def test_a_deep_models_evaluation_is_planned_from_few_layers(
     assert found.total_bytes == whole.total_bytes == whole.peak_bytes
 
 
-def test_the_loss_of_a_large_vocabulary_is_part_of_its_backward_pass(
+def test_large_vocabulary_loss_is_part_of_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Its gradient interrupts the pass after few operators, which were taken for a pass of their
@@ -106,7 +106,7 @@ def test_the_loss_of_a_large_vocabulary_is_part_of_its_backward_pass(
     assert (found.peak_bytes, found.phase) == (whole.peak_bytes, whole.phase)
 
 
-def test_rounded_weights_are_not_held_where_layers_are_computed_again() -> None:
+def test_recomputed_layers_do_not_hold_rounded_weights() -> None:
     found = trace_memory(
         recipe(
             model=GPT2 | {"num_hidden_layers": 8},
@@ -123,7 +123,7 @@ def test_rounded_weights_are_not_held_where_layers_are_computed_again() -> None:
     assert parts.get("temporaries", 0) < parts["weights"] / 4
 
 
-def test_a_frozen_base_in_bf16_leaves_nothing_in_fp32() -> None:
+def test_frozen_bf16_base_leaves_nothing_in_fp32() -> None:
     model = LLAMA | {"vocab_size": 8192, "tie_word_embeddings": False}
     efficiency = {"precision": "bf16_params"}
     found = trace_memory(recipe(model=model, lora={"rank": 1}, efficiency=efficiency))
@@ -142,7 +142,7 @@ def _made_up(layers: int) -> MemoryPrediction:
     return MemoryPrediction(early, "backward", phases["backward"].parts, phases, early, 0, 0, ())
 
 
-def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
+def test_deeper_model_may_peak_at_other_phase() -> None:
     deep = recipe(model=GPT2 | {"num_hidden_layers": 50})
 
     def shallow(part: Any) -> MemoryPrediction:
@@ -154,7 +154,7 @@ def test_the_peak_may_be_at_another_place_of_a_deeper_model() -> None:
     assert list(found.phases) == ["backward"]
 
 
-def test_part_of_a_trace_begins_with_what_was_alive() -> None:
+def test_trace_slice_begins_with_live_storages() -> None:
     trace = Trace(phase_names=["forward", "backward"])
     trace.calls.extend([0, 1, 2, 3, 4, 5])
     trace.phases.extend([0, 0, 1, 1, 0, 1])
@@ -180,7 +180,7 @@ def test_part_of_a_trace_begins_with_what_was_alive() -> None:
     assert trace.storages[1].death == 4
 
 
-def test_jobs_are_done_in_pieces_and_each_gets_its_own() -> None:
+def test_predict_jobs_in_pieces_gives_each_its_peak() -> None:
     def job(*layers: int) -> TraceJob:
         return TraceJob(
             tuple((_made_up, count) for count in layers),
@@ -191,7 +191,7 @@ def test_jobs_are_done_in_pieces_and_each_gets_its_own() -> None:
     assert [one.peak_bytes for one in found] == [110 + 120, 0, 130]
 
 
-def test_layers_that_differ_are_all_traced() -> None:
+def test_planned_different_layers_are_all_traced() -> None:
     model = LLAMA | {
         "model_type": "qwen2",
         "num_hidden_layers": 8,
@@ -216,9 +216,7 @@ def test_layers_that_differ_are_all_traced() -> None:
         (3, {"backward": 5, MIDDLE_BACKWARD: 9, LATE_BACKWARD: 7}),
     ],
 )
-def test_each_backward_pass_can_be_cut_into_stretches(
-    stretches: int, peaks: dict[str, int]
-) -> None:
+def test_trace_backward_pass_is_split_into_stretches(stretches: int, peaks: dict[str, int]) -> None:
     trace = Trace(phase_names=["forward", "backward"])
     trace.operators = [Operator("aten.relu.default", "backward", (), (), 0, 0)]
     # Two steps: forward, then six operators backward, the fourth of which has most in the second.
@@ -234,7 +232,7 @@ def test_each_backward_pass_can_be_cut_into_stretches(
 # Recipes for a GPU
 
 
-def test_a_gpus_recipe_is_planned_without_the_gpu() -> None:
+def test_gpu_recipe_is_planned_without_gpu() -> None:
     target = cuda_target("A100", (8, 0))
     flash = recipe(efficiency={"attention": "flash", "precision": "bf16"})
     plain = recipe(efficiency={"attention": "math", "precision": "bf16"})
@@ -246,7 +244,7 @@ def test_a_gpus_recipe_is_planned_without_the_gpu() -> None:
     assert trace_memory(plain, target).parts["activations"] > found.parts["activations"] + scores
 
 
-def test_offloaded_activations_are_counted_in_the_hosts_memory() -> None:
+def test_offloaded_activations_are_counted_in_host_memory() -> None:
     target = cuda_target("A100", (8, 0))
     stays = trace_memory(recipe(), target)
     goes = trace_memory(recipe(efficiency={"activation_offload": True}), target)
@@ -256,7 +254,7 @@ def test_offloaded_activations_are_counted_in_the_hosts_memory() -> None:
     assert goes.peak_bytes < stays.peak_bytes
 
 
-def test_documents_keep_no_mask_of_the_scores_size_where_flex_is_taken() -> None:
+def test_document_masking_with_flex_keeps_no_score_sized_mask() -> None:
     target = cuda_target("A100", (8, 0))
     documents = {"document_masking": True}
     flex = trace_memory(recipe(data=documents, efficiency={"attention": "flex"}), target)
@@ -264,7 +262,7 @@ def test_documents_keep_no_mask_of_the_scores_size_where_flex_is_taken() -> None
     assert flex.peak_bytes < masked.peak_bytes
 
 
-def test_what_a_gpu_can_but_cannot_be_traced_is_said() -> None:
+def test_trace_unsupported_gpu_features_are_noted() -> None:
     target = cuda_target("H100", (9, 0))
     fp8 = recipe(model=LLAMA, efficiency={"precision": "fp8"})
     assert any("fp8" in note for note in trace_memory(fp8, target).notes)

@@ -66,7 +66,7 @@ def _plan(folder: Path, gpu: str) -> tuple[str, dict[str, Any]]:
     return found.stderr, json.loads(found.stdout)
 
 
-def test_a_plan_says_whether_a_kind_of_gpu_was_measured(cache: Path, tmp_path: Path) -> None:
+def test_plan_reports_whether_gpu_kind_was_measured(cache: Path, tmp_path: Path) -> None:
     said, before = _plan(tmp_path, "H200")
     assumed = "from the data sheet and a measured H100, not measured itself"
     assert f"speed of H200: {assumed}" in said
@@ -90,7 +90,7 @@ def test_a_plan_says_whether_a_kind_of_gpu_was_measured(cache: Path, tmp_path: P
     assert other["as_it_stands"]["training"]["overhead_bytes"] == 500 * 2**20
 
 
-def test_several_kinds_stand_in_one_file(cache: Path) -> None:
+def test_measured_gpus_file_holds_several_kinds(cache: Path) -> None:
     save_measured(cache, "H200", MEASURED)
     save_measured(cache, "RTX 4090", MeasuredGpu({**CONSTANTS, "products": 0.6}, 0.0, 1, 1, "2.13"))
     assert read_measured(cache).keys() == {"H200", "RTX 4090"}
@@ -109,7 +109,7 @@ def test_several_kinds_stand_in_one_file(cache: Path) -> None:
         '{"format": 1, "gpus": {"H200": {"constants": {"products": 7}, "error": 0.1}}}',
     ],
 )
-def test_a_damaged_file_counts_as_none(cache: Path, content: str) -> None:
+def test_measured_gpus_damaged_file_is_ignored(cache: Path, content: str) -> None:
     cache.parent.mkdir()
     cache.write_text(content)
     assert read_measured(cache) == {}
@@ -121,7 +121,7 @@ def test_a_damaged_file_counts_as_none(cache: Path, content: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reaches"), [("H200", 0.81), ("A100 80GB", 0.85), ("T4", 24 / 65)]
 )
-def test_shares_of_unmeasured_gpu_are_scaled_from_the_h100(name: str, reaches: float) -> None:
+def test_unmeasured_gpu_shares_are_scaled_from_h100(name: str, reaches: float) -> None:
     gpu = find_gpu(name)
     h100, found = shares_for(find_gpu("H100")), assumed_shares(gpu)
     expected = h100.products.expected * reaches / 0.81
@@ -161,7 +161,7 @@ _ORDER = (
 
 
 @pytest.mark.parametrize(("size", "rows"), [("1M", 1), ("124M", 16), ("1.5B", 8)])
-def test_order_of_gpus_follows_their_data_sheets(size: str, rows: int) -> None:
+def test_predicted_gpu_order_follows_data_sheets(size: str, rows: int) -> None:
     layers, width, heads, seq_len = _SIZES[size]
     recipe = plain_recipe(
         {
@@ -194,6 +194,6 @@ def test_order_of_gpus_follows_their_data_sheets(size: str, rows: int) -> None:
         assert 0.7 < rate["T4"] / rate["RTX 3060 12GB"] < 1.1, rate
 
 
-def test_constants_out_of_their_bounds_are_refused(cache: Path) -> None:
+def test_measured_gpus_constants_out_of_range_are_ignored(cache: Path) -> None:
     save_measured(cache, "H200", MeasuredGpu({**CONSTANTS, "products": 1.5}, 0.1, 1, 1, "2.13"))
     assert read_measured(cache) == {}

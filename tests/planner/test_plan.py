@@ -91,17 +91,17 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     "text, size",
     [("24GiB", 24 * 2**30), ("24 GB", 24 * 10**9), ("512 mib", 2**29), ("1.5TiB", 3 * 2**39)],
 )
-def test_sizes_of_memory_have_units(text: str, size: int) -> None:
+def test_parse_bytes_accepts_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_memory_size_invalid_text_raises_config_error(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size of memory: write for example 24GiB"):
         parse_bytes(text)
 
 
-def test_times_and_counts() -> None:
+def test_parse_time_and_counts_accept_units() -> None:
     assert [parse_time(t) for t in ("24h", "90min", "3d", "1.5 h")] == [86400, 5400, 259200, 5400]
     assert [parse_time(t) for t in ("1h30m", "1 H 30 min", "2h15m30s")] == [5400, 5400, 8130]
     assert [parse_count(t) for t in ("10B", "300M", "2e9", "12")] == [1e10, 3e8, 2e9, 12]
@@ -113,7 +113,7 @@ def test_times_and_counts() -> None:
             parse_count(wrong)
 
 
-def test_a_gpu_is_named_or_only_its_memory_is() -> None:
+def test_find_machine_accepts_gpu_name_or_memory_only() -> None:
     known = find_machine("rtx 4090", count=2)
     assert (known.name, known.count, known.precision) == ("RTX 4090", 2, "bf16")
     assert known.memory_bytes == 24564 * 2**20
@@ -126,7 +126,7 @@ def test_a_gpu_is_named_or_only_its_memory_is() -> None:
     assert find_machine("RTX 3090", 20 * 2**30).memory_bytes == 20 * 2**30
 
 
-def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_machine_invalid_machines_raise_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="nearest are 'RTX 4090'"):
         find_machine("RTX 4091")
@@ -138,7 +138,7 @@ def test_machines_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch
         find_machine(memory_bytes=24)
 
 
-def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
+def test_resolve_for_decides_open_keys_and_keeps_others() -> None:
     gpu = find_machine("RTX 4090")
     settled = resolve_for(recipe(), gpu)
     assert settled.data.seq_len == 64
@@ -175,7 +175,7 @@ def test_what_a_recipe_leaves_open_is_decided_and_the_rest_kept() -> None:
     assert resolve_for(masked, gpu).efficiency.attention == "sdpa"
 
 
-def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
+def test_alignment_warnings_name_sizes_slow_on_matrix_units() -> None:
     t4 = find_machine("T4")
     odd = recipe(model={**_MODEL, "intermediate_size": 67, "vocab_size": 101})
     resolved = resolve_for(odd, t4)
@@ -228,7 +228,7 @@ def test_sizes_that_matrix_units_read_slowly_are_warned_of() -> None:
         ("H100", "fp8", 128, "hidden_size 72 (next: 128), intermediate_size 200 (next: 256)"),
     ],
 )
-def test_widths_that_matrix_units_read_in_parts_are_named_with_their_cost(
+def test_packet_note_names_unaligned_widths_and_their_cost(
     gpu: str, precision: str, multiple: int | None, named: str
 ) -> None:
     sizes = {"hidden_size": 72, "intermediate_size": 200, "vocab_size": 640}
@@ -250,7 +250,7 @@ def test_widths_that_matrix_units_read_in_parts_are_named_with_their_cost(
     ]
 
 
-def test_widths_of_a_v100_are_multiples_of_8_and_training_names_others_too() -> None:
+def test_packet_note_on_v100_requires_multiples_of_8() -> None:
     config = resolve_for(recipe(model={**_MODEL, "intermediate_size": 68}), find_machine("T4"))
     note = packet_note(config.model, EfficiencyConfig(precision="fp16"), (7, 0))
     assert note is not None
@@ -260,7 +260,7 @@ def test_widths_of_a_v100_are_multiples_of_8_and_training_names_others_too() -> 
     assert packet_note(config.model, EfficiencyConfig(precision="fp16"), (6, 0)) is None
 
 
-def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(
+def test_alignment_warning_gain_is_measured_on_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = {67: 0.3, 72: 0.1}
@@ -273,7 +273,7 @@ def test_the_gain_of_an_aligned_size_is_measured_on_this_machine(
     assert not list(alignment_warnings(odd, torch.device("cpu")))
 
 
-def test_the_vocabulary_comes_from_the_recipe_the_weights_or_the_prepared_data(
+def test_plan_vocabulary_comes_from_recipe_weights_or_prepared_data(
     tmp_path: Path,
 ) -> None:
     gpu = find_machine("RTX 4090")
@@ -316,7 +316,7 @@ def fake_outcomes(
 _GIB = 2**30
 
 
-def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
+def test_best_estimate_uses_largest_micro_batch_that_divides_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_outcomes(monkeypatch, {"none": 3 * _GIB, "selective": 2 * _GIB, "full": _GIB}, 4 * _GIB)
@@ -341,7 +341,7 @@ def test_the_best_way_takes_the_largest_micro_batch_that_cuts_the_step(
 
 
 @pytest.mark.parametrize("compiled_bytes, fits", [(_GIB, True), (99 * _GIB, False)])
-def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
+def test_best_estimate_searches_uncompiled_and_checks_compiled_once(
     monkeypatch: pytest.MonkeyPatch, compiled_bytes: int, fits: bool
 ) -> None:
     asked: list[bool] = []
@@ -380,7 +380,7 @@ def test_what_compiles_is_looked_for_without_and_looked_at_with_torch_compile(
         assert len(asked) == first + 1
 
 
-def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
+def test_best_estimate_searches_compiled_if_nothing_fits_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def estimate(_: Estimator, candidate: Candidate) -> Estimate:
@@ -416,7 +416,7 @@ def test_where_nothing_fits_without_torch_compile_it_is_looked_for_with_it(
     [(30, 1, True), (1, 30, True), (1, 1, False)],
     ids=["state", "evaluation", "activations"],
 )
-def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
+def test_best_estimate_skips_compiled_check_if_it_cannot_fit(
     monkeypatch: pytest.MonkeyPatch, state: int, evaluation: int, hopeless: bool
 ) -> None:
     asked: list[Candidate] = []
@@ -459,7 +459,7 @@ def test_what_torch_compile_can_not_make_fit_is_not_looked_at_with_it(
     assert [one.compiles for one in offloading] == [False]
 
 
-def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
+def test_best_estimate_keeps_recipe_that_fits_only_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = fake_outcomes(monkeypatch, {"none": 4 * _GIB, "selective": _GIB, "full": _GIB}, _GIB)
@@ -477,7 +477,7 @@ def test_the_recipe_as_it_stands_is_best_where_it_fits_compiled_alone(
     [{"compile_regional": True}, {"compile_mode": "max-autotune"}],
     ids=["regional", "mode"],
 )
-def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
+def test_torch_compile_change_removes_its_compile_options(how: dict[str, Any]) -> None:
     machine = find_machine("RTX 4090")
     compiled = resolve_for(recipe(efficiency={"compile": True, **how}), machine)
     changes = dict(methods(compiled, machine))["no torch.compile"]
@@ -495,7 +495,7 @@ def test_how_to_compile_goes_with_torch_compile(how: dict[str, Any]) -> None:
         assert found.fits, found.problem
 
 
-def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None:
+def test_method_table_compares_uncompiled_steps_with_uncompiled_baseline() -> None:
     resolved = resolve_for(recipe(), find_machine("H100"))
 
     def outcome(
@@ -525,7 +525,7 @@ def test_the_table_sets_steps_without_torch_compile_beside_one_without() -> None
     ("minutes", "regional", "traces"),
     [(None, False, True), (60.0, False, True), (3.0, False, False), (None, True, False)],
 )
-def test_compiled_step_of_a_short_run_is_not_traced_for_its_forecast(
+def test_compiled_step_of_short_run_is_not_traced_for_forecast(
     monkeypatch: pytest.MonkeyPatch, minutes: float | None, regional: bool, traces: bool
 ) -> None:
     asked: list[Candidate] = []
@@ -542,7 +542,7 @@ def test_compiled_step_of_a_short_run_is_not_traced_for_its_forecast(
     assert [one.compiles for one in asked] == [traces]
 
 
-def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> None:
+def test_loss_chunk_reason_is_given_for_compiled_steps_too() -> None:
     # Of their bytes it is not known which are logits.
     machine = find_machine("H100")
     chunked = resolve_for(
@@ -558,7 +558,7 @@ def test_why_the_loss_is_computed_in_chunks_is_said_of_compiled_steps_too() -> N
     assert "75.0 GiB in fp32" in reasons["efficiency.loss_chunk_tokens"]
 
 
-def test_where_nothing_fits_the_nearest_that_does_is_named(
+def test_plan_without_fitting_candidate_names_nearest_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = fake_outcomes(monkeypatch, {"none": _GIB, "selective": _GIB, "full": _GIB}, 80 * _GIB)
@@ -590,7 +590,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(
     assert where.count == 2
 
 
-def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
+def test_best_estimate_tries_other_optimizers_only_for_adamw_as_last_resort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = {"none": 3 * _GIB, "selective": 2 * _GIB, "full": 2 * _GIB}
@@ -605,7 +605,7 @@ def test_another_optimizer_is_for_adamw_alone_and_where_nothing_else_fits(
         assert any("optimizer.name" in one for one in asked) is is_asked
 
 
-def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_estimate_never_repeats_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fake_outcomes(monkeypatch, {"none": 9, "selective": 3 * _GIB, "full": 3 * _GIB}, _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
     # Of what is cut and computed again already, two ways of saving are the same.
@@ -617,7 +617,7 @@ def test_no_way_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(ways)) == len(ways)
 
 
-def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
+def test_offloading_candidate_excludes_incompatible_settings() -> None:
     machine = find_machine("V100 16GB")
     plain = resolve_for(recipe(efficiency={"precision": "fp16"}), machine)
     ways = {name: changes for name, changes, _ in _fallbacks(plain, machine)}
@@ -627,7 +627,7 @@ def test_offloading_is_offered_without_what_it_does_not_go_with() -> None:
     require_combination(changed, find_hardware("cpu"), "deepspeed")
 
 
-def test_times_and_counts_are_said_in_units_of_their_size() -> None:
+def test_durations_and_counts_are_formatted_in_suitable_units() -> None:
     assert [hours(s) for s in (45.4, 600, 7200, 3e5)] == ["45 s", "10 min", "2.0 h", "3.5 days"]
     assert [count_text(count) for count in (999_424, 15.5e6, 1.36e9, 1.2e12)] == [
         "0.999M",
@@ -637,7 +637,7 @@ def test_times_and_counts_are_said_in_units_of_their_size() -> None:
     ]
 
 
-def test_what_lies_in_the_cpus_memory_is_in_the_table() -> None:
+def test_memory_table_includes_cpu_memory() -> None:
     training = MemoryPrediction(_GIB, "forward", {"weights": _GIB}, {}, _GIB, 0, 2 * _GIB, ())
     resolved = resolve_for(recipe(), find_machine("H100"))
     table = memory_table(Estimate("", {}, resolved, training))
@@ -646,7 +646,7 @@ def test_what_lies_in_the_cpus_memory_is_in_the_table() -> None:
     assert table[-2] == memory_table(Estimate("", {}, resolved, training))[-1]
 
 
-def test_methods_are_those_that_the_recipe_does_not_have() -> None:
+def test_method_table_lists_only_methods_not_in_recipe() -> None:
     machine = find_machine("RTX 4090")
     plain = resolve_for(recipe(batch={"micro_batch_size": 8}), machine)
     names = dict(methods(plain, machine))
@@ -671,7 +671,7 @@ def test_methods_are_those_that_the_recipe_does_not_have() -> None:
         with_changes(plain, changes)
 
 
-def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_change_removes_incompatible_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of the table and of where nothing fits can be meant, with these options as well."""
     machine = find_machine("RTX 4090")
     plain = resolve_for(
@@ -695,7 +695,7 @@ def test_a_change_takes_what_it_refuses_with_it(monkeypatch: pytest.MonkeyPatch)
     assert tried["optimizer.cautious_weight_decay"] is False
 
 
-def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> None:
+def test_resolve_for_attention_follows_precision_if_open() -> None:
     cpu = replace(find_machine(), precision="bf16")
     model = {**_MODEL, "hidden_size": 256, "num_attention_heads": 4}
     half, full = ({"precision": precision, "compile": False} for precision in ("bf16", "fp32"))
@@ -715,7 +715,7 @@ def test_attention_goes_with_the_precision_where_the_recipe_leaves_it_open() -> 
 
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
-def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
+def test_budget_not_positive_raises_config_error(budget: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be more than 0"):
         Budget(**budget)
 
@@ -724,7 +724,7 @@ def test_budgets_of_nothing_are_refused(budget: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     "cut", slow_but([{"pipeline": 2}], [{"tensor_parallel": 2}, {"pipeline": 2}])
 )
-def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int]) -> None:
+def test_budget_suggestion_is_divisible_for_tensor_parallelism(cut: dict[str, int]) -> None:
     machine = find_machine("RTX 4090", count=2)
     written = recipe(distributed=cut, efficiency={"compile": False, "loss_chunk_tokens": 0})
     plan = make_plan(written, machine, budget=Budget(tokens=1e6), searches=False)
@@ -738,7 +738,7 @@ def test_what_a_budget_suggests_can_be_cut_as_the_recipe_asks(cut: dict[str, int
 
 @pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("written, expected", [("auto", True), (False, False)])
-def test_budget_of_an_hour_on_a_gpu_decides_compiling_for_its_own_run(
+def test_budget_of_one_hour_on_gpu_decides_compiling_for_suggested_run(
     written: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe's own run of two steps is too short for it."""
@@ -758,7 +758,7 @@ def test_budget_of_an_hour_on_a_gpu_decides_compiling_for_its_own_run(
 
 
 @pytest.mark.slow
-def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None:
+def test_budget_of_time_is_used_regardless_of_recipe_model_size() -> None:
     """One of 32 wide keeps no GPU busy; the suggested one does."""
     schedule = {
         "epochs": 2,
@@ -792,7 +792,7 @@ def test_a_budget_of_time_is_used_up_whatever_the_recipes_own_model_is() -> None
 
 
 @pytest.mark.usefixtures("known_speed")
-def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data: Path) -> None:
+def test_budget_plan_lists_every_key_that_differs_from_recipe(data: Path) -> None:
     written = parse_recipe(
         {
             "data": {"dir": str(data), "seq_len": 32},
@@ -841,7 +841,7 @@ def test_replacements_of_a_budget_are_all_keys_that_differ_from_the_recipe(data:
 
 
 @pytest.mark.usefixtures("known_speed")
-def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs(
+def test_budget_of_time_uses_at_most_epochs_of_recipe(
     data: Path,
 ) -> None:
     values = {"data": {"dir": str(data), "seq_len": 32}, "schedule": {"epochs": 3}}
@@ -868,7 +868,7 @@ def test_passes_over_the_text_in_a_budget_of_time_are_at_most_the_recipes_epochs
 
 
 @pytest.mark.parametrize("section", ["lora", "preference"])
-def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -> None:
+def test_budget_for_recipe_with_given_weights_raises_config_error(section: str) -> None:
     written = recipe(**{section: {}})
     for budget in (Budget(seconds=60.0), Budget(tokens=1e6)):
         with pytest.raises(ConfigError, match=f"a recipe with a {section} section starts from"):
@@ -877,7 +877,7 @@ def test_a_budget_for_a_recipe_that_trains_given_weights_says_so(section: str) -
         make_plan(recipe(), find_machine("RTX 4090"), init_from="gpt2", budget=Budget(tokens=1e6))
 
 
-def test_plan_of_a_recipe_without_a_model_takes_that_of_the_starting_weights(
+def test_plan_recipe_without_model_uses_that_of_starting_weights(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
@@ -919,7 +919,7 @@ def test_plan_of_an_adapter_uses_its_settings_and_new_tokens(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("known_speed")
-def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
+def test_budget_for_models_that_cannot_be_sharded_raises_config_error() -> None:
     # No other model with heads 32 wide has a multiple of 133 heads.
     machine = find_machine("RTX 4090", count=133)
     model = {**_MODEL, "num_attention_heads": 133, "hidden_size": 4256, "intermediate_size": 8512}
@@ -930,7 +930,7 @@ def test_a_budget_for_models_that_can_not_be_cut_says_so() -> None:
         make_plan(written, machine, budget=Budget(seconds=60.0), searches=False)
 
 
-def test_a_recipe_that_can_not_be_trained_says_why() -> None:
+def test_plan_untrainable_recipe_raises_config_error() -> None:
     wrong = recipe(
         efficiency={"optimizer_in_backward": True, "compile": False},
         batch={"micro_batch_size": 1, "gradient_accumulation_steps": 4},
@@ -963,7 +963,7 @@ def planned(
     return json.loads(said.out), said.err
 
 
-def test_the_command_plans_for_a_gpu_that_is_not_there(
+def test_plan_command_plans_for_absent_gpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, out = write(tmp_path / "tiny.yaml", _GPU_VALUES), tmp_path / "found.yaml"
@@ -986,7 +986,7 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(
     assert "already exists: give --write the name of a new file" in capfd.readouterr().err
 
 
-def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
+def test_plan_tensor_parallel_gpus_hold_their_part() -> None:
     batch, efficiency = {"global_batch_tokens": 1024}, {"compile": False, "precision": "fp32"}
     found = {}
     for name, count, distributed in (
@@ -1030,7 +1030,7 @@ def test_gpus_that_share_layers_are_planned_with_their_part() -> None:
     ],
     ids=["stages", "pairs", "one", "pieces"],
 )
-def test_other_ways_are_planned_for_gpus(count: int, sections: dict[str, Any]) -> None:
+def test_plan_other_engines_on_gpus_fit(count: int, sections: dict[str, Any]) -> None:
     machine = find_machine("H100", count=count)
     settled = resolve_for(recipe(**{"efficiency": {"compile": False}, **sections}), machine)
     found = Estimator().estimate(Candidate(settled, machine))
@@ -1038,7 +1038,7 @@ def test_other_ways_are_planned_for_gpus(count: int, sections: dict[str, Any]) -
     assert found.evaluation is not None
 
 
-def test_the_runs_length_is_that_of_training(data: Path) -> None:
+def test_plan_run_length_equals_that_of_training(data: Path) -> None:
     """Of epochs of prepared data, on several devices; with max_steps without data; else unknown."""
     machine = find_machine("RTX 4090", None, 2)
     values: dict[str, Any] = {
@@ -1068,13 +1068,13 @@ def test_the_runs_length_is_that_of_training(data: Path) -> None:
         planned_run(wrong, machine)
 
 
-def test_an_engine_that_needs_more_gpus_says_so_in_the_plans_words() -> None:
+def test_plan_engine_for_more_gpus_raises_and_suggests_gpus_option() -> None:
     with pytest.raises(ConfigError, match="--gpus 2"):
         engine_of(recipe(distributed={"tensor_parallel": 2}), 1)
 
 
 @pytest.mark.slow
-def test_the_command_finds_what_to_train_and_how(
+def test_plan_command_suggests_model_and_methods(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, out = write(tmp_path / "tiny.yaml", _GPU_VALUES), tmp_path / "found.yaml"
@@ -1093,7 +1093,7 @@ def test_the_command_finds_what_to_train_and_how(
     assert written.schedule.max_steps == suggestion["max_steps"]
 
 
-def test_a_price_gives_the_cost_of_the_recipes_run(
+def test_plan_command_price_gives_cost_of_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     values = {**_GPU_VALUES, "schedule": {"max_steps": 100_000}}
@@ -1104,7 +1104,7 @@ def test_a_price_gives_the_cost_of_the_recipes_run(
     assert f"as it stands, costs {run['cost']:,.2f}\n" in said
 
 
-def test_the_command_plans_for_this_machine(
+def test_plan_command_plans_for_this_machine(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -1122,7 +1122,7 @@ def test_the_command_plans_for_this_machine(
     assert found["as_it_stands"]["speed"]["tokens_per_second"]["expected"] > 0
 
 
-def test_a_plan_says_precision_and_ends_with_the_next_command(
+def test_plan_command_prints_precision_and_next_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     values = {**_GPU_VALUES, "data": {"dir": str(tmp_path / "data set")}}
@@ -1150,7 +1150,7 @@ def test_a_plan_says_precision_and_ends_with_the_next_command(
     assert last.endswith(" 4 --gpu 'RTX 4090' --gpu-memory 200MiB")
 
 
-def test_the_next_command_has_what_the_best_way_changes() -> None:
+def test_changed_options_include_changes_of_best_candidate() -> None:
     changes = {"efficiency.compile": True, "lora": {"rank": 16, "target_modules": ["q_proj"]}}
     compiled = resolve_for(recipe(efficiency={"compile": True}), find_machine("H100"))
     way = Estimate("w", changes, compiled)
@@ -1179,7 +1179,7 @@ _FLASH_ON_T4 = [
         (_FLASH_ON_T4, "8.0 or higher (Ampere and later), but this is T4"),
     ],
 )
-def test_what_can_not_be_planned_is_one_line(
+def test_plan_command_impossible_request_prints_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     values = {"data": {"dir": "/nowhere"}, "model": _MODEL, "efficiency": {"compile": False}}

@@ -24,7 +24,7 @@ def processes() -> Iterator[WorkerProcesses]:
         yield found
 
 
-def test_results_come_in_the_order_of_the_arguments(processes: WorkerProcesses) -> None:
+def test_worker_processes_return_results_in_argument_order(processes: WorkerProcesses) -> None:
     found = list(processes.map(squared, [(number,) for number in range(20)]))
     assert [square for square, _ in found] == [number * number for number in range(20)]
     ids = {process for _, process in found}
@@ -33,7 +33,7 @@ def test_results_come_in_the_order_of_the_arguments(processes: WorkerProcesses) 
 
 
 @pytest.mark.slow
-def test_workers_have_imported_and_nobody_waits_for_their_garbage() -> None:
+def test_worker_processes_preload_imports_and_skip_exit_collection() -> None:
     script = """
 import gc
 from firstlight.planner.plan import processes as workers
@@ -47,11 +47,11 @@ with workers.started() as found:
     assert (done.stdout, done.returncode) == ("False False\nTrue True\n", 0)
 
 
-def test_what_a_call_leaves_is_collected_when_the_next_comes(processes: WorkerProcesses) -> None:
+def test_worker_processes_collect_garbage_before_next_call(processes: WorkerProcesses) -> None:
     assert list(processes.map(cycles_alive, [(number,) for number in range(9)])) == [1] * 9
 
 
-def test_one_call_is_made_elsewhere_and_calls_without_processes_are_made_here(
+def test_worker_processes_run_one_call_elsewhere_or_inline_without_processes(
     processes: WorkerProcesses,
 ) -> None:
     # A crash of the only call is no crash of the process that asks.
@@ -63,7 +63,7 @@ def test_one_call_is_made_elsewhere_and_calls_without_processes_are_made_here(
     ] * 2
 
 
-def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(
+def test_worker_processes_raise_error_of_call_and_continue(
     processes: WorkerProcesses,
 ) -> None:
     results = processes.map(refused, [(0,), (1,), (0,)])
@@ -75,7 +75,7 @@ def test_what_a_call_raises_is_raised_here_and_the_processes_go_on(
     assert [square for square, _ in found] == [0, 1, 4, 9]
 
 
-def test_errors_that_are_hard_to_send_come_too(processes: WorkerProcesses) -> None:
+def test_worker_processes_raise_unpicklable_errors(processes: WorkerProcesses) -> None:
     with pytest.raises(TrainingError, match="StubbornError: 1 and 2"):
         list(processes.map(stubborn, [(1,), (1,)]))
     with pytest.raises(TrainingError, match="ForgetfulError: 3 or 2"):
@@ -84,7 +84,7 @@ def test_errors_that_are_hard_to_send_come_too(processes: WorkerProcesses) -> No
         list(processes.map(lacking, [(3,), (3,)]))
 
 
-def test_processes_are_started_when_they_are_asked_the_first_time() -> None:
+def test_worker_processes_start_on_first_use() -> None:
     before = set(multiprocessing.active_children())
     with workers.started() as some:
         # One would be waited for until it has imported torch.
@@ -94,7 +94,7 @@ def test_processes_are_started_when_they_are_asked_the_first_time() -> None:
     assert set(multiprocessing.active_children()) == before
 
 
-def test_interruption_while_a_process_starts_is_raised_as_it_is(
+def test_worker_processes_interrupted_start_raises_keyboard_interrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(process: BaseProcess) -> None:
@@ -112,7 +112,7 @@ def test_interruption_while_a_process_starts_is_raised_as_it_is(
         (signal.SIGSEGV, "was ended by SIGSEGV: a library .* has crashed"),
     ],
 )
-def test_a_process_that_ends_is_an_error_and_nothing_hangs(number: int, message: str) -> None:
+def test_worker_processes_ended_process_raises_without_hanging(number: int, message: str) -> None:
     with workers.started() as some:
         with pytest.raises(TrainingError, match=message):
             list(some.map(end_by, [(number,), (number,)]))

@@ -78,7 +78,7 @@ def _batch(rows: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_published_table_is_met_within_8_percent_and_in_order() -> None:
+def test_published_memory_table_is_met_within_8_percent_and_in_order() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     model = _bert_large()
@@ -290,7 +290,7 @@ _LORA_TABLE = {
 
 
 @pytest.mark.slow
-def test_lit_gpts_table_of_lora_is_met_within_1_percent() -> None:
+def test_published_lit_gpt_lora_table_is_met_within_1_percent() -> None:
     target = cuda_target("A100", (8, 0), 0, torch_version=(2, 1))
     errors = {}
     for name, (shape, published) in _LORA_TABLE.items():

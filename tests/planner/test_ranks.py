@@ -45,7 +45,7 @@ def alone() -> MemoryPrediction:
     return MemoryPrediction(size, "forward", dict(parts), peaks, size + 7, 0, 0, ())
 
 
-def test_ddp_has_everything_on_each_and_the_buckets_of_what_is_sent() -> None:
+def test_rank_memory_ddp_holds_full_state_and_buckets() -> None:
     forward = {name: size for name, size in alone().parts.items() if name != "gradients"}
     phases = {**alone().phases, "forward": PhasePeak(sum(forward.values()), forward)}
     found = of_one_rank(replace(alone(), phases=phases), recipe(), 4)
@@ -59,7 +59,7 @@ def test_ddp_has_everything_on_each_and_the_buckets_of_what_is_sent() -> None:
     assert found.peak_bytes == alone().peak_bytes + whole()["gradients"]
 
 
-def test_fsdp_cuts_state_and_keeps_whole_gradients_where_it_accumulates() -> None:
+def test_rank_memory_fsdp_shards_state_and_keeps_full_gradients_if_accumulating() -> None:
     found = of_one_rank(alone(), recipe(engine="fsdp"), 4)
     step = found.phases["optimizer"].parts
     assert {name: step[name] for name in whole()} == {k: v // 4 for k, v in whole().items()}
@@ -79,7 +79,7 @@ def test_fsdp_cuts_state_and_keeps_whole_gradients_where_it_accumulates() -> Non
     assert moved.host_bytes == 4 * whole()["weights"] // 4
 
 
-def test_what_the_start_takes_of_the_cpus_memory_is_said() -> None:
+def test_rank_memory_notes_cpu_memory_of_start() -> None:
     one = recipe()
     assert one.model is not None
     large = one.model.model_copy(update={"hidden_size": 1024, "num_hidden_layers": 80})
@@ -91,7 +91,7 @@ def test_what_the_start_takes_of_the_cpus_memory_is_said() -> None:
     assert said in of_one_rank(alone(), zero, 4).notes[-1]
 
 
-def test_the_references_of_pairs_are_made_with_the_whole_model() -> None:
+def test_rank_memory_reference_of_preference_pairs_uses_whole_model() -> None:
     started = replace(alone(), phases={**alone().phases, "setup": alone().phases["forward"]})
     pairs = recipe(engine="fsdp").model_copy(update={"preference": PreferenceConfig()})
     found = of_one_rank(started, pairs, 4).phases["setup"]
@@ -100,7 +100,7 @@ def test_the_references_of_pairs_are_made_with_the_whole_model() -> None:
     assert found.parts["weights"] == whole()["weights"] // 4
 
 
-def test_zero_shards_by_its_stage_and_keeps_a_copy_of_the_weights() -> None:
+def test_rank_memory_zero_shards_by_stage_and_keeps_weight_copy() -> None:
     size = whole()["weights"]
     for stage, weights in ((1, size), (2, size), (3, size // 4)):
         found = of_one_rank(alone(), recipe(engine="deepspeed", zero_stage=stage), 4)
@@ -114,7 +114,7 @@ def test_zero_shards_by_its_stage_and_keeps_a_copy_of_the_weights() -> None:
     assert forward.parts["gradients"] == forward.parts["communication"] // 2 == size
 
 
-def test_zero_3_gathers_parameters_of_several_processes_only() -> None:
+def test_rank_memory_zero_3_gathers_parameters_only_with_several_processes() -> None:
     size = whole()["weights"]
     whole_model = PhasePeak(size, {"weights": size})
     started = replace(alone(), phases={**alone().phases, "setup": whole_model})
@@ -127,7 +127,7 @@ def test_zero_3_gathers_parameters_of_several_processes_only() -> None:
     assert of_one_rank(alone(), zero, 1).phases["forward"].parts["communication"] == size
 
 
-def test_zero_offloads_to_the_memory_of_the_device_if_that_is_a_cpu() -> None:
+def test_rank_memory_zero_offload_on_cpu_counts_as_device_memory() -> None:
     size = whole()["weights"]
     largest = 4 * 1024 * 32
     moved = recipe(engine="deepspeed", zero_stage=1, offload="cpu")
@@ -140,7 +140,7 @@ def test_zero_offloads_to_the_memory_of_the_device_if_that_is_a_cpu() -> None:
     assert found == gpu.phases["optimizer"].bytes + gpu.host_bytes
 
 
-def test_what_is_sent_counts_micro_batches_and_what_waits_on_the_host() -> None:
+def test_rank_exchange_counts_micro_batches_and_offloaded_bytes() -> None:
     found = exchange_of(recipe(3, engine="fsdp"), 1000, 2, host_bytes=50)
     assert (found.gathers_weights, found.micro_batches, found.gradient_bytes) == (True, 3, 4000)
     assert found.offloaded_bytes == 2 * 50 * 3
@@ -168,7 +168,7 @@ def llama(accumulation: int = 1, tied: bool = False, **distributed: Any) -> Reso
     )
 
 
-def test_a_part_has_its_heads_layers_and_share_of_the_batch() -> None:
+def test_own_part_has_its_heads_layers_and_batch_share() -> None:
     one = llama(tensor_parallel=2).model_copy()
     batch = one.batch.model_copy(
         update={"global_batch_tokens": 1024, "gradient_accumulation_steps": None}
@@ -186,7 +186,7 @@ def test_a_part_has_its_heads_layers_and_share_of_the_batch() -> None:
     assert own_part(llama(), 1) == llama()
 
 
-def test_a_part_that_can_not_be_is_refused() -> None:
+def test_own_part_indivisible_shapes_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads 2 can't be divided"):
         own_part(llama(tensor_parallel=4), 4)
     with pytest.raises(ConfigError, match="pipeline puts the embedding and the head"):
@@ -195,7 +195,7 @@ def test_a_part_that_can_not_be_is_refused() -> None:
         own_part(llama(tensor_parallel=2), 3)
 
 
-def test_tables_of_the_vocabulary_are_cut_into_pieces_as_large_as_the_first() -> None:
+def test_rank_memory_vocabulary_tables_are_sharded_into_equal_parts() -> None:
     one = llama(tensor_parallel=2)
     part = own_part(one, 2)
     assert part.model is not None
@@ -210,7 +210,7 @@ def test_tables_of_the_vocabulary_are_cut_into_pieces_as_large_as_the_first() ->
     assert found.peak_bytes == sum(found.parts.values())
 
 
-def test_the_first_stage_keeps_what_is_on_its_way_and_the_last_has_the_loss() -> None:
+def test_pipeline_first_stage_holds_pending_activations_and_last_the_loss() -> None:
     one = llama(accumulation=4, pipeline=3)
     part = own_part(one, 3)
     hidden = 4 * 2 * 64 * 32
@@ -231,7 +231,7 @@ def test_the_first_stage_keeps_what_is_on_its_way_and_the_last_has_the_loss() ->
     assert (last.phase, last.peak_bytes) == ("loss", 6000 + 2 * hidden)
 
 
-def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
+def test_pipeline_bubble_is_wait_for_first_micro_batch() -> None:
     sent = exchange_of(llama(accumulation=4, pipeline=2), 1000, 2)
     assert (sent.processes, sent.stages) == (1, 2)
     assert bubble(sent) == 1 / 4

@@ -88,13 +88,13 @@ def step(*counts: tuple[Operator, int]) -> MemoryPrediction:
     return MemoryPrediction(1, "forward", {}, {}, 1, 0, 0, operators)
 
 
-def test_a_stream_takes_its_bytes_over_the_bandwidth() -> None:
+def test_streamed_kernel_takes_bytes_over_bandwidth() -> None:
     add = op("add.Tensor", [((1000, 250), FP32)] * 2, [((1000, 250), FP32)])
     assert streamed_bytes(add) == 3e6
     assert kernel_seconds(add, ROUND_GPU, "fp32", IDEAL).expected == pytest.approx(3e-6)
 
 
-def test_a_large_product_takes_its_flops_over_the_peak() -> None:
+def test_large_product_takes_flops_over_peak() -> None:
     one = mm(8192, 8192, 8192, dtype=BF16)
     whole = tile_share(product_of(one), multiprocessors(ROUND_GPU))
     expected = 2 * 8192**3 / (1e14 * whole)
@@ -103,9 +103,7 @@ def test_a_large_product_takes_its_flops_over_the_peak() -> None:
 
 
 @pytest.mark.parametrize("precision, dtype, packet", [("bf16", BF16, 8), ("tf32", FP32, 4)])
-def test_rows_that_are_no_multiple_of_16_bytes_are_read_slowly(
-    precision: str, dtype: torch.dtype, packet: int
-) -> None:
+def test_unaligned_rows_are_read_slowly(precision: str, dtype: torch.dtype, packet: int) -> None:
     shares = replace(IDEAL, misaligned=Range.exact(0.25))
 
     def seconds(n: int) -> float:
@@ -118,14 +116,14 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_read_slowly(
     assert kernel_seconds(*in_fp32, shares) == kernel_seconds(*in_fp32, IDEAL)
 
 
-def test_a_product_with_a_vector_is_bound_by_memory() -> None:
+def test_matrix_vector_product_is_bound_by_memory() -> None:
     one = mm(1, 4096, 4096)
     bytes_moved = 4 * (4096 + 4096 * 4096 + 4096)
     memory = kernel_seconds(one, replace(ROUND_GPU, fp32=1e18), "fp32", IDEAL).expected
     assert memory == pytest.approx(bytes_moved / 1e12)
 
 
-def test_tiles_at_the_edge_and_the_last_turn_are_lost() -> None:
+def test_tile_share_accounts_for_edge_tiles_and_last_wave() -> None:
     k = 2**40  # so that the ends of a tile don't count
     assert tile_share(MatrixProduct(1, 1280, 1280, k, BF16), 100) == pytest.approx(1.0)
     # A row more is a row of tiles more: 110 tiles in two turns of 100.
@@ -133,11 +131,11 @@ def test_tiles_at_the_edge_and_the_last_turn_are_lost() -> None:
     assert lost == pytest.approx(1281 / 1408 * 110 / 200)
 
 
-def test_the_inner_dimension_pays_for_the_ends_of_a_tile() -> None:
+def test_tile_share_accounts_for_partial_tiles_of_inner_dimension() -> None:
     assert tile_share(MatrixProduct(1, 1280, 1280, 64, BF16), 100) == pytest.approx(0.5)
 
 
-def test_causal_attention_is_half_of_the_whole() -> None:
+def test_causal_attention_flops_are_half_of_full_attention() -> None:
     x: Layout = ((2, 3, 10, 5), BF16)
     sums: Layout = ((2, 3, 10), FP32)
     name = "_scaled_dot_product_flash_attention_for_cpu"
@@ -152,7 +150,7 @@ def test_causal_attention_is_half_of_the_whole() -> None:
     assert attention_flops(masked) == 2 * attention_flops(backward)
 
 
-def test_blockwise_attention_leaves_out_what_lies_behind_a_block() -> None:
+def test_blockwise_attention_flops_exclude_masked_blocks() -> None:
     x: Layout = ((2, 3, 300, 5), BF16)
     seen: Layout = ((300, 300), torch.bool)
     scores = 128 * 128 + 128 * 256 + 44 * 300
@@ -179,13 +177,13 @@ def test_fused_adamw_reads_four_tensors_and_writes_three() -> None:
     assert kind_of(one) == "optimizer"
 
 
-def test_a_look_up_reads_rows_and_not_the_table() -> None:
+def test_embedding_lookup_reads_rows_not_table() -> None:
     ids: Layout = ((4, 8), torch.int64)
     one = op("embedding.default", [((50_000, 16), FP32), ids], [((4, 8, 16), FP32)])
     assert streamed_bytes(one) == 2 * 4 * 8 * 16 * 4 + 4 * 8 * 8
 
 
-def test_each_of_a_prediction_adds_up() -> None:
+def test_throughput_prediction_phases_sum_to_step() -> None:
     one, add = mm(4096, 4096, 4096), op("add.Tensor", [((2**20,), FP32)], [((2**20,), FP32)])
     optimizer = op("_fused_adamw_.default", [((2**20,), FP32)] * 4, [], "optimizer")
     found = predict_speed(
@@ -211,7 +209,7 @@ def test_many_small_operators_are_bound_by_launching() -> None:
     assert graphs.kinds["launching"] == 0
 
 
-def test_python_sees_each_operator_of_selective_checkpointing_twice() -> None:
+def test_selective_checkpointing_launches_each_operator_twice() -> None:
     """In the forward pass, and as the backward pass computes it again. Views are seen, too."""
     tiny = op("add.Tensor", [((4,), FP32)] * 2, [((4,), FP32)])
     view = op("view.default", [((4,), FP32)], [((4,), FP32)])
@@ -231,7 +229,7 @@ def test_python_sees_each_operator_of_selective_checkpointing_twice() -> None:
     )
 
 
-def test_each_call_of_an_optimizer_takes_time_of_the_host() -> None:
+def test_optimizer_calls_each_take_host_time() -> None:
     one = op("_fused_adamw_.default", [((4,), FP32)], [((4,), FP32)], phase="optimizer")
     work, launch = Workload(8, 1.0, "bf16"), DEFAULT_SHARES.launch_seconds.expected
     for calls in (1, 200):
@@ -241,7 +239,7 @@ def test_each_call_of_an_optimizer_takes_time_of_the_host() -> None:
         assert found["optimizer"] == pytest.approx(expected)
 
 
-def test_views_start_no_kernel() -> None:
+def test_views_launch_no_kernel() -> None:
     view = op("view.default", [((2**20,), FP32)], [((2**20,), FP32)])
     work = Workload(8, 1.0, "fp32")
     assert predict_speed(step((view, 1000)), work, ROUND_GPU).phases == pytest.approx(
@@ -249,7 +247,7 @@ def test_views_start_no_kernel() -> None:
     )
 
 
-def test_compiling_moves_what_stands_between_products_and_no_more() -> None:
+def test_compiling_removes_only_bytes_between_products() -> None:
     one = mm(100, 200, 300)
     adds = op("add.Tensor", [((10_000, 1000), FP32)] * 2, [((10_000, 1000), FP32)])
     assert fused_bytes(step((one, 2), (adds, 50)).operators) == {
@@ -261,7 +259,7 @@ def test_compiling_moves_what_stands_between_products_and_no_more() -> None:
     assert compiled.step_seconds.expected < eager.step_seconds.expected / 10
 
 
-def test_each_gradient_goes_twice_through_a_ring_but_for_its_own_share() -> None:
+def test_ring_exchange_sends_each_gradient_twice_except_own_share() -> None:
     ddp = Exchange(processes=4, gradient_bytes=100.0)
     assert overlapping_bytes(ddp) == 150
     fsdp = Exchange(True, 4, weight_bytes=50.0, gradient_bytes=100.0, micro_batches=3)
@@ -271,7 +269,7 @@ def test_each_gradient_goes_twice_through_a_ring_but_for_its_own_share() -> None
     assert waiting_bytes(sums) == 4 * 12 * 10
 
 
-def test_what_is_sent_beside_computing_is_not_waited_for() -> None:
+def test_overlapped_exchange_is_not_waited_for() -> None:
     ddp = Exchange(processes=2, gradient_bytes=1e9)
     shares = replace(IDEAL, overlap=Range.exact(0.5))
     waited = exchange_seconds(ddp, 1e9, Range.exact(1.0), shares)
@@ -279,7 +277,7 @@ def test_what_is_sent_beside_computing_is_not_waited_for() -> None:
     assert exchange_seconds(ddp, 1e9, Range.exact(4.0), shares) == FREE
 
 
-def test_a_deep_model_has_the_operators_of_each_layer_more() -> None:
+def test_deep_model_adds_operators_of_each_layer() -> None:
     def shallow(layers: int) -> tuple[OperatorCount, ...]:
         tensors: list[Layout] = [((9,), FP32), *[((5,), FP32), ((6,), FP32)] * layers]
         lists = [*tensors * 4, *[((), FP32)] * len(tensors)]
@@ -299,7 +297,7 @@ def test_a_deep_model_has_the_operators_of_each_layer_more() -> None:
     assert layer == ((((5,), FP32), ((6,), FP32)) * 4) + (((), FP32),) * 2
 
 
-def test_the_range_of_a_gpu_is_said_to_be_no_measurement() -> None:
+def test_unmeasured_gpu_speed_range_is_noted() -> None:
     found = predict_speed(step((mm(64, 64, 64), 1)), Workload(64, 1.0), find_gpu("RTX 4090"))
     assert "was not measured" in found.notes[0]
     values = found.to_json()
@@ -318,7 +316,7 @@ def _said(predicted: list[float], steps: list[float], worked: float) -> dict[str
     }
 
 
-def test_errors_are_relative_to_the_median_step() -> None:
+def test_accuracy_errors_are_relative_to_median_step() -> None:
     case = speed_case("small", 256, 4, batch__gradient_accumulation_steps=2)
     row = row_of(case, RowOutcome(runs=[_said([3.0, 1.1, 0.9], [9.0, 2.0, 1.0], 1.0)]))
     assert row["tokens_a_step"] == 2048
@@ -328,7 +326,7 @@ def test_errors_are_relative_to_the_median_step() -> None:
     assert row["in_range"]
 
 
-def test_a_summary_has_the_95th_percentile_the_worst_and_the_failed() -> None:
+def test_error_summary_has_95th_percentile_worst_and_failed_cases() -> None:
     cases = [speed_case("small", 256, rows) for rows in range(1, 21)]
     outcomes = [RowOutcome(runs=[_said([1 + i / 100], [1.0], 1.0)]) for i in range(20)]
     rows = [row_of(case, one) for case, one in zip(cases, outcomes, strict=True)]
@@ -342,7 +340,7 @@ def test_a_summary_has_the_95th_percentile_the_worst_and_the_failed() -> None:
     assert picture.startswith(b"\x89PNG")
 
 
-def test_the_grid_has_ten_recipes_of_different_names() -> None:
+def test_accuracy_grid_has_ten_recipes_with_distinct_names() -> None:
     cases = speed_grid()
     assert len({case.name for case in cases}) == len(cases) == 10
     for case in cases:
@@ -358,7 +356,7 @@ def test_the_grid_has_ten_recipes_of_different_names() -> None:
         ("A100 40GB PCIe", 32, "sdpa", 115_000.0),
     ],
 )
-def test_published_rates_lie_in_the_range(
+def test_published_rates_lie_within_predicted_range(
     gpu: str, rows: int, attention: str, published: float
 ) -> None:
     recipe = plain_recipe(
@@ -377,7 +375,7 @@ def test_published_rates_lie_in_the_range(
     assert rates.expected == pytest.approx(published, rel=0.1)
 
 
-def test_all_micro_batches_of_a_step_are_counted() -> None:
+def test_throughput_counts_all_micro_batches_of_step() -> None:
     traced = step(
         (mm(8, 8, 8), 4),
         (mm(8, 8, 8, "backward"), 8),
@@ -388,7 +386,7 @@ def test_all_micro_batches_of_a_step_are_counted() -> None:
     assert all_micro_batches(traced, 2) is traced
 
 
-def test_experts_are_matrix_products_compiled_or_not() -> None:
+def test_expert_products_are_matrix_products_compiled_or_not() -> None:
     """They were streams, of which nothing was left when they were compiled."""
     model = {
         "model_type": "mixtral",
@@ -433,7 +431,7 @@ def test_experts_are_matrix_products_compiled_or_not() -> None:
         assert added == pytest.approx(least)
 
 
-def test_products_of_large_layers_alone_take_half_the_time_in_fp8() -> None:
+def test_fp8_products_of_large_layers_take_half_the_time() -> None:
     model = {
         "model_type": "llama",
         "vocab_size": 4096,
@@ -490,7 +488,9 @@ def _of(sizes: tuple[int, int, int], machine: GPU, compiled: bool) -> SpeedPredi
 
 
 @given(st.tuples(_SIZES, _SIZES, _SIZES), st.sampled_from(sorted(GPUS)), st.booleans())
-def test_ranges_are_ordered(sizes: tuple[int, int, int], name: str, compiled: bool) -> None:
+def test_predicted_ranges_are_ordered(
+    sizes: tuple[int, int, int], name: str, compiled: bool
+) -> None:
     found = _of(sizes, GPUS[name], compiled)
     assert found.step_seconds.slow >= found.step_seconds.expected >= found.step_seconds.fast > 0
     rates = found.tokens_per_second
@@ -503,7 +503,7 @@ def test_ranges_are_ordered(sizes: tuple[int, int, int], name: str, compiled: bo
     _FACTORS,
     st.sampled_from(["bandwidth", "link", "bf16"]),
 )
-def test_a_better_gpu_is_never_slower(
+def test_better_gpu_is_never_slower(
     sizes: tuple[int, int, int], name: str, factor: float, what: str
 ) -> None:
     gpu = GPUS[name]
@@ -514,6 +514,6 @@ def test_a_better_gpu_is_never_slower(
 
 
 @given(st.tuples(_SIZES, _SIZES, _SIZES), st.integers(1, 400))
-def test_no_product_is_done_faster_than_the_peak(sizes: tuple[int, int, int], units: int) -> None:
+def test_tile_share_never_exceeds_one(sizes: tuple[int, int, int], units: int) -> None:
     m, n, k = sizes
     assert 0 < tile_share(MatrixProduct(1, m, n, k, BF16), units) <= 1

@@ -48,7 +48,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         (0.0, [(8, 2), (8, 3)], "8 of 16 sequences, 2 and 3 of 12 layers"),
     ],
 )
-def test_time_step_with_less_time_times_smaller_step_and_computes_whole(
+def test_time_step_with_less_time_measures_smaller_step_and_extrapolates(
     sizes: list[tuple[int, int]],
     seconds: float,
     expected_sizes: list[tuple[int, int]],
@@ -62,14 +62,14 @@ def test_time_step_with_less_time_times_smaller_step_and_computes_whole(
     assert found.seconds(3) == pytest.approx(3 * 16 * 9 + 5)
 
 
-def test_time_step_of_layers_that_differ_times_all_of_them(sizes: list[tuple[int, int]]) -> None:
+def test_time_step_with_different_layers_measures_all_of_them(sizes: list[tuple[int, int]]) -> None:
     model = {**DEEP, "model_type": "qwen2", "sliding_window": 64, "max_window_layers": 6}
     time_step(recipe(model), CPU, 0.0)
     assert sizes == [(2, 12)]
 
 
 @pytest.mark.parametrize(("seconds", "passes_seconds"), [(1e9, 4.0), (3.0, 5.0), (0.5, 1.0)])
-def test_time_step_counts_the_fastest_step_after_the_first_that_there_was_time_for(
+def test_time_step_counts_fastest_step_after_the_first(
     monkeypatch: pytest.MonkeyPatch, seconds: float, passes_seconds: float
 ) -> None:
     now, passes = [0.0], iter((1.0, 5.0, 4.0))
@@ -97,14 +97,14 @@ def test_time_step_counts_the_fastest_step_after_the_first_that_there_was_time_f
     ],
     ids=lambda sections: "-".join(sections),
 )
-def test_time_step_trains_every_kind_of_recipe(sections: dict[str, Any]) -> None:
+def test_time_step_supports_every_kind_of_recipe(sections: dict[str, Any]) -> None:
     found = time_step(recipe(GPT2, **sections), CPU)
     assert found.passes > 0
     assert found.update > 0
     assert found.timed == ""
 
 
-def test_timed_speed_is_tokens_over_seconds_and_relative_to_peak() -> None:
+def test_timed_speed_is_tokens_per_second_and_relative_to_peak() -> None:
     one = recipe(GPT2, batch={"micro_batch_size": 2, "gradient_accumulation_steps": 4})
     found = timed_speed(one, StepTime(passes=0.2, update=0.2, peak_flops=1e9))
     tokens = 4 * 2 * 128
@@ -129,7 +129,7 @@ def _estimate(one: ResolvedRecipe, needed: int = 1, **more: Any) -> Estimate:
     return Estimate("x", {}, one, memory, usable_bytes=2, **more)
 
 
-def test_estimator_times_a_recipe_once_and_only_if_it_fits_on_one_device_here(
+def test_estimator_times_recipe_once_if_it_fits_on_one_local_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Hardware] = []
@@ -160,7 +160,7 @@ def test_estimator_times_a_recipe_once_and_only_if_it_fits_on_one_device_here(
     ("error", "raised"),
     [(MemoryError("x"), False), (RuntimeError("CUDA error: an illegal memory access"), True)],
 )
-def test_estimator_without_memory_for_the_steps_keeps_the_estimate(
+def test_estimator_without_memory_for_steps_keeps_estimate(
     monkeypatch: pytest.MonkeyPatch, error: Exception, raised: bool
 ) -> None:
     def step(*_: object) -> StepTime:
@@ -175,7 +175,7 @@ def test_estimator_without_memory_for_the_steps_keeps_the_estimate(
         Estimator().timed(one, here)
 
 
-def test_method_table_times_methods_until_its_time_is_used_up_and_never_compiling(
+def test_method_table_times_uncompiled_methods_within_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]

@@ -41,7 +41,7 @@ class TestCountedByHand:
     weights = 4 * (16 * 32 + 32 * 8)
     batch = 4 * 10 * 16
 
-    def test_a_forward_pass_keeps_what_backward_needs(self) -> None:
+    def test_forward_pass_saves_tensors_needed_by_backward(self) -> None:
         tracer = Tracer()
         with fake_tensors(), tracer:
             model, x = TwoLayers(), torch.empty(10, 16)
@@ -58,7 +58,7 @@ class TestCountedByHand:
         # At most, the first product beside relu's result.
         assert peak.bytes == self.weights + self.batch + 2 * 4 * 10 * 32
 
-    def test_the_steps_of_an_optimizer(self) -> None:
+    def test_optimizer_phase_holds_weights_gradients_and_states(self) -> None:
         def adamw(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(parameters, fused=True)
 
@@ -71,7 +71,7 @@ class TestCountedByHand:
             "activations": self.batch,
         }
 
-    def test_gradients_zeroed_in_place_stay(self) -> None:
+    def test_gradients_zeroed_in_place_stay_allocated(self) -> None:
         found = plan_module(
             TwoLayers(),
             [torch.empty(10, 16)],
@@ -83,7 +83,7 @@ class TestCountedByHand:
         freed = plan_module(TwoLayers(), [torch.empty(10, 16)], optimizer="sgd", target=Target())
         assert "gradients" not in freed.phases["forward"].parts
 
-    def test_accumulation_has_the_gradients_of_the_micro_batch_before(self) -> None:
+    def test_accumulation_holds_gradients_of_earlier_micro_batch(self) -> None:
         found = plan_module(
             TwoLayers(),
             [torch.empty(10, 16)],
@@ -93,7 +93,7 @@ class TestCountedByHand:
         )
         assert found.phases["forward"].parts["gradients"] == self.weights
 
-    def test_operators_are_counted_with_their_work(self) -> None:
+    def test_trace_counts_operators_and_their_flops(self) -> None:
         found = plan_module(TwoLayers(), [torch.empty(10, 16)], optimizer="sgd", target=Target())
         flops = sum(entry.count * entry.operator.flops for entry in found.operators)
         # Forward 2, backward 2 for the weights, and 2 for the second layer's input.
@@ -102,14 +102,14 @@ class TestCountedByHand:
         assert sum(entry.count for entry in products) == 5
 
 
-def test_values_that_the_code_reads_are_made_up() -> None:
+def test_trace_invents_values_that_code_reads() -> None:
     tracer = Tracer()
     with fake_tensors(), tracer:
         assert torch.empty(3).sum().item() == 0.5
         assert int(torch.empty(3, dtype=torch.int64).sum()) == 1
 
 
-def test_a_paused_tracer_sees_nothing() -> None:
+def test_paused_tracer_records_nothing() -> None:
     tracer = Tracer()
     with fake_tensors(), tracer:
         with tracer.paused():
@@ -119,7 +119,7 @@ def test_a_paused_tracer_sees_nothing() -> None:
         assert tracer.tick == 1
 
 
-def test_what_a_gpu_trains_is_made_on_the_cpu_but_for_what_makes_references() -> None:
+def test_gpu_setup_weights_are_made_on_cpu_except_for_references() -> None:
     def found(gpu: str | None, **sections: Any) -> dict[str, int]:
         target = find_machine(gpu).target
         lora = recipe(
@@ -137,7 +137,7 @@ def test_what_a_gpu_trains_is_made_on_the_cpu_but_for_what_makes_references() ->
     assert found("RTX 4090", data=pairs, preference={})["weights"] > 4 * whole
 
 
-def test_the_storage_of_a_view_counts_once_and_lives_as_long_as_the_view() -> None:
+def test_view_storage_counts_once_and_lives_with_view() -> None:
     tracer = Tracer()
     with fake_tensors(), tracer:
         view = torch.empty(100, dtype=torch.uint8)[:10]
@@ -150,7 +150,7 @@ def test_the_storage_of_a_view_counts_once_and_lives_as_long_as_the_view() -> No
     assert trace.storages[0].death >= tracer.tick
 
 
-def test_a_module_stays_as_it_is() -> None:
+def test_plan_module_leaves_module_unchanged() -> None:
     model = TwoLayers()
     before = {name: p.clone() for name, p in model.named_parameters()}
     plan_module(model, [torch.empty(10, 16)], target=Target())
@@ -160,7 +160,7 @@ def test_a_module_stays_as_it_is() -> None:
         assert parameter.grad is None
 
 
-def test_a_module_on_the_meta_device_needs_no_memory() -> None:
+def test_plan_module_on_meta_device_allocates_nothing() -> None:
     with torch.device("meta"):
         model, x = TwoLayers(), torch.empty(10, 16)
     real = plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target())
@@ -179,17 +179,19 @@ def test_a_module_on_the_meta_device_needs_no_memory() -> None:
         ({"zero_grad": "x"}, "zero_grad 'x' is unknown"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_plan_module_unsupported_input_raises_config_error(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_module(TwoLayers(), [torch.empty(10, 16)], **arguments)
 
 
-def test_a_module_without_parameters_is_refused() -> None:
+def test_plan_module_without_parameters_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="ReLU has no trained parameters"):
         plan_module(nn.ReLU(), [torch.empty(10, 16)], target=Target())
 
 
-def test_a_loss_may_stand_under_its_name_in_a_dictionary() -> None:
+def test_plan_module_accepts_loss_in_dictionary() -> None:
     class Named(TwoLayers):
         def forward(self, x: torch.Tensor) -> Any:
             return {"logits": x, "loss": super().forward(x)}
@@ -200,7 +202,7 @@ def test_a_loss_may_stand_under_its_name_in_a_dictionary() -> None:
     )
 
 
-def test_what_libraries_take_inside_of_convolutions_is_said_not_to_count() -> None:
+def test_plan_module_notes_uncounted_convolution_workspace() -> None:
     class Convolution(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -215,7 +217,7 @@ def test_what_libraries_take_inside_of_convolutions_is_said_not_to_count() -> No
     assert plan_module(TwoLayers(), [torch.empty(10, 16)], target=Target()).notes == ()
 
 
-def test_what_libraries_take_inside_of_recurrent_layers_is_said_not_to_count() -> None:
+def test_plan_module_notes_uncounted_recurrent_workspace() -> None:
     recurrent = nn.GRU(4, 4)
     target = find_machine("RTX 4090").target
     options = {"loss": lambda found: found[0].sum(), "target": target}
@@ -330,7 +332,7 @@ _UNLIKE = (
 
 
 @pytest.mark.parametrize("name", slow_but(_UNLIKE, _METHODS))
-def test_a_recipe_takes_what_its_real_steps_take(name: str) -> None:
+def test_planned_recipe_matches_measured_steps(name: str) -> None:
     planned = recipe(**_METHODS[name])
     predicted = trace_memory(planned)
     with measured_memory() as measured:
@@ -341,14 +343,14 @@ def test_a_recipe_takes_what_its_real_steps_take(name: str) -> None:
     assert sum(predicted.parts.values()) == predicted.peak_bytes
 
 
-def test_the_plain_recipe_is_exact() -> None:
+def test_planned_plain_recipe_is_exact() -> None:
     planned = recipe()
     with measured_memory() as measured:
         real_steps(planned)
     assert abs(trace_memory(planned).peak_bytes - measured.peak_bytes) < 1000
 
 
-def test_the_phases_of_a_step() -> None:
+def test_step_trace_has_expected_phases() -> None:
     found = trace_memory(recipe())
     names = {"setup", "forward", "loss", "backward of loss", "backward", "clipping", "optimizer"}
     assert set(found.phases) == names
@@ -358,20 +360,20 @@ def test_the_phases_of_a_step() -> None:
     assert found.phases["loss"].parts["logits_and_loss"] >= 2 * 4 * 2 * 128 * 512
 
 
-def test_evaluation_in_a_run_has_the_optimizers_state() -> None:
+def test_evaluation_during_run_includes_optimizer_state() -> None:
     training, evaluation = trace_memory(recipe()), predict_evaluation(recipe())
     assert evaluation.phase == "evaluation"
     state = training.phases["forward"].parts["optimizer_states"]
     assert evaluation.parts["optimizer_states"] == state > 0
 
 
-def test_planning_leaves_real_training_as_it_was() -> None:
+def test_planning_does_not_affect_real_training() -> None:
     planned = recipe(efficiency={"precision": "bf16"})
     trace_memory(planned)
     real_steps(planned)
 
 
-def test_a_prediction_is_json() -> None:
+def test_prediction_converts_to_json() -> None:
     import json
 
     values = json.loads(json.dumps(trace_memory(recipe()).to_json()))
@@ -379,7 +381,7 @@ def test_a_prediction_is_json() -> None:
     assert "operators" not in values
 
 
-def test_measured_memory_counts_what_is_allocated_and_freed() -> None:
+def test_measured_memory_counts_allocations_and_frees() -> None:
     with measured_memory() as result:
         first = torch.empty(1000, dtype=torch.uint8)
         del first
@@ -389,5 +391,5 @@ def test_measured_memory_counts_what_is_allocated_and_freed() -> None:
     assert result.peak_bytes == 3500
 
 
-def test_this_machines_target_has_torchs_threads() -> None:
+def test_this_cpu_target_has_torch_thread_count() -> None:
     assert this_cpu().threads == torch.get_num_threads()

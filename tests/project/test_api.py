@@ -29,7 +29,7 @@ def modules_after(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", firstlight.__all__)
-def test_every_public_name_is_there_and_documented(name: str) -> None:
+def test_public_names_exist_and_are_documented(name: str) -> None:
     value = getattr(firstlight, name)
     assert inspect.getdoc(value)
     assert value.__name__ == name
@@ -40,12 +40,12 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
             assert parameter in documentation, f"{name}({parameter}) is not documented"
 
 
-def test_the_public_names_are_sorted_and_each_once() -> None:
+def test_public_names_are_sorted_and_unique() -> None:
     assert firstlight.__all__ == sorted(set(firstlight.__all__))
     assert set(firstlight.__all__) <= set(dir(firstlight))
 
 
-def test_type_checkers_and_imports_find_the_public_names_in_the_same_modules() -> None:
+def test_public_names_have_same_modules_for_type_checkers_and_imports() -> None:
     tree = ast.parse(inspect.getsource(firstlight))
     for_type_checkers = {
         alias.name: node.module
@@ -56,19 +56,19 @@ def test_type_checkers_and_imports_find_the_public_names_in_the_same_modules() -
     assert for_type_checkers == firstlight._MODULES
 
 
-def test_an_unknown_name_is_an_ordinary_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     assert not hasattr(firstlight, "trian")
     with pytest.raises(AttributeError, match="'firstlight' has no attribute 'trian'"):
         firstlight.__getattr__("trian")
 
 
-def test_the_version_is_the_installed_packages() -> None:
+def test_version_equals_installed_package() -> None:
     from importlib.metadata import version
 
     assert version("firstlight") == firstlight.__version__
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_package_import_loads_no_heavy_modules() -> None:
     assert modules_after("import firstlight").isdisjoint(_HEAVY)
 
 
@@ -76,14 +76,14 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     "arguments",
     [["--help"], ["--version"], ["generate", "--help"], ["prepare", "--help"], ["nonsense"], []],
 )
-def test_help_and_usage_errors_answer_without_torch(arguments: list[str]) -> None:
+def test_help_and_usage_errors_do_not_import_torch(arguments: list[str]) -> None:
     code = f"from firstlight.cli.main import main\nmain({arguments!r})"
     imported = modules_after(code)
     assert "click" in imported
     assert imported.isdisjoint(_HEAVY)
 
 
-def test_the_command_and_the_module_are_the_same_program() -> None:
+def test_command_and_module_are_same_program() -> None:
     module = subprocess.run(
         [sys.executable, "-m", "firstlight", "--help"], capture_output=True, text=True, check=True
     )
@@ -97,7 +97,7 @@ def test_the_command_and_the_module_are_the_same_program() -> None:
         assert f"\n  {verb} " in module.stdout
 
 
-def test_the_training_help_lists_every_key_of_a_recipe(
+def test_train_help_lists_every_recipe_key(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from firstlight.cli.main import main

@@ -67,12 +67,12 @@ def _problem(shown: str) -> str:
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda path: str(path.relative_to(_ROOT)))
-def test_every_command_that_a_page_shows_is_there(page: Path) -> None:
+def test_documented_commands_exist(page: Path) -> None:
     shown = list(_commands(page.read_text(encoding="utf-8")))
     assert {one: _problem(one) for one in shown if _problem(one)} == {}
 
 
-def test_commands_are_found_and_compared() -> None:
+def test_documented_commands_are_found_and_checked() -> None:
     page = "    firstlight train a.yaml \\\n        --optimizer.learning_rte 1\n"
     page += "as `firstlight pln X`\n"
     page += "    firstlight eval RUN --smaple 2  # an estimate\n    firstlight chat RUN --web\n"
@@ -87,7 +87,7 @@ def test_commands_are_found_and_compared() -> None:
     ]
 
 
-def test_the_commands_without_json_are_those_that_the_page_on_training_names() -> None:
+def test_commands_without_json_match_training_page() -> None:
     page = (_ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     said = re.search(r"`--json` on every command but (.*) prints one JSON object", page)
     assert said

@@ -18,12 +18,12 @@ _PAGE = (Path(__file__).parents[2] / "docs" / "model-families.md").read_text(enc
 _BLOCKS = re.findall(r"((?:^    .*\n)+)", _PAGE, re.MULTILINE)
 
 
-def test_every_family_has_its_block() -> None:
+def test_families_page_has_block_for_every_family() -> None:
     assert len(_BLOCKS) == 27
     assert {yaml.safe_load(block)["model_type"] for block in _BLOCKS} == set(FAMILIES)
 
 
-def test_table_has_the_figures_and_the_features_of_every_family() -> None:
+def test_families_table_has_sizes_and_features_of_every_family() -> None:
     table = _PAGE.partition("## Agreement with transformers")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (\d.+) \|$", table, re.M)
     assert sorted(family for family, _ in rows) == sorted(FAMILIES)
@@ -39,7 +39,7 @@ def test_table_has_the_figures_and_the_features_of_every_family() -> None:
 
 
 @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: str(block).split()[1].strip(":"))
-def test_a_block_is_a_model_of_the_size_it_says(block: str, tmp_path: Path) -> None:
+def test_families_page_blocks_have_stated_size(block: str, tmp_path: Path) -> None:
     said = re.match(r"\s*# [\w.-]+: ([\d,]+) parameters\n", block)
     assert said is not None
     text = "data: {dir: d}\nmodel:\n" + textwrap.indent(textwrap.dedent(block), "  ")

@@ -24,7 +24,7 @@ def _lost(names: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", _PAGES)
-def test_every_file_and_test_that_a_page_names_is_there(page: str) -> None:
+def test_documented_files_and_tests_exist(page: str) -> None:
     text = (_ROOT / page).read_text(encoding="utf-8")
     suffixes = r"\.(?:py|md|yaml|yml|ipynb|sbatch)"
     assert _lost(set(re.findall(rf"`([\w./-]+{suffixes})(?:::\w+)?`", text))) == []
@@ -33,7 +33,7 @@ def test_every_file_and_test_that_a_page_names_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", _WITH_FOLDERS)
-def test_every_folder_that_a_page_names_is_there(page: str) -> None:
+def test_documented_folders_exist(page: str) -> None:
     named = set(re.findall(r"`([\w./-]+/)`", (_ROOT / page).read_text(encoding="utf-8")))
     assert named
     assert _lost(named) == []

@@ -39,7 +39,7 @@ def _sentences(page: str) -> Iterator[str]:
         yield from re.split(r"(?<=[.!?])[\"')*\]]*\s+(?=[\"'(*\[]*[A-Z0-9])", text)
 
 
-def test_sentences_of_a_page_leave_out_code_tables_and_headings() -> None:
+def test_documented_sentences_exclude_code_tables_and_headings() -> None:
     page = (
         "# A title\n\nOne `a. B` two [three\nfour](x.md#y). Five (0.5 s). 6 seven:\n\n"
         "    firstlight train. A\n\n| a. B | c |\n\n- eight\n  nine\n1. ten **Eleven.** Twelve\n"

@@ -34,7 +34,7 @@ _FOR_OTHERS = [_SBATCH, _POD, _SKY, *_DOCKERFILES]
 
 
 @pytest.mark.parametrize("path", _FOR_OTHERS, ids=lambda path: path.name)
-def test_each_says_how_it_is_used_what_was_checked_and_what_was_not_run(path: Path) -> None:
+def test_example_header_states_usage_checks_and_untested_parts(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     start = 1 if lines[0].startswith("#!") else 0
     end = next(n for n, line in enumerate(lines[start:], start) if not line.startswith("#"))
@@ -62,7 +62,7 @@ def test_python_examples_compile(path: Path) -> None:
         ({"efficiency": {"precision": "fp16"}}, r"fp16 needs a GPU .*; take bf16"),
     ],
 )
-def test_the_python_examples_refuse_what_they_would_leave_out(
+def test_python_examples_unsupported_settings_raise_config_error(
     section: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -83,7 +83,7 @@ def test_the_python_examples_refuse_what_they_would_leave_out(
 # --- Kubernetes ------------------------------------------------------------------------------
 
 
-def test_the_pytorchjob_has_its_kinds_replicas_and_one_volume_for_all() -> None:
+def test_pytorchjob_has_kinds_replicas_and_one_shared_volume() -> None:
     claim, job = yaml.safe_load_all(_POD.read_text(encoding="utf-8"))
     assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -107,7 +107,7 @@ def test_the_pytorchjob_has_its_kinds_replicas_and_one_volume_for_all() -> None:
 
 
 @pytest.mark.parametrize("pod, rank", [("Master", 0), ("Worker", 1)])
-def test_the_command_of_each_pod_is_one_of_firstlight(pod: str, rank: int) -> None:
+def test_pod_commands_are_valid_firstlight_commands(pod: str, rank: int) -> None:
     _, job = yaml.safe_load_all(_POD.read_text(encoding="utf-8"))
     replicas = job["spec"]["pytorchReplicaSpecs"]
     (container,) = replicas[pod]["template"]["spec"]["containers"]
@@ -126,7 +126,7 @@ def test_the_command_of_each_pod_is_one_of_firstlight(pod: str, rank: int) -> No
 # --- SkyPilot --------------------------------------------------------------------------------
 
 
-def test_the_sky_task_restarts_what_was_stopped_and_its_command_is_one_of_firstlight() -> None:
+def test_sky_task_restarts_stopped_run_with_valid_firstlight_command() -> None:
     task = yaml.safe_load(_SKY.read_text(encoding="utf-8"))
     known = {"name", "num_nodes", "resources", "workdir", "file_mounts", "setup", "run"}
     assert task.keys() == known
@@ -156,7 +156,7 @@ def test_the_sky_task_restarts_what_was_stopped_and_its_command_is_one_of_firstl
 
 
 @pytest.mark.parametrize("path", _DOCKERFILES, ids=lambda path: path.name)
-def test_a_container_file_copies_what_is_there_and_installs_extras_that_exist(path: Path) -> None:
+def test_container_file_copies_existing_files_and_installs_existing_extras(path: Path) -> None:
     instructions = list(instructions_of(path))
     names = [name for name, _ in instructions]
     assert names.count("FROM") == 1
@@ -182,7 +182,7 @@ def test_a_container_file_copies_what_is_there_and_installs_extras_that_exist(pa
     assert "--constraint" in next(rest for name, rest in instructions if "'.[" in rest)
 
 
-def test_the_extra_of_developers_has_the_packages_of_all_others() -> None:
+def test_dev_extra_contains_packages_of_all_others() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {
         extra: {re.split(r"[\[<>=; ]", requirement)[0] for requirement in requirements}
@@ -193,7 +193,7 @@ def test_the_extra_of_developers_has_the_packages_of_all_others() -> None:
     assert packages - extras["dev"] == {"llama-cpp-python", "gcsfs"}
 
 
-def test_the_constraints_have_a_version_of_each_package_but_torch() -> None:
+def test_constraints_pin_every_package_but_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = {
         re.split(r"[\[<>=; ]", requirement)[0].lower().replace("_", "-")
@@ -206,7 +206,7 @@ def test_the_constraints_have_a_version_of_each_package_but_torch() -> None:
     assert asked - {line.split("==")[0] for line in pins} == {"torch"}
 
 
-def test_the_gpu_image_keeps_its_torch() -> None:
+def test_gpu_image_keeps_its_torch() -> None:
     (install,) = [
         rest
         for name, rest in instructions_of(EXAMPLES / "containers/Dockerfile.gpu")

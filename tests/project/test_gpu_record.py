@@ -31,7 +31,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("src/firstlight/a.py", False),
     ],
 )
-def test_test_that_passed_counts_until_its_file_or_the_source_changes(
+def test_gpu_record_passed_test_counts_until_its_file_or_source_changes(
     changed: str, is_green: bool, checkout: Path
 ) -> None:
     path = checkout / "record.json"
@@ -43,7 +43,7 @@ def test_test_that_passed_counts_until_its_file_or_the_source_changes(
     assert not Record(path, "cuda").has_failed(TEST)
 
 
-def test_test_that_failed_or_never_ran_is_a_failed_one(checkout: Path) -> None:
+def test_gpu_record_failed_or_missing_test_counts_as_failed(checkout: Path) -> None:
     found = Record(checkout / "record.json", "cuda")
     assert found.has_failed(TEST)
     found.note(TEST, passed=True)
@@ -52,7 +52,7 @@ def test_test_that_failed_or_never_ran_is_a_failed_one(checkout: Path) -> None:
     assert Record(checkout / "record.json", "cuda").has_failed(TEST)
 
 
-def test_each_worker_begins_with_urgent_tests_and_none_is_lost() -> None:
+def test_gpu_record_workers_begin_with_urgent_tests_and_lose_none() -> None:
     tests = list(range(10))
     found = first_things_first(tests, [number in (3, 8) for number in tests], workers=2)
     assert found == [3, 0, 1, 2, 4, 8, 5, 6, 7, 9]

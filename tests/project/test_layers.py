@@ -115,12 +115,12 @@ def library_modules() -> list[Path]:
     return [p for p in _MODULES if p not in entrances and component(module_name(p)) != "cli"]
 
 
-def test_every_module_has_its_layer() -> None:
+def test_every_module_has_a_layer() -> None:
     entrances = {_ROOT / "__init__.py", _ROOT / "__main__.py"}
     assert {component(module_name(p)) for p in _MODULES if p not in entrances} == set(_LAYERS)
 
 
-def test_imports_go_down_the_layers_only() -> None:
+def test_imports_point_down_the_layers_only() -> None:
     paths = [p for p in _MODULES if p.parent != _ROOT or p.stem[0] != "_"]
     wrong = [
         f"{module} imports {name}"
@@ -132,7 +132,7 @@ def test_imports_go_down_the_layers_only() -> None:
     assert wrong == []
 
 
-def test_package_imports_nothing_of_the_checkout() -> None:
+def test_package_imports_nothing_outside_itself() -> None:
     """Neither `benchmarks` nor `tests` is installed with the package."""
     wrong = [
         path
@@ -165,11 +165,11 @@ def test_package_imports_nothing_of_the_checkout() -> None:
         ("run_log", "training", False),
     ],
 )
-def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+def test_layer_rule_allows_expected_imports(importer: str, imported: str, allowed: bool) -> None:
     assert may_import(importer, imported) is allowed
 
 
-def test_all_ways_to_import_are_seen() -> None:
+def test_imports_finds_every_import_form() -> None:
     code = """
 import firstlight.models.llama as x
 from firstlight.training import loop
@@ -186,7 +186,7 @@ import torch
     ]
 
 
-def test_no_module_depends_on_a_module_that_depends_on_it() -> None:
+def test_module_dependencies_have_no_cycle() -> None:
     graph = {module_name(path): set(imports(parsed(path), "")) for path in _MODULES}
     done: set[str] = set()
 
@@ -204,7 +204,7 @@ def test_no_module_depends_on_a_module_that_depends_on_it() -> None:
             visit(name, ())
 
 
-def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+def test_module_names_exclude_catch_all_names() -> None:
     drawers = re.compile(r"utils?|common|helpers?|misc|shared", re.IGNORECASE)
     names = [part for path in _MODULES for part in path.relative_to(_ROOT).with_suffix("").parts]
     assert [name for name in names if drawers.fullmatch(name)] == []
@@ -231,7 +231,7 @@ def nodes(paths: Iterable[Path]) -> Iterator[tuple[Path, ast.AST]]:
     return ((path, node) for path in paths for node in ast.walk(parsed(path)))
 
 
-def test_nothing_below_the_command_line_writes_to_stdout() -> None:
+def test_modules_below_command_line_do_not_write_to_stdout() -> None:
     for path, node in nodes(library_modules()):
         if isinstance(node, ast.Call) and called_name(node) == "print":
             assert is_stderr(node), f"{path}:{node.lineno} prints to stdout"
@@ -241,7 +241,7 @@ def test_nothing_below_the_command_line_writes_to_stdout() -> None:
             assert is_guard or ast.unparse(node.value) != "sys", f"{path}:{node.lineno}"
 
 
-def test_nothing_that_runs_what_it_reads_is_used() -> None:
+def test_source_never_executes_what_it_reads() -> None:
     """No pickle in any form, no YAML tags, no eval: a file from elsewhere is only data."""
     for path, node in nodes(_MODULES):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -284,7 +284,7 @@ def _safe_loaders(tree: ast.Module) -> set[str]:
     return {"yaml.SafeLoader", *own}
 
 
-def test_every_module_class_and_public_function_says_what_it_is() -> None:
+def test_modules_classes_and_public_functions_have_docstrings() -> None:
     for path in _MODULES:
         tree = parsed(path)
         assert ast.get_docstring(tree), f"{path} has no docstring"

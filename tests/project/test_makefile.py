@@ -76,7 +76,7 @@ def _asked_of_pip(
     ],
     ids=["no nvidia-smi", "no GPU", "GPU", "PyPI asked for", "index given"],
 )
-def test_torch_comes_from_the_index_for_the_machine(
+def test_makefile_installs_torch_from_index_for_machine(
     tmp_path: Path, gpu: str, index: str, expected: str | None
 ) -> None:
     torch, package = _asked_of_pip(tmp_path, gpu=gpu, index=index)
@@ -89,14 +89,14 @@ def test_torch_comes_from_the_index_for_the_machine(
 @pytest.mark.parametrize(
     "installed, kept", [("2.14.1+cpu", True), ("2.11.0a0+git1f", True), ("2.9.1", False)]
 )
-def test_installed_torch_is_kept_if_it_is_supported(
+def test_makefile_keeps_installed_supported_torch(
     tmp_path: Path, installed: str, kept: bool
 ) -> None:
     asked = _asked_of_pip(tmp_path, installed=installed)
     assert any(" torch==" in call for call in asked) is not kept
 
 
-def test_the_version_of_torch_is_the_same_in_all_files() -> None:
+def test_torch_version_is_equal_in_all_files() -> None:
     makefile = (_ROOT / "Makefile").read_text(encoding="utf-8")
     pinned = re.search(r"^TORCH := (\S+)$", makefile, re.M)
     assert pinned
@@ -108,7 +108,7 @@ def test_the_version_of_torch_is_the_same_in_all_files() -> None:
     assert f'"torch>={oldest[1]}.{oldest[2]}"' in (_ROOT / "pyproject.toml").read_text("utf-8")
 
 
-def test_the_tests_left_out_of_the_quick_ones_are_there() -> None:
+def test_makefile_tests_excluded_from_quick_run_exist() -> None:
     makefile = (_ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     left_out = {
         name: re.search(rf"^{name} := (.*)$", makefile, re.M)[1].split()  # type: ignore[index]

@@ -46,7 +46,7 @@ def _section(title: str) -> str:
     return _README.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_each_answer_about_a_program_links_to_a_file_of_its_repository() -> None:
+def test_readme_program_answers_link_to_file_of_its_repository() -> None:
     table = _table(_COMPARISON)
     assert len(table) >= 30
     for question, cells in table.items():
@@ -61,7 +61,7 @@ def test_each_answer_about_a_program_links_to_a_file_of_its_repository() -> None
             assert program != "firstlight" or "//" not in link[2], question
 
 
-def test_answers_of_the_readme_are_those_of_the_comparison() -> None:
+def test_readme_answers_match_comparison_page() -> None:
     table, whole = _table(_section("Comparison with other programs")), _table(_COMPARISON)
     assert list(table) == list(_ROWS)
     for name, cells in table.items():
@@ -71,13 +71,13 @@ def test_answers_of_the_readme_are_those_of_the_comparison() -> None:
             assert said == (answer if answer in ("yes", "no") else "partly"), (name, program)
 
 
-def test_number_of_families_is_that_of_the_table_of_families() -> None:
+def test_readme_number_of_families_matches_table() -> None:
     cell = _table(_COMPARISON)["Model families it loads"]["firstlight"]
     assert cell == f"[{len(FAMILIES)}](model-families.md)"
     assert f"In {len(FAMILIES)} families, logits are within" in _README
 
 
-def test_figures_of_the_promises_are_those_of_the_pages_that_they_link() -> None:
+def test_readme_figures_match_linked_pages() -> None:
     promises = re.split(r"^\d\. ", _section("Five promises"), flags=re.M)[1:]
     assert len(promises) == 5
     for promise in promises:
@@ -92,7 +92,7 @@ def test_figures_of_the_promises_are_those_of_the_pages_that_they_link() -> None
         assert figures, promise
 
 
-def test_figures_of_the_demo_are_those_of_the_quickstart() -> None:
+def test_readme_demo_figures_match_quickstart() -> None:
     shown = (_ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     demo = shown.partition("## The demo")[2].partition("\n## ")[0]
     said = re.search(

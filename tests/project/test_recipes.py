@@ -41,7 +41,7 @@ _NEW_MODELS = [path for path in _RECIPES if path.stem not in _FINE_TUNING]
 
 
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
-def test_a_recipe_reads_as_it_stands(path: Path) -> None:
+def test_project_recipe_parses_unchanged(path: Path) -> None:
     recipe = load_recipe(path)
     # Its resolved form, which is saved with the run, says the same.
     assert type(recipe).model_validate(recipe.model_dump()) == recipe
@@ -51,7 +51,7 @@ def test_a_recipe_reads_as_it_stands(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
-def test_a_recipe_is_planned_before_its_data_are_prepared(
+def test_project_recipe_is_planned_before_data_preparation(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_a_recipe_is_planned_before_its_data_are_prepared(
 
 
 @pytest.mark.parametrize("name", _FINE_TUNING)
-def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> None:
+def test_budget_for_recipe_starting_from_weights_raises_config_error(name: str) -> None:
     recipe = load_recipe(_ROOT / "recipes" / f"{name}.yaml")
     with pytest.raises(ConfigError, match=r"suggest a new model, but a recipe with.* weights"):
         make_plan(recipe, find_machine("RTX 4090"), budget=Budget(seconds=60), searches=False)
@@ -71,7 +71,7 @@ def test_budget_for_recipe_that_starts_from_weights_is_refused(name: str) -> Non
 @pytest.mark.parametrize(
     "path", slow_but(_NEW_MODELS[:3], _NEW_MODELS), ids=lambda path: str(path.stem)
 )
-def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimizer(
+def test_budget_suggestion_learns_with_family_and_optimizer_of_recipe(
     path: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Smaller than the smallest rung of the ladder, which takes seconds to train with Muon.
@@ -110,7 +110,7 @@ def test_budget_for_recipe_suggests_one_that_learns_with_its_family_and_optimize
     assert mean(losses[-10:]) < losses[0] - 0.5
 
 
-def test_the_prepared_data_decide_over_the_recipes_vocabulary(data: Path) -> None:
+def test_prepared_data_overrides_vocabulary_of_recipe(data: Path) -> None:
     recipe = load_recipe(_ROOT / "recipes" / "demo.yaml", [("data.dir", str(data))])
     settled = resolve_for(recipe, find_machine("RTX 4090"))
     assert settled.model is not None
@@ -132,7 +132,7 @@ def tour() -> ModuleType:
     return module
 
 
-def test_the_tours_recipes_write_where_the_next_one_begins(tour: ModuleType) -> None:
+def test_tour_recipes_write_where_next_one_begins(tour: ModuleType) -> None:
     stages = {stage: load_recipe(_ROOT / "recipes" / f"tour-{stage}.yaml") for stage in tour.STAGES}
     for stage, recipe in stages.items():
         assert recipe.run.dir == f"{tour.FOLDER}/{stage}"
@@ -156,9 +156,7 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-def test_what_the_tour_asks_is_fit_to_be_learned(
-    tour: ModuleType, no_garbage_collection: None
-) -> None:
+def test_tour_questions_are_learnable(tour: ModuleType, no_garbage_collection: None) -> None:
     asked = tour.questions()
     assert len(asked) > 500
     assert (tour.QUESTION, "json") in asked

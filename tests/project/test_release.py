@@ -62,13 +62,13 @@ def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_version_is_the_same_in_all_files() -> None:
+def test_version_is_equal_in_all_files() -> None:
     citation = yaml.safe_load((_ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     version = tomllib.loads(_PROJECT)["project"]["version"]
     assert version == firstlight.__version__ == citation["version"]
 
 
-def test_wheel_has_every_file_of_the_package_and_nothing_else(built: Path) -> None:
+def test_wheel_contains_exactly_the_package_files(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     packaged = {name for name in names if ".dist-info/" not in name}
@@ -78,7 +78,7 @@ def test_wheel_has_every_file_of_the_package_and_nothing_else(built: Path) -> No
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_sdist_has_every_file_of_the_repository(built: Path) -> None:
+def test_sdist_contains_every_repository_file(built: Path) -> None:
     if not (_ROOT / ".git").exists():
         pytest.skip("not a checkout of the repository")
     tracked = subprocess.run(
@@ -91,7 +91,7 @@ def test_sdist_has_every_file_of_the_repository(built: Path) -> None:
     assert set(tracked) - names == set()
 
 
-def test_tag_of_another_version_is_refused(release: Any) -> None:
+def test_release_tag_of_other_version_exits(release: Any) -> None:
     project = '[project]\nversion = "1.2.0"'
     release.require_tag_of_version("v1.2.0", project)
     with pytest.raises(SystemExit, match=r"tag v1\.2: .* version 1\.2\.0, .* must be v1\.2\.0"):
@@ -108,14 +108,14 @@ def test_tag_of_another_version_is_refused(release: Any) -> None:
         ("[a](https://a.example/b) [b](#b)", "[a](https://a.example/b) [b](#b)"),
     ],
 )
-def test_relative_link_of_page_becomes_address_of_tag(
+def test_release_relative_link_becomes_address_of_tag(
     release: Any, link: str, absolute: str
 ) -> None:
     assert release.with_absolute_links(link, _ADDRESS, "v1") == absolute
 
 
 @_in_checkout
-def test_readme_of_a_release_has_no_relative_link(release: Any) -> None:
+def test_release_readme_has_no_relative_links(release: Any) -> None:
     readme = (_ROOT / "README.md").read_text(encoding="utf-8")
     page = release.with_absolute_links(readme, _ADDRESS, "v1")
     links = re.findall(r'\]\(([^)\s]+)|(?:src|href)="([^"]+)"', page)
@@ -126,7 +126,7 @@ def test_readme_of_a_release_has_no_relative_link(release: Any) -> None:
 
 
 @_in_checkout
-def test_project_of_a_release_has_addresses_of_repository(release: Any) -> None:
+def test_release_project_has_repository_urls(release: Any) -> None:
     project = tomllib.loads(release.with_addresses(_PROJECT, _ADDRESS, "v1"))["project"]
     assert "urls" not in tomllib.loads(_PROJECT)["project"]
     assert set(project["urls"]) == {"Repository", "Documentation", "Changelog", "Issues"}
@@ -134,7 +134,7 @@ def test_project_of_a_release_has_addresses_of_repository(release: Any) -> None:
     assert project["urls"]["Changelog"] == f"{_ADDRESS}/blob/v1/CHANGELOG.md"
 
 
-def test_workflow_publishes_without_secrets_what_it_has_tested() -> None:
+def test_release_workflow_publishes_tested_files_without_secrets() -> None:
     text = _WORKFLOW.read_text(encoding="utf-8")
     # YAML 1.1 reads the key "on" as true.
     workflow = yaml.safe_load(text)

@@ -16,19 +16,19 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_table_of_memory_is_what_the_arithmetic_gives() -> None:
+def test_scaling_page_memory_table_matches_arithmetic() -> None:
     written = _TEXT.split(f"{BEGIN}\n", 1)[1].split(f"\n{END}", 1)[0]
     assert written == table(), "run: python tests/scaling_table.py"
     assert written.count("\n") == 1 + len(MODELS) * len(WAYS)
 
 
-def test_the_models_have_the_sizes_that_their_makers_publish() -> None:
+def test_scaling_page_models_have_published_sizes() -> None:
     totals = [count_parameters(meta_model(config)).total for config in MODELS.values()]
     assert totals == [1_235_814_400, 8_030_261_248, 70_553_706_496]
 
 
 @pytest.mark.parametrize("bytes_per_parameter", [4, 12])
-def test_what_the_start_and_a_save_take_is_what_the_parameters_come_to(
+def test_scaling_page_start_and_save_bytes_match_parameters(
     bytes_per_parameter: int,
 ) -> None:
     totals = (count_parameters(meta_model(config)).total for config in MODELS.values())
@@ -36,7 +36,7 @@ def test_what_the_start_and_a_save_take_is_what_the_parameters_come_to(
     assert f": {bytes_per_parameter} bytes per parameter | {cells} |" in _TEXT
 
 
-def test_files_that_the_page_names_are_there() -> None:
+def test_scaling_page_files_exist() -> None:
     paths = re.findall(r"`((?:examples|recipes|tests|docs|src)/[\w./-]*)", _TEXT)
     links = re.findall(r"\]\(([^)#:]+)\)", _TEXT)
     assert len(paths) > 8
@@ -47,12 +47,12 @@ def test_files_that_the_page_names_are_there() -> None:
 
 
 @pytest.mark.parametrize("section", ["distributed", "batch", "efficiency", "checkpoint", "run"])
-def test_recipe_keys_that_the_page_names_are_real(section: str) -> None:
+def test_scaling_page_recipe_keys_exist(section: str) -> None:
     named = set(re.findall(rf"`{section}\.(\w+)", _TEXT))
     assert {f"{section}.{key}" for key in named} <= set(known_keys())
     assert section != "distributed" or named >= {"engine", "shard", "offload", "timeout_seconds"}
 
 
-def test_options_of_a_launch_are_all_on_the_page() -> None:
+def test_scaling_page_has_every_launch_option() -> None:
     for option in LAUNCH_OPTIONS:
         assert f"--{option}" in _TEXT

@@ -94,13 +94,13 @@ def _links(text: str) -> list[tuple[str, str]]:
     return [(path, anchor) for path, _, anchor in parts]
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_site_navigation_contains_every_page_once() -> None:
     nav = yaml.safe_load((_ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     assert sorted(_in_nav(nav)) == sorted(_pages())
 
 
 @pytest.mark.parametrize("path", sorted({*_WRITTEN, *_hook().ROOT_PAGES.values()}))
-def test_every_link_of_a_page_leads_somewhere(path: str) -> None:
+def test_site_page_links_resolve(path: str) -> None:
     lost = []
     for name, anchor in _links(_pages()[path]):
         target = (_DOCS / path).parent / name if name else _DOCS / path
@@ -112,7 +112,7 @@ def test_every_link_of_a_page_leads_somewhere(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", _IN_REPOSITORY)
-def test_every_link_leads_somewhere_in_the_repository(path: str) -> None:
+def test_repository_links_resolve(path: str) -> None:
     lost = []
     for name, anchor in _links((_ROOT / path).read_text(encoding="utf-8")):
         target = (_ROOT / path).parent / name if name else _ROOT / path
@@ -123,14 +123,14 @@ def test_every_link_leads_somewhere_in_the_repository(path: str) -> None:
     assert lost == []
 
 
-def test_the_start_page_leads_to_each_guide() -> None:
+def test_site_start_page_links_to_each_guide() -> None:
     start = _pages()["index.md"]
     nav = yaml.safe_load((_ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     guides = next(entry["Guides"] for entry in nav if "Guides" in entry)
     assert [page for page in _in_nav(guides) if f"]({page}" not in start] == []
 
 
-def test_every_key_has_type_default_meaning_and_version() -> None:
+def test_site_recipe_reference_has_type_default_meaning_and_version_of_every_key() -> None:
     text = "".join(_pages()[f"reference/{page}.md"] for page in ("recipe", "model"))
     entries = dict(re.findall(r"^### `(\S+)` .*\n((?:(?!#).*\n)*)", text, re.M))
     assert set(entries) == {f"{section}.{key}" for section, _, key in recipe_fields()}
@@ -141,7 +141,7 @@ def test_every_key_has_type_default_meaning_and_version() -> None:
         assert re.search(r"\n\n\S.{8,}", entry), name
 
 
-def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
+def test_site_reference_types_defaults_and_bounds_match_schema() -> None:
     text = _pages()["reference/recipe.md"]
     rate = text.partition("### `evaluation.every_steps`")[2].partition("###")[0]
     assert "**Type**: int, at least 0\n- **Default**: `200`" in rate
@@ -159,7 +159,7 @@ def _below(name: str, command: click.Command) -> Iterator[tuple[str, click.Comma
                 yield from _below(f"{name} {verb}", one)
 
 
-def test_every_command_and_option_is_in_the_reference() -> None:
+def test_site_command_reference_has_every_command_and_option() -> None:
     sections = re.split(r"^## ", _pages()["reference/commands.md"], flags=re.M)[1:]
     by_name = {section.partition(" {")[0]: section for section in sections}
     found = dict(_below("firstlight", command_line))
@@ -170,27 +170,27 @@ def test_every_command_and_option_is_in_the_reference() -> None:
                 assert all(f"{one}" in by_name[name] for one in option.opts), (name, option.opts)
 
 
-def test_every_public_name_is_in_the_python_reference() -> None:
+def test_site_python_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: firstlight\.(\w+)$", _pages()["reference/python.md"], re.M)
     assert sorted(named) == firstlight.__all__
     packages = {module.split(".")[1] for module in firstlight._MODULES.values()}
     assert packages <= _hook()._TITLES.keys()
 
 
-def test_parts_of_a_run_are_there() -> None:
+def test_documented_parts_of_a_run_exist() -> None:
     for names in _hook().PARTS.values():
         for name in names:
             module, _, attribute = name.rpartition(".")
             assert hasattr(importlib.import_module(f"firstlight.{module}"), attribute), name
 
 
-def test_every_extra_is_on_the_page_of_installation() -> None:
+def test_site_installation_page_has_every_extra() -> None:
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     rows = re.findall(r"^\| `([\w-]+)` \|", _pages()["installation.md"], re.M)
     assert sorted(rows) == sorted(project["optional-dependencies"])
 
 
-def test_pages_for_github_are_made_ready_for_mkdocs() -> None:
+def test_site_hook_converts_github_pages_for_mkdocs() -> None:
     page = "**Names**\n- one\n  more\n<!-- note -->\n| `a\\|b` |\n|---|\n```\ntext\n- code\n```\n"
     made = _hook().github_markdown(page)
     assert made == (
@@ -198,7 +198,7 @@ def test_pages_for_github_are_made_ready_for_mkdocs() -> None:
     )
 
 
-def test_links_show_the_titles_of_pages_in_place_of_their_paths(tmp_path: Path) -> None:
+def test_site_links_show_page_titles_instead_of_paths(tmp_path: Path) -> None:
     (tmp_path / "chat.md").write_text("# Chatting with a model\ntext\n")
     (tmp_path / "benchmarks").mkdir()
     linked = (
@@ -220,7 +220,7 @@ def _brightness(picture: Path) -> float:
     return float(matplotlib.image.imread(picture)[..., :3].mean())
 
 
-def test_dark_colours_invert_the_pictures_that_are_drawn_on_white() -> None:
+def test_site_dark_mode_inverts_pictures_with_white_background() -> None:
     style = (_DOCS / "assets" / "site.css").read_text(encoding="utf-8")
     kept = re.findall(r'\[src\*="([^"]+)"\]', style)
     pictures = sorted((_DOCS / "images").iterdir())
@@ -241,7 +241,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(_pages())
     loaded = re.compile(
@@ -262,7 +262,7 @@ def _search_index(site: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_search_finds_each_key_by_its_name_alone(site: Path) -> None:
+def test_site_search_finds_each_key_by_name(site: Path) -> None:
     index = _search_index(site)
     titles = {one["location"]: re.sub(r"<[^>]+>", "", one["title"]) for one in index["docs"]}
     for section, _, key in recipe_fields():
@@ -272,7 +272,7 @@ def test_the_search_finds_each_key_by_its_name_alone(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_search_shows_pages_that_name_everything_after_those_that_explain(site: Path) -> None:
+def test_site_search_ranks_reference_pages_below_explanations(site: Path) -> None:
     entries = _search_index(site)["docs"]
     assert {one["location"].partition(".")[0] for one in entries if one.get("boost", 1) < 1} == {
         "architecture",
@@ -353,7 +353,7 @@ class _Article(HTMLParser):
 
 
 @pytest.mark.slow
-def test_each_common_task_is_found_from_the_start_page_in_three_clicks(site: Path) -> None:
+def test_site_common_tasks_are_three_clicks_from_start_page(site: Path) -> None:
     read = cache(lambda path: _Article((site / path).read_text(encoding="utf-8")))
     seen = {"index.html"}
     clicks: dict[str, int] = {}

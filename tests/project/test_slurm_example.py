@@ -137,7 +137,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_the_batch_script_is_bash_and_asks_slurm_for_what_it_uses() -> None:
+def test_slurm_script_is_bash_and_requests_resources_it_uses() -> None:
     subprocess.run(["bash", "-n", str(_SBATCH)], check=True)
     asked = re.findall(r"^#SBATCH --(.*)$", _SBATCH.read_text(encoding="utf-8"), re.MULTILINE)
     assert {"requeue", "signal=B:USR1@300", "open-mode=append"} <= set(asked)
@@ -148,7 +148,7 @@ def test_the_batch_script_is_bash_and_asks_slurm_for_what_it_uses() -> None:
 @pytest.mark.parametrize(
     "ends_with, requeued", [(0, False), (1, False), (2, False), (75, True), (137, False)]
 )
-def test_only_a_run_that_was_stopped_and_saved_goes_back_into_the_queue(
+def test_slurm_script_requeues_only_stopped_and_saved_run(
     ends_with: int, requeued: bool, tmp_path: Path
 ) -> None:
     slurm = _Slurm(tmp_path, 2, 1, firstlight=f"raise SystemExit({ends_with})")
@@ -157,7 +157,7 @@ def test_only_a_run_that_was_stopped_and_saved_goes_back_into_the_queue(
     assert (slurm.requeue in slurm.said) is requeued
 
 
-def test_the_signal_before_the_time_limit_reaches_the_ranks_and_the_job_comes_back(
+def test_slurm_script_time_limit_signal_reaches_ranks_and_job_requeues(
     tmp_path: Path,
 ) -> None:
     waits = """
@@ -186,7 +186,7 @@ while True:
 
 
 @pytest.mark.parametrize("way", ["tasks", "launcher", "torchrun"])
-def test_each_way_starts_firstlight_with_options_that_it_has(way: str, tmp_path: Path) -> None:
+def test_slurm_script_each_launch_mode_uses_existing_options(way: str, tmp_path: Path) -> None:
     from torch.distributed.run import get_args_parser
 
     torchruns_help = get_args_parser().format_help()
@@ -218,7 +218,7 @@ def test_each_way_starts_firstlight_with_options_that_it_has(way: str, tmp_path:
 
 
 @pytest.mark.parametrize("has_option", [True, False])
-def test_torchrun_gets_time_for_saving_if_it_has_an_option_for_it(
+def test_slurm_script_torchrun_waits_for_save_if_option_exists(
     has_option: bool, tmp_path: Path
 ) -> None:
     help_text = "usage: torchrun" + " [--shutdown-timeout SECONDS]" * has_option
@@ -229,7 +229,7 @@ def test_torchrun_gets_time_for_saving_if_it_has_an_option_for_it(
     assert ("ends ranks 30 s after the signal" in said) is not has_option
 
 
-def test_a_way_that_is_none_is_said_and_no_recipe_means_the_one_for_many_gpus(
+def test_slurm_script_rejects_unknown_mode_and_has_default_recipe(
     tmp_path: Path,
 ) -> None:
     slurm = _Slurm(tmp_path, 2, 1, firstlight="")
@@ -293,7 +293,7 @@ with open(os.environ["CALLS"] + "-task-" + os.environ["SLURM_PROCID"], "w") as f
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_two_tasks_train_the_recipe_of_the_examples(tmp_path: Path, data: Path) -> None:
+def test_slurm_script_two_tasks_train_example_recipe(tmp_path: Path, data: Path) -> None:
     slurm = _Slurm(tmp_path, 2, 1, firstlight=_KEEPING)
     code, said = slurm.run(*_small(tmp_path, data))
     assert code == 0, said
@@ -324,7 +324,7 @@ def test_two_tasks_train_the_recipe_of_the_examples(tmp_path: Path, data: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tasks", "launcher", "torchrun"])
-def test_each_way_saves_when_the_time_is_nearly_over_and_goes_on_from_there(
+def test_slurm_script_each_launch_mode_saves_near_time_limit_and_resumes(
     way: str, tmp_path: Path, data: Path
 ) -> None:
     settings = {"schedule.max_steps": "100000", "evaluation.every_steps": "0"}

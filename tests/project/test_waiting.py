@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
-def test_a_process_that_was_waited_for_is_described_with_its_output() -> None:
+def test_waited_process_is_described_with_its_output() -> None:
     command = [sys.executable, "-c", "print('first', flush=True); input(); print('last')"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -37,7 +37,7 @@ def test_a_process_that_was_waited_for_is_described_with_its_output() -> None:
     assert words == f"waited for {command}: it ended with 0; seen last:\nstdout: last\n"
 
 
-def test_a_rank_of_a_test_is_a_fork_and_a_crash_says_where(tmp_path: Path) -> None:
+def test_rank_of_test_is_forked_and_crash_shows_location(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import os, signal, sys\n"
@@ -97,7 +97,7 @@ def test_of_something_else(start):
 """
 
 
-def test_only_tests_whose_time_is_over_show_what_their_processes_said(
+def test_timed_out_tests_alone_show_process_output(
     pytester: pytest.Pytester,
 ) -> None:
     pytest.importorskip("pytest_timeout")

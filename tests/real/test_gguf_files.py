@@ -77,7 +77,7 @@ def require_near(found: Tensor, expected: Tensor) -> None:
     assert (found[rows, best] - found[rows, other]).max() < LOGITS
 
 
-def test_file_gives_the_logits_and_greedy_text_of_llama_cpp(
+def test_gguf_file_matches_logits_and_greedy_text_of_llama_cpp(
     file: Path, loaded: LoadedModel
 ) -> None:
     assert loaded.tokenizer is not None
@@ -112,7 +112,7 @@ def sample_texts(shared: Path) -> list[str]:
     return [*pieces, *more, *(" " * n + "a" for n in range(1, 31))]
 
 
-def test_tokenizer_of_file_gives_the_ids_of_llama_cpp(
+def test_gguf_file_tokenizer_matches_ids_of_llama_cpp(
     file: Path, loaded: LoadedModel, shared: Path
 ) -> None:
     texts = sample_texts(shared)
@@ -124,7 +124,7 @@ def test_tokenizer_of_file_gives_the_ids_of_llama_cpp(
             assert loaded.tokenizer.encode(text) == expected, text
 
 
-def test_tokenizer_written_again_gives_the_ids_of_llama_cpp(
+def test_gguf_rewritten_tokenizer_matches_ids_of_llama_cpp(
     loaded: LoadedModel, shared: Path, tmp_path: Path
 ) -> None:
     own = loaded.tokenizer
@@ -157,7 +157,7 @@ def as_published(own: Tokenizer) -> Tokenizer:
     return Tokenizer(backend, bos_token=own.bos_token, eos_token=own.eos_token, add_bos=True)
 
 
-def test_converted_folder_computes_in_transformers_what_the_file_does(
+def test_converted_gguf_folder_matches_file_in_transformers(
     file: Path, loaded: LoadedModel, tmp_path: Path
 ) -> None:
     assert main(["convert", str(file), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
@@ -175,7 +175,7 @@ def test_converted_folder_computes_in_transformers_what_the_file_does(
 
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_k_m"])
-def test_quantised_file_comes_back_near_the_source(
+def test_requantized_gguf_file_stays_near_source(
     dtype: str,
     file: Path,
     loaded: LoadedModel,

@@ -66,7 +66,7 @@ def held_out_losses(file: Path, folder: Path, content: Any, **sections: Any) -> 
         ),
     ],
 )
-def test_fine_tuning_on_1000_instructions_lowers_the_held_out_loss_in_the_planned_memory(
+def test_fine_tuning_on_1000_instructions_lowers_held_out_loss_within_planned_memory(
     sections: dict[str, Any], file: Path, records: list[dict[str, str]], tmp_path: Path
 ) -> None:
     before, after = held_out_losses(file, tmp_path, records[:1000], **sections)
@@ -76,7 +76,7 @@ def test_fine_tuning_on_1000_instructions_lowers_the_held_out_loss_in_the_planne
     assert measured == pytest.approx(planned, rel=0.02)
 
 
-def test_dpo_lowers_the_held_out_loss(
+def test_dpo_lowers_held_out_loss(
     file: Path, records: list[dict[str, str]], tmp_path: Path
 ) -> None:
     pairs = [
@@ -96,7 +96,7 @@ def test_dpo_lowers_the_held_out_loss(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_hellaswag_is_that_of_lm_evaluation_harness(
+def test_hellaswag_score_matches_lm_evaluation_harness(
     file: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")

@@ -44,7 +44,7 @@ def _taken(folder: Path, values: Any, processes: int = 2, **sections: Any) -> Re
     return with_deepspeed_file(parse_recipe(recipe), processes)
 
 
-def test_what_the_file_sets_and_the_recipe_leaves_open_is_taken(tmp_path: Path) -> None:
+def test_deepspeed_file_fills_keys_left_open_by_recipe(tmp_path: Path) -> None:
     recipe = _taken(tmp_path, _FILE, optimizer={"eps": 1e-6})
     assert (recipe.batch.micro_batch_size, recipe.batch.gradient_accumulation_steps) == (2, 4)
     optimizer = recipe.optimizer
@@ -78,7 +78,7 @@ def test_what_the_file_sets_and_the_recipe_leaves_open_is_taken(tmp_path: Path) 
         ({"global_batch_tokens": 96}, 2, (None, None, 96)),
     ],
 )
-def test_the_batch_of_all_processes_decides_the_accumulation(
+def test_deepspeed_file_global_batch_determines_accumulation(
     tmp_path: Path, batch: dict[str, Any], processes: int, expected: tuple[int | None, ...]
 ) -> None:
     found = _taken(tmp_path, {"train_batch_size": 12}, processes, batch=batch).batch
@@ -123,7 +123,7 @@ def test_the_batch_of_all_processes_decides_the_accumulation(
         ([1], {}, "is not a JSON object"),
     ],
 )
-def test_what_contradicts_or_can_not_be_followed_is_named(
+def test_deepspeed_file_contradictions_and_unsupported_keys_are_named(
     tmp_path: Path, values: Any, sections: dict[str, dict[str, Any]], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
@@ -131,7 +131,7 @@ def test_what_contradicts_or_can_not_be_followed_is_named(
     assert "zero.json" in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_deepspeed_file_missing_is_named(tmp_path: Path) -> None:
     recipe = {
         "data": {"dir": "-"},
         "distributed": {"deepspeed_config": str(tmp_path / "none.json")},

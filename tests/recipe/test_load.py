@@ -53,7 +53,7 @@ def refused_text(folder: Path, text: str, overrides: Sequence[tuple[str, str]] =
 # --- precedence ------------------------------------------------------------------------------
 
 
-def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
+def test_load_recipe_overrides_take_precedence_over_file_and_defaults(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "data: {dir: corpus}\noptimizer: {learning_rate: 0.5, weight_decay: 0.25}\n",
@@ -66,7 +66,7 @@ def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     assert recipe.data.dir == "corpus"
 
 
-def test_overrides_may_be_values_as_python_has_them(tmp_path: Path) -> None:
+def test_load_recipe_overrides_accept_python_values(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: corpus}\n")
     values = {
         "data.dir": tmp_path / "other",
@@ -87,19 +87,19 @@ def test_overrides_may_be_values_as_python_has_them(tmp_path: Path) -> None:
         assert recipe.schedule.max_steps is None
 
 
-def test_the_last_of_several_overrides_counts(tmp_path: Path) -> None:
+def test_load_recipe_last_of_repeated_overrides_wins(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}\n")
     overrides = [("schedule.max_steps", "5"), ("schedule.max_steps", "7")]
     assert load_recipe(path, overrides).schedule.max_steps == 7
 
 
-def test_an_override_that_no_recipe_can_hold_is_refused_by_its_key(tmp_path: Path) -> None:
+def test_load_recipe_override_of_unsupported_type_raises_and_names_key(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}")
     with pytest.raises(ConfigError, match=r"override run.seed is \{1\}, which a recipe can't"):
         load_recipe(path, {"run.seed": {1}})
 
 
-def test_an_override_reaches_into_a_nested_section_and_an_empty_one(tmp_path: Path) -> None:
+def test_load_recipe_override_reaches_nested_and_empty_sections(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}\nmodel:\n")
     recipe = load_recipe(
         path,
@@ -109,26 +109,26 @@ def test_an_override_reaches_into_a_nested_section_and_an_empty_one(tmp_path: Pa
     assert recipe.model.model_dump()["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_an_override_can_take_a_value_back(tmp_path: Path) -> None:
+def test_load_recipe_override_can_reset_value(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d, seq_len: 8}\nrun: {dir: r}\n")
     recipe = load_recipe(path, [("data.seq_len", "null"), ("run.dir", "null")])
     assert recipe.data.seq_len is None
     assert recipe.run.dir == str(Path("runs") / "my")
 
 
-def test_a_recipe_without_a_run_folder_is_named_after_its_file(tmp_path: Path) -> None:
+def test_load_recipe_default_run_folder_is_named_after_file(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, "data: {dir: d}\n")).run.dir == str(Path("runs") / "my")
 
 
 @pytest.mark.parametrize("name", ["data.dir", "run.dir", "run.device"])
-def test_text_keys_take_numbers_and_switches_as_text(tmp_path: Path, name: str) -> None:
+def test_load_recipe_text_keys_keep_numbers_and_booleans_as_text(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, "data: {dir: d}\n")
     section, key = name.split(".")
     for text in ("2024", "1e5", "true", "[x", "a: b", "  "):
         assert getattr(getattr(load_recipe(path, [(name, text)]), section), key) == text
 
 
-def test_lists_and_switches_on_the_command_line_are_yaml(tmp_path: Path) -> None:
+def test_load_recipe_override_lists_and_booleans_are_yaml(tmp_path: Path) -> None:
     recipe = load_recipe(
         write(tmp_path, "data: {dir: d}\n"),
         [
@@ -142,13 +142,13 @@ def test_lists_and_switches_on_the_command_line_are_yaml(tmp_path: Path) -> None
     assert recipe.efficiency.compile is True
 
 
-def test_equal_recipes_are_equal_whether_file_or_values(tmp_path: Path) -> None:
+def test_parse_recipe_and_load_recipe_give_equal_recipes(tmp_path: Path) -> None:
     values = {"data": {"dir": "d"}, "run": {"dir": "r"}, "model": {"model_type": "gpt2"}}
     text = "data: {dir: d}\nrun: {dir: r}\nmodel: {model_type: gpt2}\n"
     assert parse_recipe(values) == load_recipe(write(tmp_path, text))
 
 
-def test_a_resolved_recipe_is_a_recipe_again() -> None:
+def test_parse_recipe_accepts_resolved_recipe() -> None:
     recipe = parse_recipe(
         {
             "data": {"dir": "d"},
@@ -171,7 +171,7 @@ def test_a_resolved_recipe_is_a_recipe_again() -> None:
 
 
 @given(st.floats(min_value=1e-300, max_value=1e300))
-def test_every_spelling_of_a_float_is_that_float(number: float) -> None:
+def test_parse_yaml_reads_every_float_notation(number: float) -> None:
     for text in (repr(number), f"{number:.17e}", f"{number:.17E}"):
         values: dict[str, Any] = {"optimizer": {}}
         _override(values, "optimizer.learning_rate", text)
@@ -181,7 +181,9 @@ def test_every_spelling_of_a_float_is_that_float(number: float) -> None:
 @pytest.mark.parametrize(
     "text, number", [("3e-4", 3e-4), ("3E-4", 3e-4), ("6.e-4", 6e-4), (".5e-3", 5e-4), ("1", 1.0)]
 )
-def test_three_e_minus_four_is_a_number(tmp_path: Path, text: str, number: float) -> None:
+def test_load_recipe_float_without_decimal_point_is_number(
+    tmp_path: Path, text: str, number: float
+) -> None:
     recipe = load_recipe(write(tmp_path, f"data: {{dir: d}}\noptimizer: {{learning_rate: {text}}}"))
     assert recipe.optimizer.learning_rate == number
     overridden = load_recipe(write(tmp_path, "data: {dir: d}"), [("optimizer.learning_rate", text)])
@@ -189,18 +191,18 @@ def test_three_e_minus_four_is_a_number(tmp_path: Path, text: str, number: float
 
 
 @pytest.mark.parametrize("text", ["1e-", "e-4", "3e-4x", "v3e-4", "'3e-4'"])
-def test_what_only_looks_like_a_number_is_refused(tmp_path: Path, text: str) -> None:
+def test_recipe_number_lookalike_raises_config_error(tmp_path: Path, text: str) -> None:
     message = refused_text(tmp_path, f"data: {{dir: d}}\noptimizer: {{learning_rate: {text}}}")
     assert "optimizer.learning_rate: input should be a valid number (given: " in message
 
 
-def test_a_number_of_steps_is_whole(tmp_path: Path) -> None:
+def test_recipe_fractional_step_count_raises_config_error(tmp_path: Path) -> None:
     message = refused_text(tmp_path, "data: {dir: d}\nschedule: {max_steps: 3e2}\n")
     assert "schedule.max_steps: input should be a valid integer (given: 300.0)" in message
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_no_setting_is_infinite_or_no_number(value: float) -> None:
+def test_recipe_infinite_or_nan_settings_raise_config_error(value: float) -> None:
     # An infinite one can't be saved with a checkpoint; the run would end at its first.
     numbers = [
         f"{section}.{key}"
@@ -259,7 +261,7 @@ def test_no_setting_is_infinite_or_no_number(value: float) -> None:
         ),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest(values: dict[str, Any], said: str) -> None:
+def test_recipe_unknown_key_is_named_with_nearest(values: dict[str, Any], said: str) -> None:
     assert f"unknown key {said}" in refusal(values)
 
 
@@ -273,14 +275,14 @@ def test_an_unknown_key_is_named_with_the_nearest(values: dict[str, Any], said: 
         ("use_parallel_residual", True, "gpt_neox, stablelm"),
     ],
 )
-def test_a_key_of_other_families_is_refused_with_their_names(
+def test_recipe_key_of_other_families_is_named_with_them(
     key: str, value: Any, families: str
 ) -> None:
     said = refusal({"model": {"model_type": "granite", key: value}, "data": {"dir": "d"}})
     assert said.endswith(f"model: {key} is not a key of granite models (it is a key of {families})")
 
 
-def test_the_families_without_a_key_are_named_where_they_are_few() -> None:
+def test_recipe_key_missing_in_few_families_names_those() -> None:
     said = refusal({"model": {"model_type": "gpt2", "rope_theta": 3.0}, "data": {"dir": "d"}})
     assert said.endswith(
         "model: rope_theta is not a key of gpt2 models (it is a key of all but gpt2)"
@@ -288,9 +290,7 @@ def test_the_families_without_a_key_are_named_where_they_are_few() -> None:
 
 
 @given(st.sampled_from(known_keys()), st.data())
-def test_every_key_with_a_letter_changed_is_unknown_and_finds_its_own(
-    name: str, data: st.DataObject
-) -> None:
+def test_recipe_every_key_with_a_typo_suggests_original(name: str, data: st.DataObject) -> None:
     section, key = name.split(".")
     place = data.draw(st.integers(0, len(key)))
     typo = key[:place] + "q" + key[place:]
@@ -306,7 +306,7 @@ def test_every_key_with_a_letter_changed_is_unknown_and_finds_its_own(
     assert f"unknown key {section}.{typo} (did you mean '{key}'?)" in refusal(values)
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_recipe_reports_all_mistakes_at_once() -> None:
     message = refusal(
         {
             "data": {"seq_len": "long"},
@@ -366,11 +366,11 @@ def test_all_mistakes_are_reported_at_once() -> None:
         ),
     ],
 )
-def test_wrong_values_are_named_with_what_was_given(values: dict[str, Any], said: str) -> None:
+def test_recipe_wrong_values_are_named_with_given_value(values: dict[str, Any], said: str) -> None:
     assert said in refusal(values)
 
 
-def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+def test_load_recipe_missing_file_suggests_nearest(tmp_path: Path) -> None:
     write(tmp_path, "data: {dir: shards}\n")
     (tmp_path / "my.yal.yaml").write_text("site_name: no recipe\n", encoding="utf-8")
     with pytest.raises(
@@ -400,11 +400,11 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
         ("x: !anything y\n", "is not valid YAML"),
     ],
 )
-def test_files_that_are_no_recipe_are_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_load_recipe_invalid_files_raise_config_error(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused_text(tmp_path, text)
 
 
-def test_a_yaml_tag_runs_nothing(tmp_path: Path) -> None:
+def test_load_recipe_yaml_tag_executes_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     call = f"!!python/object/apply:os.mkdir ['{canary}']"
     refused_text(tmp_path, f"data: {{dir: d}}\nrun: {call}\n")
@@ -412,14 +412,14 @@ def test_a_yaml_tag_runs_nothing(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_load_recipe_invalid_utf8_raises_config_error(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes("data: {dir: è}".encode("latin-1"))
     with pytest.raises(ConfigError, match="is not valid YAML"):
         load_recipe(path)
 
 
-def test_anchors_share_keys_between_sections(tmp_path: Path) -> None:
+def test_load_recipe_yaml_anchors_share_keys_between_sections(tmp_path: Path) -> None:
     text = (
         "data: {dir: d}\nevaluation: &often {every_steps: 5}\n"
         "checkpoint:\n  <<: *often\n  keep_last: 9\n"
@@ -439,7 +439,7 @@ def test_anchors_share_keys_between_sections(tmp_path: Path) -> None:
         ("rum.seed", "1", "unknown key rum (did you mean 'run'?)"),
     ],
 )
-def test_overrides_that_cant_be_meant_are_refused(
+def test_load_recipe_invalid_overrides_raise_config_error(
     tmp_path: Path, name: str, text: str, said: str
 ) -> None:
     assert said in refused_text(tmp_path, "data: {dir: d}\n", [(name, text)])
@@ -449,7 +449,9 @@ def test_overrides_that_cant_be_meant_are_refused(
 
 
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 64))
-def test_accumulation_makes_exactly_the_global_batch(micro: int, seq_len: int, steps: int) -> None:
+def test_batch_accumulation_gives_exactly_the_global_batch(
+    micro: int, seq_len: int, steps: int
+) -> None:
     tokens = micro * seq_len * steps
     batch = BatchConfig(micro_batch_size=micro, global_batch_tokens=tokens)
     assert batch.accumulation(seq_len) == steps
@@ -459,7 +461,7 @@ def test_accumulation_makes_exactly_the_global_batch(micro: int, seq_len: int, s
     assert both.accumulation(seq_len) == steps
 
 
-def test_accumulation_is_one_unless_asked_for() -> None:
+def test_batch_accumulation_defaults_to_one() -> None:
     assert BatchConfig().accumulation(128) == 1
     assert BatchConfig(gradient_accumulation_steps=3).accumulation(128) == 3
 
@@ -471,13 +473,13 @@ def test_accumulation_is_one_unless_asked_for() -> None:
         (100, "is not a multiple of micro_batch_size x seq_len = 256: use 256"),
     ],
 )
-def test_an_uneven_global_batch_is_refused_with_the_nearest_even(tokens: int, said: str) -> None:
+def test_batch_indivisible_global_batch_raises_with_nearest_values(tokens: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         BatchConfig(micro_batch_size=8, global_batch_tokens=tokens).accumulation(32)
     assert str(caught.value).endswith(said)
 
 
-def test_a_global_batch_that_contradicts_the_accumulation_is_refused() -> None:
+def test_batch_global_batch_contradicting_accumulation_raises_config_error() -> None:
     batch = BatchConfig(micro_batch_size=8, global_batch_tokens=512, gradient_accumulation_steps=3)
     with pytest.raises(ConfigError, match="which makes it 2"):
         batch.accumulation(32)
@@ -486,12 +488,12 @@ def test_a_global_batch_that_contradicts_the_accumulation_is_refused() -> None:
 # --- recipes and documentation ---------------------------------------------------------------
 
 
-def test_there_are_recipes() -> None:
+def test_project_recipes_are_not_empty() -> None:
     assert _RECIPES
 
 
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
-def test_every_recipe_of_the_project_parses(path: Path) -> None:
+def test_project_recipes_all_parse(path: Path) -> None:
     recipe = load_recipe(path)
     if recipe.model is None:  # that of --init-from
         assert recipe.data.seq_len is not None
@@ -506,7 +508,7 @@ def test_every_recipe_of_the_project_parses(path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", _SECTIONS)
-def test_every_key_of_a_section_is_documented(section: str) -> None:
+def test_recipe_keys_of_every_section_are_documented(section: str) -> None:
     kind: type[BaseModel] = _SECTIONS[section]
     assert all(field.description for field in kind.model_fields.values())
 
@@ -551,11 +553,11 @@ def test_every_key_of_a_section_is_documented(section: str) -> None:
         ),
     ],
 )
-def test_another_programs_key_leads_to_ours(values: dict[str, Any], hint: str) -> None:
+def test_recipe_key_of_other_program_gives_hint(values: dict[str, Any], hint: str) -> None:
     assert hint in refusal(values)
 
 
-def test_another_programs_key_as_an_override_leads_to_ours(tmp_path: Path) -> None:
+def test_override_key_of_other_program_gives_hint(tmp_path: Path) -> None:
     path = write(tmp_path, "data: {dir: d}")
     for name, hint in (
         ("train.eval_freq", r"unknown key train.eval_freq \(did you mean 'evaluation.every_steps'"),
@@ -565,7 +567,7 @@ def test_another_programs_key_as_an_override_leads_to_ours(tmp_path: Path) -> No
             load_recipe(path, {name: 5})
 
 
-def test_each_own_key_in_the_table_of_other_names_exists() -> None:
+def test_other_names_table_refers_to_existing_keys() -> None:
     sections = "|".join(Recipe.model_fields)
     for name, text in other_names().items():
         named = re.findall(rf"\b(?:{sections})\.\w+", text.replace("metrics.jsonl", ""))
@@ -573,7 +575,7 @@ def test_each_own_key_in_the_table_of_other_names_exists() -> None:
         assert named or "firstlight " in text or hint_for_other_name(name).startswith(": ")
 
 
-def test_values_in_the_table_of_other_names_are_valid() -> None:
+def test_other_names_table_values_are_valid() -> None:
     for name, text in other_names().items():
         match = re.fullmatch(r"(\w+)\.(\w+): ([^;]+)(?:;.*)?", text)
         if match and match[1] != "data":
@@ -593,12 +595,12 @@ peak_lr n_epochs max_length stride print_sample_iter save_ckpt_freq train_ratio 
 n_kv_groups rope_base rope_freq dtype"""
 
 
-def test_each_setting_of_nanogpt_and_the_book_has_a_hint() -> None:
+def test_other_names_table_covers_nanogpt_and_book_settings() -> None:
     for name in (_NANOGPT + " " + _BOOK).split():
         assert hint_for_other_name(name), name
 
 
-def test_each_of_transformers_training_arguments_has_a_hint() -> None:
+def test_other_names_table_covers_transformers_training_arguments() -> None:
     # Read from the source, since the import takes many seconds.
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:

@@ -91,7 +91,7 @@ class Place:
         return resolve(recipe, facts, self.told.append)
 
 
-def test_every_open_key_becomes_a_value() -> None:
+def test_resolve_sets_every_open_key() -> None:
     recipe = recipe_of(batch={"micro_batch_size": "auto", "global_batch_tokens": 128})
     place = Place()
     found = place.resolve(recipe)
@@ -108,26 +108,26 @@ def test_every_open_key_becomes_a_value() -> None:
     assert place.told == ["chosen for this machine: bf16, attention sdpa, not compiled"]
 
 
-def test_the_row_length_is_the_models_context_and_never_more() -> None:
+def test_resolve_row_length_is_at_most_model_context() -> None:
     data = {"dir": "data"}
     assert Place().resolve(recipe_of(data=data)).data.seq_len == 16
     with pytest.raises(ConfigError, match=r"data.seq_len 17 is more than .* 16: lower"):
         Place().resolve(recipe_of(data={**data, "seq_len": 17}))
 
 
-def test_large_heads_in_bf16_have_an_attention_of_their_own() -> None:
+def test_resolve_large_heads_in_bf16_on_cpu_use_blockwise_attention() -> None:
     recipe = recipe_of(model={"hidden_size": 128, "head_dim": 64})
     assert Place().resolve(recipe).efficiency.attention == "blockwise"
     assert Place(precision="fp32").resolve(recipe).efficiency.attention == "sdpa"
 
 
-def test_documents_on_a_gpu_take_flex_where_it_can_be_compiled() -> None:
+def test_resolve_document_masking_on_gpu_uses_flex_if_compilable() -> None:
     recipe = recipe_of(data={"dir": "data", "document_masking": True})
     assert Place(device="cuda").resolve(recipe).efficiency.attention == "flex"
     assert Place(device="cuda", compiles=False).resolve(recipe).efficiency.attention == "sdpa"
 
 
-def test_given_values_stay() -> None:
+def test_resolve_keeps_given_values() -> None:
     efficiency = {"precision": "fp32", "attention": "math", "compile": True, "loss_chunk_tokens": 7}
     recipe = recipe_of(efficiency=efficiency, batch={"micro_batch_size": 2})
     place = Place()
@@ -136,7 +136,7 @@ def test_given_values_stay() -> None:
     assert place.tries == 0
 
 
-def test_a_resumed_run_keeps_earlier_choices() -> None:
+def test_resolve_resumed_run_keeps_earlier_choices() -> None:
     recipe = recipe_of(
         model={"hidden_size": 128, "head_dim": 64},
         batch={"micro_batch_size": "auto", "global_batch_tokens": 128},
@@ -151,13 +151,13 @@ def test_a_resumed_run_keeps_earlier_choices() -> None:
     assert place.tries == 1
 
 
-def test_attention_for_cpus_is_not_kept_on_a_gpu() -> None:
+def test_resolve_cpu_attention_is_not_kept_on_gpu() -> None:
     before = Place().resolve(recipe_of(efficiency={"attention": "blockwise"})).model_dump()
     assert Place(device="cuda").resolve(recipe_of(), before).efficiency.attention == "sdpa"
     assert Place().resolve(recipe_of(), before).efficiency.attention == "blockwise"
 
 
-def test_a_resumed_run_takes_keys_that_the_recipe_gives_now() -> None:
+def test_resolve_resumed_run_uses_keys_now_in_recipe() -> None:
     first = Place().resolve(recipe_of()).model_dump()
     given = {"precision": "fp32", "attention": "plain", "compile": True, "loss_chunk_tokens": 7}
     recipe = recipe_of(efficiency=given)
@@ -165,7 +165,7 @@ def test_a_resumed_run_takes_keys_that_the_recipe_gives_now() -> None:
     assert found.model_dump() == recipe.efficiency.model_dump()
 
 
-def test_a_long_run_compiles_where_it_can() -> None:
+def test_resolve_long_run_is_compiled_if_possible() -> None:
     assert Place(rate=1e3).resolve(recipe_of()).efficiency.compile is True
     assert Place(rate=1e3, compiles=False).resolve(recipe_of()).efficiency.compile is False
     # How long it will be is not known: most runs are long.
@@ -180,7 +180,7 @@ def test_a_long_run_compiles_where_it_can() -> None:
         ("cpu", 2, {40: None, 60: None, 200: None, 600: True}),
     ],
 )
-def test_compile_auto_by_length_of_run_compiles_where_it_saves_time(
+def test_resolve_compile_auto_compiles_if_run_is_long_enough(
     device: str, cores: int, chosen: dict[int, bool | None]
 ) -> None:
     """`chosen` is `compile_regional` by seconds of the run; None is not compiled."""
@@ -192,14 +192,14 @@ def test_compile_auto_by_length_of_run_compiles_where_it_saves_time(
         assert (found.compile, found.compile_regional) == (regional is not None, regional is True)
 
 
-def test_compile_auto_with_a_given_compile_regional_keeps_it() -> None:
+def test_resolve_compile_auto_keeps_given_compile_regional() -> None:
     for regional in (True, False):
         recipe = recipe_of(efficiency={"compile_regional": regional})
         found = Place(device="cuda", tokens=None).resolve(recipe).efficiency
         assert (found.compile, found.compile_regional) == (True, regional)
 
 
-def test_resumed_run_keeps_its_way_to_compile() -> None:
+def test_resolve_resumed_run_keeps_its_compile_mode() -> None:
     deep = {"num_hidden_layers": 8}
     recipe, short = recipe_of(model=deep), recipe_of(model=deep, schedule={"max_minutes": 1.0})
     first = Place(device="cuda", tokens=None).resolve(short)
@@ -210,7 +210,7 @@ def test_resumed_run_keeps_its_way_to_compile() -> None:
     assert Place(device="cuda", tokens=None).resolve(recipe, off).efficiency.compile is False
 
 
-def test_steps_that_wait_for_launches_count_for_compiling() -> None:
+def test_resolve_launch_bound_steps_count_for_compiling() -> None:
     """At the peak rate, 20,000 steps of this tiny model would take no time."""
     recipe = recipe_of(schedule={"max_steps": 20_000}, model={"num_hidden_layers": 8})
     assert Place(device="cuda", rate=1e15).resolve(recipe).efficiency.compile is True
@@ -220,11 +220,11 @@ def test_steps_that_wait_for_launches_count_for_compiling() -> None:
 @pytest.mark.parametrize(
     "how", [{"compile_regional": True}, {"activation_checkpointing": "budget"}], ids=str
 )
-def test_keys_that_mean_nothing_without_compiling_compile(how: dict[str, Any]) -> None:
+def test_resolve_compile_only_keys_enable_compile(how: dict[str, Any]) -> None:
     assert Place().resolve(recipe_of(efficiency=how)).efficiency.compile is True
 
 
-def test_fp8_compiles_a_run_of_any_length_that_does_not_refuse() -> None:
+def test_resolve_fp8_compiles_run_of_any_length_unless_disabled() -> None:
     def compiled(**efficiency: Any) -> Any:
         keys = {"precision": "fp8", **efficiency}
         recipe = recipe_of(efficiency=keys, schedule={"max_steps": 10})
@@ -245,7 +245,9 @@ def test_fp8_compiles_a_run_of_any_length_that_does_not_refuse() -> None:
     ],
     ids=str,
 )
-def test_only_engines_that_compile_do(distributed: dict[str, Any], compiles: bool) -> None:
+def test_resolve_compiles_only_with_supporting_engines(
+    distributed: dict[str, Any], compiles: bool
+) -> None:
     recipe = recipe_of(
         distributed=distributed, model={"vocab_size": 20_000}, efficiency={"precision": "fp32"}
     )
@@ -256,13 +258,13 @@ def test_only_engines_that_compile_do(distributed: dict[str, Any], compiles: boo
 
 
 @pytest.mark.parametrize("key", ["pipeline", "tensor_parallel"])
-def test_the_largest_micro_batch_of_parts_is_not_sought(key: str) -> None:
+def test_resolve_auto_micro_batch_with_model_parallelism_raises_config_error(key: str) -> None:
     batch = {"micro_batch_size": "auto", "global_batch_tokens": 64}
     with pytest.raises(ConfigError, match=f"distributed.{key} .* set a number"):
         Place().resolve(recipe_of(batch=batch, distributed={key: 2}))
 
 
-def test_the_length_of_a_run_is_that_of_its_steps() -> None:
+def test_resolve_run_length_follows_steps() -> None:
     def compiles(steps: int | None, **batch: Any) -> Any:
         recipe = recipe_of(schedule={"max_steps": steps}, batch=batch)
         return Place(rate=1e9, tokens=10**9).resolve(recipe).efficiency.compile
@@ -273,7 +275,7 @@ def test_the_length_of_a_run_is_that_of_its_steps() -> None:
     assert compiles(1, global_batch_tokens=16 * 10**8) is True
 
 
-def test_the_loss_is_chunked_where_that_costs_nothing() -> None:
+def test_resolve_chunks_loss_where_it_costs_nothing() -> None:
     large = {"vocab_size": 50257}
     in_fp32 = Place(precision="fp32")
     assert in_fp32.resolve(recipe_of(model=large)).efficiency.loss_chunk_tokens == 512
@@ -281,7 +283,7 @@ def test_the_loss_is_chunked_where_that_costs_nothing() -> None:
     assert Place().resolve(recipe_of(model=large)).efficiency.loss_chunk_tokens == 0
 
 
-def test_a_step_on_a_cpu_is_cut_into_micro_batches_that_keep_it_busy() -> None:
+def test_resolve_splits_cpu_step_into_micro_batches_that_fill_threads() -> None:
     def rows(device: str = "cpu", **batch: Any) -> Any:
         recipe = recipe_of(
             batch={"micro_batch_size": None, **batch},
@@ -312,7 +314,7 @@ def test_a_step_on_a_cpu_is_cut_into_micro_batches_that_keep_it_busy() -> None:
         (2, {"ramp_start_tokens": 64, "ramp_steps": 3}, 2),
     ],
 )
-def test_chosen_micro_batch_shared_by_processes_is_divided(
+def test_resolve_chosen_micro_batch_is_divided_among_processes(
     processes: int, batch: dict[str, int], expected: int
 ) -> None:
     whole = {"global_batch_tokens": 192, **batch}
@@ -331,7 +333,7 @@ def test_chosen_micro_batch_shared_by_processes_is_divided(
     assert len(told) == (0 if expected == 12 else 2)
 
 
-def test_uneven_batch_of_processes_is_refused_with_values_that_work() -> None:
+def test_resolve_indivisible_batch_across_processes_raises_with_alternatives() -> None:
     def refused(processes: int, **batch: Any) -> str:
         config = parse_recipe({"data": {"dir": "data"}, "batch": batch}).batch
         with pytest.raises(ConfigError) as caught:
@@ -351,13 +353,13 @@ def test_uneven_batch_of_processes_is_refused_with_values_that_work() -> None:
     assert refused(3, **chosen) == "start 2 or 4 processes, or use 96 or 144"
 
 
-def test_micro_batch_given_as_option_replaces_a_chosen_one() -> None:
+def test_resolve_micro_batch_option_replaces_chosen_one() -> None:
     values = {"data": {"dir": "data"}, "batch": {"divide_micro_batch": True}}
     batch = parse_recipe(values, "recipe", [("batch.micro_batch_size", "8")]).batch
     assert (batch.micro_batch_size, batch.divide_micro_batch) == (8, False)
 
 
-def test_a_run_that_torchs_adafactor_began_goes_on_with_it() -> None:
+def test_resolve_run_begun_with_torch_adafactor_keeps_it() -> None:
     """A checkpoint from before there was the key is one."""
     recipe = recipe_of(optimizer={"name": "adafactor"}, batch={"micro_batch_size": 2})
     first = Place().resolve(recipe)
@@ -374,7 +376,7 @@ def test_a_run_that_torchs_adafactor_began_goes_on_with_it() -> None:
     assert Place().resolve(asked, saved).optimizer.adafactor_variant == "paper"
 
 
-def test_a_run_that_began_with_embeddings_in_8_bits_goes_on_with_them() -> None:
+def test_resolve_run_begun_with_8_bit_embeddings_keeps_them() -> None:
     """Where nothing was said, older versions had False, and still older ones no such key."""
     recipe = recipe_of(optimizer={"name": "adamw8bit"}, batch={"micro_batch_size": 2})
     first = Place().resolve(recipe)
@@ -388,7 +390,7 @@ def test_a_run_that_began_with_embeddings_in_8_bits_goes_on_with_them() -> None:
     assert Place().resolve(recipe, saved).optimizer.embeddings_in_32_bits is False
 
 
-def test_an_open_key_is_refused_where_nothing_may_be_open() -> None:
+def test_resolve_open_key_where_none_allowed_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="precision and attention must not be auto"):
         parse_resolved_recipe(
             {
@@ -435,7 +437,7 @@ def named(key: str, value: Any) -> dict[str, Any]:
     rate=st.sampled_from([1e9, 1e12]),
     tokens=st.sampled_from([10**4, 10**9]),
 )
-def test_train_and_plan_resolve_alike(
+def test_resolve_gives_same_recipe_for_train_and_plan(
     drawn: dict[str, Any],
     bf16: bool,
     compiler: bool,
@@ -499,7 +501,7 @@ def test_train_and_plan_resolve_alike(
 _NEW = {"model_type": "qwen3", "tie_word_embeddings": False, "hidden_size": 48}
 
 
-def test_a_new_model_whose_recipe_names_no_settings_has_those_of_new_models() -> None:
+def test_for_new_model_recipe_without_settings_gets_new_model_defaults() -> None:
     recipe = recipe_of(model=_NEW, schedule={"max_steps": 300})
     place = Place(new_model=True)
     found = place.resolve(recipe)
@@ -535,13 +537,13 @@ def test_a_new_model_whose_recipe_names_no_settings_has_those_of_new_models() ->
     ],
     ids=str,
 )
-def test_a_recipe_that_names_settings_keeps_them_and_the_defaults(given: dict[str, Any]) -> None:
+def test_for_new_model_recipe_with_settings_is_unchanged(given: dict[str, Any]) -> None:
     recipe = recipe_of(**{"model": _NEW, **given})
     assert for_new_model(recipe, {}) is recipe
 
 
 @pytest.mark.parametrize("named_before", [False, True])
-def test_a_resumed_run_keeps_the_settings_it_began_with(named_before: bool) -> None:
+def test_for_new_model_resumed_run_keeps_original_settings(named_before: bool) -> None:
     recipe = recipe_of(model=_NEW, schedule={"max_steps": 300})
     # A run of before there were settings of new models, or one whose recipe named its own.
     own = {"optimizer": {"learning_rate": 2e-3}, "schedule": {"kind": "linear", "max_steps": 200}}
@@ -558,7 +560,7 @@ def test_a_resumed_run_keeps_the_settings_it_began_with(named_before: bool) -> N
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_plan_sees_that_a_prepared_folder_holds_conversations_or_pairs(
+def test_plan_detects_conversations_or_pairs_in_prepared_folder(
     pairs: bool, tmp_path: Path
 ) -> None:
     manifest = {"version": 2, "pairs": pairs, "vocab_size": 30, "splits": {"train": {"tokens": 9}}}
@@ -570,7 +572,7 @@ def test_a_plan_sees_that_a_prepared_folder_holds_conversations_or_pairs(
 
 
 @pytest.mark.parametrize("kind", ["text", "chat", "preference"])
-def test_kind_of_data_decides_masking_and_preference_section(kind: str) -> None:
+def test_resolve_data_kind_decides_masking_and_preference_section(kind: str) -> None:
     found = Place(kind=kind).resolve(recipe_of())
     assert found.data.document_masking is (kind != "text")
     assert (found.data.kind, found.preference) == (
@@ -586,14 +588,14 @@ def test_kind_of_data_decides_masking_and_preference_section(kind: str) -> None:
         ("preference", {}, "need a model that already answers"),
     ],
 )
-def test_recipe_that_contradicts_its_data_is_refused(
+def test_resolve_recipe_contradicting_its_data_raises_config_error(
     kind: Any, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         require_fitting_data(recipe_of(**sections), kind, from_weights=False)
 
 
-def test_facts_of_run_set_model_and_folder() -> None:
+def test_resolve_facts_of_run_set_model_and_folder() -> None:
     recipe = recipe_of(data={"dir": "data"})
     assert recipe.model is not None
     model = recipe.model.model_copy(update={"vocab_size": 77, "max_position_embeddings": 48})
@@ -603,18 +605,18 @@ def test_facts_of_run_set_model_and_folder() -> None:
 
 
 @pytest.mark.parametrize("size", [None, "auto", 0])
-def test_a_resolved_recipe_has_a_micro_batch_size(size: Any) -> None:
+def test_resolved_recipe_without_micro_batch_size_raises_config_error(size: Any) -> None:
     values = Place().resolve(recipe_of()).model_dump()
     with pytest.raises(ConfigError, match=r"batch.micro_batch_size"):
         parse_resolved_recipe({**values, "batch": {"micro_batch_size": size}})
 
 
 @pytest.mark.parametrize("given", [{"head_dim": "64"}, {"head_dim": 0, "hidden_size": "x"}])
-def test_a_granite_with_sizes_that_are_no_numbers_is_refused(given: dict[str, Any]) -> None:
+def test_granite_non_numeric_sizes_raise_config_error(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"model\.(head_dim|hidden_size)"):
         recipe_of(model={"model_type": "granite", **given})
 
 
-def test_a_granite_multiplier_of_zero_is_refused() -> None:
+def test_granite_zero_multiplier_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"attention_multiplier"):
         recipe_of(model={"model_type": "granite", "attention_multiplier": 0.0})

@@ -51,14 +51,14 @@ def compared(*folders: Path) -> Page:
 # --- labels ----------------------------------------------------------------------------------
 
 
-def test_labels_are_no_longer_than_it_takes(tmp_path: Path) -> None:
+def test_distinct_labels_are_as_short_as_possible(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("x/a/run", "x/b/run", "y/a/run", "x/other")]
     assert distinct_labels(folders) == ["x/a/run", "b/run", "y/a/run", "other"]
     assert distinct_labels([Path("/run"), Path("/a/run")])[1] == "a/run"
 
 
 @given(st.sets(st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(tuple), min_size=1))
-def test_no_two_labels_are_alike(parts: set[tuple[str, ...]]) -> None:
+def test_distinct_labels_are_unique(parts: set[tuple[str, ...]]) -> None:
     folders = [Path("/", *names) for names in sorted(parts)]
     labels = distinct_labels(folders)
     assert len(set(labels)) == len(labels) == len(folders)
@@ -66,7 +66,7 @@ def test_no_two_labels_are_alike(parts: set[tuple[str, ...]]) -> None:
         assert str(folder).endswith(label)
 
 
-def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
+def test_compare_folder_named_twice_raises_config_error(tmp_path: Path) -> None:
     run(tmp_path / "a")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with pytest.raises(ConfigError, match=r"link is named twice"):
@@ -76,7 +76,7 @@ def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
 # --- what is compared ------------------------------------------------------------------------
 
 
-def test_only_keys_that_differ_are_listed() -> None:
+def test_recipe_differences_lists_only_differing_keys() -> None:
     found = recipe_differences(
         [
             {"run": {"dir": "a", "seed": 1}, "optimizer": {"betas": [0.9, 0.95], "name": "adamw"}},
@@ -94,7 +94,7 @@ def test_only_keys_that_differ_are_listed() -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_the_best_of_each_number_stands_out(tmp_path: Path) -> None:
+def test_comparison_page_highlights_best_value(tmp_path: Path) -> None:
     starts = [{"step": 0, "tokenizer_sha256": "one"}]
     folders = [
         run(tmp_path / "a", 4.0, starts=starts),
@@ -115,7 +115,7 @@ def test_the_best_of_each_number_stands_out(tmp_path: Path) -> None:
     assert "have different tokenizers" in comparison_page(found)
 
 
-def test_accuracies_are_compared_with_their_errors(tmp_path: Path) -> None:
+def test_compare_accuracies_are_shown_with_errors(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(1, **{"arc/acc": 0.5, "arc/acc_stderr": 0.02})])
     write_run(tmp_path / "b", [record(1, **{"arc/acc": 0.25})])
     found = compare([read_run(tmp_path / name) for name in "ab"])
@@ -123,7 +123,7 @@ def test_accuracies_are_compared_with_their_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_the_page_has_all_runs_over_steps_tokens_and_hours(tmp_path: Path) -> None:
+def test_comparison_page_plots_all_runs_over_steps_tokens_and_hours(tmp_path: Path) -> None:
     recipes = [{"optimizer": {"learning_rate": rate}, "run": {"seed": 1}} for rate in (0.1, 0.2)]
     page = compared(
         run(tmp_path / "a", 4.0, recipe=recipes[0]),
@@ -146,7 +146,7 @@ def test_the_page_has_all_runs_over_steps_tokens_and_hours(tmp_path: Path) -> No
     assert page.texts("pre") == ["pof 4.0", "pof 3.0"]
 
 
-def test_runs_with_nothing_yet_are_no_obstacle(tmp_path: Path) -> None:
+def test_comparison_page_accepts_empty_runs(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "recipe.yaml").write_text("run: {seed: 1}\n", encoding="utf-8")
@@ -159,7 +159,7 @@ def test_runs_with_nothing_yet_are_no_obstacle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", slow_but(MOST_HOSTILE, [text for text in HOSTILE if "\ud800" not in text])
 )
-def test_nothing_of_a_run_acts_on_the_page(tmp_path: Path, text: str) -> None:
+def test_comparison_page_escapes_content_of_runs(tmp_path: Path, text: str) -> None:
     name = text.replace("/", "").replace("\x00", "")
     listed = "".join(c for c in text if c.isprintable())
     folders = [
@@ -178,7 +178,7 @@ def test_nothing_of_a_run_acts_on_the_page(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_many_runs_have_curves_of_their_own(tmp_path: Path) -> None:
+def test_comparison_page_many_runs_have_distinct_curves(tmp_path: Path) -> None:
     page = compared(*(run(tmp_path / f"run{n}", 3 + n / 10) for n in range(18)))
     styles = [curve["style"] for curve in page.curves()[0]["curves"]]
     assert len(set(styles)) == 16
@@ -188,7 +188,7 @@ def test_many_runs_have_curves_of_their_own(tmp_path: Path) -> None:
 # --- the command -----------------------------------------------------------------------------
 
 
-def test_one_run_gets_its_report_and_its_numbers_are_said(
+def test_compare_single_run_writes_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(tmp_path / "run")
@@ -210,7 +210,7 @@ def test_one_run_gets_its_report_and_its_numbers_are_said(
 
 
 @pytest.mark.slow
-def test_several_runs_are_compared_in_a_file_of_ones_choice(
+def test_compare_several_runs_writes_chosen_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -239,7 +239,7 @@ def test_several_runs_are_compared_in_a_file_of_ones_choice(
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
+def test_compare_output_replaces_only_a_report(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, [{"step": 1, "train/loss": 3.0}]) for name in "ab"]
     out = tmp_path / "both.html"
     write_report(folders, out)
@@ -262,14 +262,14 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
         write_report(folders, out)
 
 
-def test_a_page_needs_the_name_of_one(tmp_path: Path) -> None:
+def test_compare_output_must_end_in_html(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     for name in ("report.png", "report", "report.html.txt"):
         with pytest.raises(ConfigError, match=r"must end in \.html"):
             write_report([folder], tmp_path / name)
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_compare_folder_without_run_is_named(tmp_path: Path) -> None:
     good = run(tmp_path / "run-1")
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()

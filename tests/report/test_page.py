@@ -82,7 +82,7 @@ def drawn_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
+def test_run_page_shows_everything_a_run_holds(tmp_path: Path) -> None:
     page = page_of(full_run(tmp_path))
     text = " ".join(page.texts("main"))
     for part in (
@@ -117,7 +117,7 @@ def test_a_page_has_all_that_a_run_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_page_of_a_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_path: Path) -> None:
+def test_run_page_of_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_path: Path) -> None:
     gpu = {"reserved_bytes": 2**29, "device_used_bytes": 2**30, "gpu_utilization": 0.9}
     run = write_run(tmp_path / "run", [record(s, **gpu) for s in (1, 2)])
     curves = {c["name"]: c["y"] for chart in page_of(run).curves() for c in chart["curves"]}
@@ -129,7 +129,7 @@ def test_page_of_a_gpu_run_shows_reserved_and_used_memory_and_utilization(tmp_pa
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_the_throughput_of_conversations_says_what_of_it_is_learned(tmp_path: Path) -> None:
+def test_run_page_of_conversations_shows_learned_tokens_per_second(tmp_path: Path) -> None:
     def pages(learned: float) -> str:
         rates = {"learned_tokens_per_second": learned, "samples_per_second": 7.5}
         folder = tmp_path / str(learned)
@@ -140,7 +140,7 @@ def test_the_throughput_of_conversations_says_what_of_it_is_learned(tmp_path: Pa
     assert "learned tokens/s" not in pages(990.0)
 
 
-def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
+def test_run_numbers_match_end_of_run(tmp_path: Path) -> None:
     numbers = final_numbers(read_run(full_run(tmp_path)))
     assert numbers == {
         "run_folder": str(tmp_path / "run"),
@@ -178,7 +178,7 @@ def test_final_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
 
 
-def test_the_best_validation_loss_may_be_an_earlier_one(tmp_path: Path) -> None:
+def test_run_page_best_validation_loss_may_be_earlier_one(tmp_path: Path) -> None:
     losses = {1: 4.0, 2: 3.0, 3: 3.5}
     run = write_run(tmp_path / "run", [record(s, **validation(v)) for s, v in losses.items()])
     numbers = final_numbers(read_run(run))
@@ -187,20 +187,20 @@ def test_the_best_validation_loss_may_be_an_earlier_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_a_run_of_any_length_has_a_page(tmp_path: Path, count: int) -> None:
+def test_run_page_supports_runs_of_any_length(tmp_path: Path, count: int) -> None:
     run = write_run(tmp_path / "run", [record(step) for step in range(1, count + 1)])
     page = page_of(run)
     assert f"{count} steps" in page.content
     assert ("nothing yet" in page.content) == (count == 0)
 
 
-def test_a_folder_with_nothing_but_a_recipe_has_a_page(tmp_path: Path) -> None:
+def test_run_page_folder_with_only_recipe_is_supported(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("run: {seed: 1}\n", encoding="utf-8")
     assert "seed" in page_of(tmp_path).texts("pre")[0]
 
 
 @pytest.mark.parametrize("text", slow_but(MOST_HOSTILE, HOSTILE))
-def test_nothing_of_a_run_acts_on_its_page(tmp_path: Path, text: str) -> None:
+def test_run_page_escapes_content_of_run(tmp_path: Path, text: str) -> None:
     """Samples, prompts, names, keys, events, recipe, machine: all are only text."""
     name = text.replace("/", "").replace("\x00", "").replace("\ud800", "")
     # File names and YAML can't hold all that samples can.
@@ -229,14 +229,14 @@ def test_nothing_of_a_run_acts_on_its_page(tmp_path: Path, text: str) -> None:
 @pytest.mark.usefixtures("no_drawings")
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(), st.text())
-def test_any_sample_comes_back_as_it_is(tmp_path: Path, prompt: str, text: str) -> None:
+def test_run_page_shows_any_sample_unchanged(tmp_path: Path, prompt: str, text: str) -> None:
     run = write_run(tmp_path / "run", [], samples=[(1, prompt, text)])
     # A line end right after `<pre>` would be dropped: there is none.
     assert '<pre class="sample"><b>' in run_page(read_run(run))
     assert page_of(run).texts("pre")[0] == visible(prompt) + visible(text)
 
 
-def test_what_acts_is_shown_by_its_number() -> None:
+def test_visible_shows_control_characters_by_code_point() -> None:
     assert visible("a\u202eb\x00\r\n\tc\rd") == "a⟨U+202E⟩b⟨U+0000⟩\n\tc⟨U+000D⟩d"
     assert visible("\ud800\u2028\ufeff") == "⟨U+D800⟩⟨U+2028⟩⟨U+FEFF⟩"
     family = "👩\u200d👩\u200d👧 naïve עברית \u00a0"
@@ -250,7 +250,7 @@ def test_what_acts_is_shown_by_its_number() -> None:
         [0.0, -1.0, 1e-320, 1e300, 1e99, -1e99, math.nan, math.inf, 5],
     ),
 )
-def test_page_of_run_with_extreme_values_draws_finite_curves(tmp_path: Path, value: float) -> None:
+def test_run_page_with_extreme_values_draws_finite_curves(tmp_path: Path, value: float) -> None:
     names = ("train/loss", "val/loss", "grad_norm", "learning_rate", "memory_bytes", "seconds")
     records = [
         {"step": step, **dict.fromkeys(names, number)}
@@ -270,14 +270,14 @@ def drawn_points(chart: Chart, *, log: bool) -> list[list[list[float]]]:
     return [np.asarray(line.get_xydata()).tolist() for line in axes.lines]
 
 
-def test_logarithmic_axis_with_zero_leaves_that_point_out() -> None:
+def test_chart_logarithmic_axis_omits_zero() -> None:
     curve = Series(np.arange(1.0, 4.0), np.array([2.0, 0.0, 3.0]))
     chart = Chart("Loss", "", [Line("loss", curve, 0)])
     assert drawn_points(chart, log=False) == [[[1, 2], [2, 0], [3, 3]]]
     assert drawn_points(chart, log=True) == [[[1, 2], [3, 3]]]
 
 
-def test_chart_of_positive_values_with_zero_begins_at_zero() -> None:
+def test_chart_of_positive_values_with_zero_starts_at_zero() -> None:
     curve = Series(np.arange(3.0), np.array([5.0, 4.0, 6.0]))
     axes = Figure().subplots()
     draw(axes, Chart("Speed", "", [Line("speed", curve, 0)], zero=True))
@@ -298,7 +298,7 @@ def test_chart_of_positive_values_with_zero_begins_at_zero() -> None:
         ("recipe.yaml", "text\n", r"recipe\.yaml is damaged: it has no sections"),
     ],
 )
-def test_a_damaged_file_is_named_and_the_old_report_stays(
+def test_run_page_damaged_file_is_named_and_old_report_kept(
     tmp_path: Path, drawn_run: Path, name: str, content: str, said: str
 ) -> None:
     run = shutil.copytree(drawn_run, tmp_path / "run")
@@ -316,7 +316,7 @@ def without_each(line: dict[str, Any], *kept: str) -> Iterator[tuple[str, dict[s
         yield key, {**line, key: None}
 
 
-def test_events_without_a_value_of_their_description_are_left_out_and_named(
+def test_run_page_incomplete_events_are_omitted_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = [
@@ -342,7 +342,7 @@ def test_events_without_a_value_of_their_description_are_left_out_and_named(
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_starts_without_a_value_have_a_page(tmp_path: Path) -> None:
+def test_run_page_supports_incomplete_starts(tmp_path: Path) -> None:
     branch = {**_START, "step": 15, "branched_from": "trunk", "warmup_steps": 2, "init_from": "a"}
     for key, line in without_each(branch):
         starts = [_START, line]
@@ -356,7 +356,7 @@ def test_starts_without_a_value_have_a_page(tmp_path: Path) -> None:
             assert run.left_out == []
 
 
-def test_a_million_steps_make_a_page_of_moderate_size(tmp_path: Path) -> None:
+def test_run_page_of_many_steps_stays_small(tmp_path: Path) -> None:
     """Fifty thousand here: a page does not grow any further with steps."""
     lines = [record(step, **{"train/loss": math.sin(step) + 3}) for step in range(1, 50_001)]
     lines[31_000]["train/loss"] = 99.0
@@ -374,7 +374,7 @@ def test_a_million_steps_make_a_page_of_moderate_size(tmp_path: Path) -> None:
     assert "of 1999 evaluations" in " ".join(page.texts("small"))
 
 
-def test_samples_are_all_there_as_long_as_they_fit() -> None:
+def test_run_page_shows_all_samples_that_fit() -> None:
     few = [{"step": step, "prompt": "p", "text": "t"} for step in (1, 1, 2, 3)]
     shown, note = chosen_samples(few)
     assert shown == [
@@ -392,7 +392,7 @@ def test_samples_are_all_there_as_long_as_they_fit() -> None:
 
 
 @pytest.mark.usefixtures("no_drawings")
-def test_many_events_are_cut_to_the_last(tmp_path: Path) -> None:
+def test_run_page_truncates_many_events_to_the_last(tmp_path: Path) -> None:
     events = [{"step": 1, "event": "rollback", "to_step": 0, "reason": str(n)} for n in range(900)]
     page = page_of(write_run(tmp_path / "run", [record(1), record(2)], events=events))
     assert "the last 500 of 900" in page.content
@@ -400,7 +400,7 @@ def test_many_events_are_cut_to_the_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("drawn_report")
-def test_a_run_that_ends_leaves_both_and_says_where_it_ran(recipe: dict[str, Any]) -> None:
+def test_train_finished_run_leaves_both_reports_with_machine(recipe: dict[str, Any]) -> None:
     recipe["evaluation"]["sample_prompts"] = ["the <light>"]
     run = train(recipe).run_folder
     page = Page((run / HTML_NAME).read_text(encoding="utf-8")).harmless()
@@ -416,7 +416,7 @@ def test_a_run_that_ends_leaves_both_and_says_where_it_ran(recipe: dict[str, Any
     assert "complete: 12 steps" in page.content
 
 
-def test_a_start_from_the_beginning_forgets_the_starts_before_it(recipe: dict[str, Any]) -> None:
+def test_run_page_restart_from_beginning_forgets_earlier_starts(recipe: dict[str, Any]) -> None:
     class StoppedError(Exception):
         pass
 
@@ -437,7 +437,7 @@ def test_a_start_from_the_beginning_forgets_the_starts_before_it(recipe: dict[st
     assert [event["event"] for event in read_run(run).what_happened] == ["resumed"]
 
 
-def test_second_axes_have_round_numbers_at_the_steps_that_reached_them() -> None:
+def test_chart_secondary_axis_has_round_numbers_at_matching_steps() -> None:
     """With a batch that grows from 100 to 200 tokens at step 50."""
     steps = np.arange(101.0)
     tokens = Series(steps, np.where(steps < 50, 100 * steps, 200 * steps - 5000))
@@ -457,7 +457,7 @@ def test_second_axes_have_round_numbers_at_the_steps_that_reached_them() -> None
     }
 
 
-def test_page_of_run_shows_losses_by_steps_tokens_and_epochs(tmp_path: Path) -> None:
+def test_run_page_shows_losses_by_steps_tokens_and_epochs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [record(step) for step in range(1, 21)])
     page = run_page(read_run(folder))
     chart = page[page.index("<svg") : page.index("</svg>")]

@@ -58,14 +58,14 @@ def draw(run: Path, records: list[dict[str, Any]], *samples: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 200])
-def test_a_run_of_any_length_has_a_picture(tmp_path: Path, count: int) -> None:
+def test_draw_report_supports_runs_of_any_length(tmp_path: Path, count: int) -> None:
     records = [
         record(step, **(_VALIDATION if step % 2 == 0 else {})) for step in range(1, count + 1)
     ]
     draw(tmp_path / "run", records, "one text", "another")
 
 
-def test_a_run_without_steps_is_its_losses_at_step_0(
+def test_draw_report_run_without_steps_shows_losses_at_step_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Any] = []
@@ -83,7 +83,9 @@ def test_a_run_without_steps_is_its_losses_at_step_0(
     assert text.texts[0].get_text() == "its text"
 
 
-def test_a_run_without_validation_samples_or_gradients_has_a_picture(tmp_path: Path) -> None:
+def test_draw_report_run_without_validation_samples_or_gradients_is_supported(
+    tmp_path: Path,
+) -> None:
     draw(tmp_path / "run", [record(1), record(2)])
     draw(tmp_path / "zero", [record(1, grad_norm=0.0), record(2, grad_norm=0.0)])
     (tmp_path / "zero" / SAMPLES_NAME).unlink()
@@ -102,18 +104,20 @@ def test_a_run_without_validation_samples_or_gradients_has_a_picture(tmp_path: P
         ("{curly} %s %(x)s _under_ ^^ \\",) * 2,
     ],
 )
-def test_no_text_of_a_model_spoils_the_picture(tmp_path: Path, first: str, second: str) -> None:
+def test_draw_report_accepts_any_model_text(tmp_path: Path, first: str, second: str) -> None:
     draw(tmp_path / "run", [record(1, **_VALIDATION)], first, second)
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_at_all_can_be_drawn(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_draw_report_draws_arbitrary_text(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     draw(tmp_path_factory.mktemp("report") / "run", [record(1)], text)
 
 
 @pytest.mark.parametrize("name", ["a$^$b 日本 🙂", r"-\frac{a_b^c"])
-def test_a_run_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+def test_draw_report_run_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     run = write(tmp_path / name, [record(1)])
     path = draw_report(run)
     assert path == run / REPORT_NAME
@@ -132,11 +136,11 @@ def smooth(values: list[float]) -> list[float]:
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 5000))
-def test_smoothing_leaves_a_constant_alone(value: float, count: int) -> None:
+def test_smooth_keeps_constant_values(value: float, count: int) -> None:
     assert smooth([value] * count) == pytest.approx([value] * count, rel=1e-9, abs=1e-9)
 
 
-def test_smoothing_halves_the_weight_each_half_life() -> None:
+def test_smooth_halves_weight_per_half_life() -> None:
     # Weights 1, 1/2, 1/4 from the newest backwards: so few points have a half-life of one.
     assert smooth([4.0, 2.0, 1.0]) == pytest.approx([4.0, (2 + 2) / 1.5, (1 + 1 + 1) / 1.75])
     assert smooth([]) == []

@@ -19,7 +19,7 @@ def append(path: Path, *lines: object) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def test_a_line_is_returned_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_follower_returns_each_line_once_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     follower = LineFollower(path)
     assert follower.new() == ([], False)
@@ -34,7 +34,7 @@ def test_a_line_is_returned_once_and_only_when_it_is_whole(tmp_path: Path) -> No
     follower.close()
 
 
-def test_lines_that_are_no_objects_are_left_out(tmp_path: Path) -> None:
+def test_follower_skips_lines_that_are_not_objects(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"a": 1}\nnull\n{]\n\xff\xfe\n' + b"[" * 100_000 + b'\n{"a": 2}\n')
     follower = LineFollower(path)
@@ -42,7 +42,7 @@ def test_lines_that_are_no_objects_are_left_out(tmp_path: Path) -> None:
     follower.close()
 
 
-def test_a_file_that_replaces_it_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_follower_replaced_file_is_read_from_start(tmp_path: Path) -> None:
     path, other = tmp_path / "log.jsonl", tmp_path / "other"
     follower = LineFollower(path)
     append(path, {"a": 1}, {"a": 2})
@@ -62,7 +62,7 @@ def test_a_file_that_replaces_it_is_read_from_its_beginning(tmp_path: Path) -> N
 
 
 @given(st.lists(st.dictionaries(st.text(), st.text(), max_size=2)), st.data())
-def test_any_cuts_give_the_same_objects(records: list[dict[str, str]], data: Any) -> None:
+def test_follower_any_split_gives_same_objects(records: list[dict[str, str]], data: Any) -> None:
     content = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records).encode()
     places = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=4)))
     found: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ def test_any_cuts_give_the_same_objects(records: list[dict[str, str]], data: Any
     assert found == records
 
 
-def test_steps_come_with_the_texts_that_were_written_after_them(tmp_path: Path) -> None:
+def test_follower_pairs_steps_with_texts_written_after_them(tmp_path: Path) -> None:
     metrics, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
     follower = StepFollower(metrics, samples)
     append(metrics, {"step": 1})

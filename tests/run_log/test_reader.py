@@ -32,7 +32,7 @@ def write(path: Path, records: list[dict[str, Any]], end: str = "") -> Path:
 
 
 @given(st.lists(_FINITE, max_size=300), st.integers(1, 20))
-def test_thinning_keeps_the_ends_and_the_extremes(values: list[float], buckets: int) -> None:
+def test_thinning_keeps_ends_and_extremes(values: list[float], buckets: int) -> None:
     whole = series(values)
     found = thin(whole, buckets)
     assert len(found) <= 2 * buckets + 2
@@ -49,7 +49,7 @@ def test_thinning_keeps_the_ends_and_the_extremes(values: list[float], buckets: 
 
 
 @given(st.lists(_FINITE, min_size=30, max_size=300))
-def test_thinning_keeps_the_extremes_of_every_stretch(values: list[float]) -> None:
+def test_thinning_keeps_extremes_of_every_stretch(values: list[float]) -> None:
     buckets = 10
     found = thin(series(values), buckets)
     for number in range(buckets):
@@ -62,7 +62,7 @@ def test_thinning_keeps_the_extremes_of_every_stretch(values: list[float]) -> No
 # --- reading ---------------------------------------------------------------------------------
 
 
-def test_columns_come_back_exactly(tmp_path: Path) -> None:
+def test_read_metrics_returns_columns_exactly(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"step": s, "train/loss": 1 / s, "count": s, "skipped": s == 3} for s in range(1, 9001)
     ]
@@ -79,7 +79,7 @@ def test_columns_come_back_exactly(tmp_path: Path) -> None:
     assert len(metrics.series("other")) == 0
 
 
-def test_what_is_no_finite_number_is_left_out(tmp_path: Path) -> None:
+def test_read_metrics_skips_non_finite_values(tmp_path: Path) -> None:
     values: list[Any] = [None, "text", [1], {"a": 1}, math.nan, math.inf, 10**400, 1e301, 2.5]
     records = [{"step": step, "a": value} for step, value in enumerate(values)]
     path = tmp_path / "m"
@@ -91,7 +91,7 @@ def test_what_is_no_finite_number_is_left_out(tmp_path: Path) -> None:
     assert metrics.series("a").x.tolist() == [8.0]
 
 
-def test_axes_are_steps_tokens_and_hours(tmp_path: Path) -> None:
+def test_metrics_series_supports_steps_tokens_and_hours(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"step": 1, "v": 1.0, "tokens_seen": 10, "seconds": 1800.0, "save_stall_seconds": 0.0},
         {"step": 2, "v": 2.0, "tokens_seen": 20, "seconds": 1800.0, "save_stall_seconds": 900.0},
@@ -105,26 +105,26 @@ def test_axes_are_steps_tokens_and_hours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ['{"step": 3, "a"', '{"step": 3}}\n', "\x00\x00\x00"])
-def test_a_torn_last_line_is_left_out(tmp_path: Path, end: str) -> None:
+def test_read_metrics_skips_incomplete_last_line(tmp_path: Path, end: str) -> None:
     metrics = read_metrics(write(tmp_path / "m", [{"step": 1}, {"step": 2}], end))
     assert metrics.steps.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"step": true}', '{"step": 1.5}', "", '{"step": 1}'])
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path, line: str) -> None:
+def test_read_metrics_damaged_middle_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "m"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n', encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"m:2 is damaged"):
         read_metrics(path)
 
 
-def test_a_missing_and_an_empty_file_are_no_steps(tmp_path: Path) -> None:
+def test_read_metrics_missing_or_empty_file_has_no_steps(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "m").steps) == 0
     (tmp_path / "m").write_bytes(b"")
     assert len(read_metrics(tmp_path / "m").hours) == 0
 
 
-def test_smoothing_a_curve_keeps_its_places() -> None:
+def test_smoothing_keeps_positions_of_curve() -> None:
     found = smoothed(series([3.0] * 200))
     assert found.x.tolist() == list(range(1, 201))
     assert found.y == pytest.approx(3.0)
@@ -147,6 +147,6 @@ def test_smoothing_a_curve_keeps_its_places() -> None:
         (9999.7, "9.9997k", "10k"),
     ],
 )
-def test_numbers_are_written_for_people(value: float, text: str, short: str) -> None:
+def test_numbers_are_formatted_compactly(value: float, text: str, short: str) -> None:
     assert compact(value) == text
     assert rounded(value) == short

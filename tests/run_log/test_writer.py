@@ -42,7 +42,7 @@ def steps(path: Path) -> list[int]:
         ).map(lambda record: {**record, "step": len(record)})
     )
 )
-def test_what_is_written_is_read_to_the_last_bit(
+def test_metrics_written_and_read_are_bitwise_equal(
     tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, Any]]
 ) -> None:
     path = tmp_path_factory.mktemp("metrics") / "m.jsonl"
@@ -54,7 +54,7 @@ def test_what_is_written_is_read_to_the_last_bit(
     assert path.read_bytes().count(b"\n") == len(records)
 
 
-def test_every_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
+def test_metrics_line_is_readable_once_written(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with closing(JsonLines(path)) as lines:
         lines.write({"step": 1})
@@ -64,20 +64,20 @@ def test_every_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
         assert steps(path) == [1, 2]
 
 
-def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
+def test_metrics_existing_file_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, {"step": 1})
     write(path, {"step": 2})
     assert steps(path) == [1, 2]
 
 
-def test_no_file_is_no_records(tmp_path: Path) -> None:
+def test_read_json_lines_missing_file_returns_no_records(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "none.jsonl") == []
     keep_until(tmp_path / "none.jsonl", 5)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_last_line_torn_at_any_byte_is_left_out(tmp_path: Path) -> None:
+def test_read_json_lines_skips_last_line_truncated_at_any_byte(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     first, second = {"step": 1, "text": "ä\n日"}, {"step": 2, "text": "🙂"}
     write(path, first)
@@ -94,7 +94,7 @@ def test_a_last_line_torn_at_any_byte_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", [b"{broken\n", b"\n", b"\xff\n", b"\0\0\0\n", b'{"step": -1%s}\n' % (b"0" * 99)]
 )
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(
+def test_read_json_lines_damaged_middle_line_raises_and_is_named(
     tmp_path: Path, line: bytes
 ) -> None:
     path = tmp_path / "m.jsonl"
@@ -103,7 +103,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(
         read_json_lines(path)
 
 
-def test_going_on_after_a_torn_line_gives_whole_lines(tmp_path: Path) -> None:
+def test_metrics_append_after_incomplete_line_gives_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     write(path, {"step": 1}, {"step": 2}, {"step": 3})
     with open(path, "ab") as file:
@@ -115,7 +115,7 @@ def test_going_on_after_a_torn_line_gives_whole_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_damaged_lines_and_lines_out_of_order_are_dropped_and_said(tmp_path: Path) -> None:
+def test_keep_until_drops_and_reports_damaged_and_unordered_lines(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n{"step": 2}\n\xff\n{"step": 9}\n')
     steps_kept, problem = keep_until(path, 4)
@@ -133,7 +133,7 @@ def test_damaged_lines_and_lines_out_of_order_are_dropped_and_said(tmp_path: Pat
         ((-4, 1, 2), [1, 2]),
     ],
 )
-def test_a_wrong_step_loses_its_own_line_alone(
+def test_keep_until_wrong_step_drops_only_its_line(
     tmp_path: Path, there: tuple[int, ...], kept: list[int]
 ) -> None:
     path = tmp_path / "m.jsonl"
@@ -147,7 +147,7 @@ def test_a_wrong_step_loses_its_own_line_alone(
     assert (tmp_path / "m.jsonl.damaged").read_bytes() == before
 
 
-def test_half_of_a_surrogate_pair_stays_in_its_line(tmp_path: Path) -> None:
+def test_keep_until_unpaired_surrogate_stays_in_its_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "text": "\\ud800"}\n{"step": 2, "text": "é"}\n', encoding="utf-8")
     before = path.read_bytes()
@@ -155,7 +155,7 @@ def test_half_of_a_surrogate_pair_stays_in_its_line(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_of_two_lines_of_a_step_the_first_one_stays(tmp_path: Path) -> None:
+def test_keep_until_first_of_two_lines_of_a_step_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     own = [{"step": step, "seed": 1} for step in (1, 2, 3)]
     write(path, *own, *({"step": step, "seed": 2} for step in (1, 2, 3)))
@@ -163,7 +163,7 @@ def test_of_two_lines_of_a_step_the_first_one_stays(tmp_path: Path) -> None:
     assert read_json_lines(path) == own
 
 
-def test_samples_without_their_texts_are_dropped_and_those_of_one_step_kept(
+def test_keep_until_drops_samples_without_text_and_keeps_those_of_one_step(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "samples.jsonl"
@@ -175,7 +175,7 @@ def test_samples_without_their_texts_are_dropped_and_those_of_one_step_kept(
     assert f"{path} is damaged" in problem
 
 
-def test_a_log_that_cannot_be_read_is_set_aside_under_a_free_name(
+def test_keep_until_unreadable_log_is_set_aside_under_free_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.jsonl"
@@ -209,7 +209,7 @@ def test_missing_steps_are_named(
 
 
 @given(st.integers(0, 12), st.integers(0, 12))
-def test_the_lines_after_a_step_are_dropped_and_the_others_kept_to_the_bit(
+def test_keep_until_drops_later_lines_and_keeps_others_bitwise(
     tmp_path_factory: pytest.TempPathFactory, written: int, step: int
 ) -> None:
     path = tmp_path_factory.mktemp("metrics") / "m.jsonl"
@@ -239,7 +239,7 @@ except StorageError as error:
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_a_line_that_the_disk_refuses_is_taken_back(tmp_path: Path) -> None:
+def test_metrics_line_rejected_by_disk_is_undone(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", _OVER_THE_LIMIT, str(path)],
@@ -266,7 +266,7 @@ class AlmostFull(Disk):
         return super().write(file, memoryview(data)[: self.room.pop(0)])
 
 
-def test_a_short_write_is_completed_or_taken_back(
+def test_metrics_partial_write_is_completed_or_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An almost full disk takes a part of a line, then nothing."""

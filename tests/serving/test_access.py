@@ -67,7 +67,7 @@ def local() -> Iterator[Direct]:
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("form", WRONG_KEYS)
-def test_without_the_right_key_nothing_is_answered(locked: Direct, path: str, form: str) -> None:
+def test_access_without_valid_key_returns_401(locked: Direct, path: str, form: str) -> None:
     sent = [(b"authorization", value) for value in WRONG_KEYS[form]]
     method = "POST" if ROUTES[path] else "GET"
     answer = locked.ask(path, method=method, headers=[HOST, JSON, *sent], body=[ROUTES[path]])
@@ -79,7 +79,7 @@ def test_without_the_right_key_nothing_is_answered(locked: Direct, path: str, fo
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("query", ["api_key=Secret-Key-1", "key=Secret-Key-1&token=Secret-Key-1"])
-def test_a_key_in_the_query_is_none(locked: Direct, path: str, query: str) -> None:
+def test_access_key_in_query_returns_401(locked: Direct, path: str, query: str) -> None:
     headers = [HOST, JSON, (b"x-api-key", KEY)]
     answer = locked.ask(f"{path}?{query}", headers=headers, body=[ROUTES[path]])
     assert answer.status == 401
@@ -87,9 +87,7 @@ def test_a_key_in_the_query_is_none(locked: Direct, path: str, query: str) -> No
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("scheme", [b"Bearer", b"bearer", b"BEARER"])
-def test_with_the_right_key_everything_is_answered(
-    locked: Direct, path: str, scheme: bytes
-) -> None:
+def test_access_with_valid_key_is_answered(locked: Direct, path: str, scheme: bytes) -> None:
     method = "POST" if ROUTES[path] else "GET"
     headers = [HOST, JSON, (b"authorization", scheme + b" " + KEY)]
     answer = locked.ask(path, method=method, headers=headers, body=[ROUTES[path]])
@@ -97,17 +95,17 @@ def test_with_the_right_key_everything_is_answered(
     assert answer.status == (404 if missing else 200)
 
 
-def test_health_needs_no_key(locked: Direct) -> None:
+def test_access_health_needs_no_key(locked: Direct) -> None:
     assert locked.ask("/health", headers=[HOST]).json == {"status": "ok"}
 
 
-def test_other_methods_need_the_key_too(locked: Direct) -> None:
+def test_access_other_methods_need_key(locked: Direct) -> None:
     for method in ("HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "GE T"):
         answer = locked.ask("/v1/models", method=method, headers=[HOST], body=[b""])
         assert answer.status == 401
 
 
-def test_a_browser_may_not_ask_whether_it_may_ask(locked: Direct) -> None:
+def test_access_preflight_from_foreign_origin_returns_403(locked: Direct) -> None:
     headers = [
         HOST,
         (b"origin", b"https://evil.example"),
@@ -122,7 +120,7 @@ def test_a_browser_may_not_ask_whether_it_may_ask(locked: Direct) -> None:
     "host",
     ["localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.box:80"],
 )
-def test_names_of_this_machine_are_answered(local: Direct, host: str) -> None:
+def test_access_local_host_names_are_answered(local: Direct, host: str) -> None:
     assert local.ask("/health", headers=[(b"host", host.encode())]).status == 200
 
 
@@ -147,7 +145,7 @@ def test_names_of_this_machine_are_answered(local: Direct, host: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions"])
-def test_foreign_names_are_refused(local: Direct, path: str, hosts: list[bytes]) -> None:
+def test_access_foreign_host_name_returns_403(local: Direct, path: str, hosts: list[bytes]) -> None:
     headers = [JSON, *((b"host", host) for host in hosts)]
     answer = local.ask(path, headers=headers, body=[ROUTES.get(path, b"")])
     assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
@@ -168,7 +166,7 @@ def test_foreign_names_are_refused(local: Direct, path: str, hosts: list[bytes])
         ["http://lócalhost:8000".encode()],
     ],
 )
-def test_pages_of_elsewhere_are_refused(local: Direct, origins: list[bytes]) -> None:
+def test_access_foreign_origin_returns_403(local: Direct, origins: list[bytes]) -> None:
     for path in ("/health", "/v1/completions"):
         headers = [HOST, JSON, *((b"origin", origin) for origin in origins)]
         answer = local.ask(path, headers=headers, body=[ROUTES.get(path, b"")])
@@ -176,7 +174,7 @@ def test_pages_of_elsewhere_are_refused(local: Direct, origins: list[bytes]) -> 
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_its_own_pages_are_answered_without_more_ado(local: Direct) -> None:
+def test_access_own_origin_is_answered_without_cors_headers(local: Direct) -> None:
     headers = [HOST, (b"origin", b"http://localhost:8000")]
     answer = local.ask("/health", headers=headers)
     assert answer.status == 200
@@ -184,7 +182,7 @@ def test_its_own_pages_are_answered_without_more_ado(local: Direct) -> None:
 
 
 @pytest.mark.parametrize("origin", [b"https://page.example", b"null"])
-def test_an_allowed_page_of_elsewhere_is_answered_and_told_so(local: Direct, origin: bytes) -> None:
+def test_access_allowed_origin_is_answered_with_cors_headers(local: Direct, origin: bytes) -> None:
     headers = [HOST, JSON, (b"origin", origin)]
     for path in ("/v1/models", "/v1/completions", "/nothing"):
         answer = local.ask(path, headers=headers, body=[ROUTES[path]])
@@ -199,7 +197,7 @@ def test_an_allowed_page_of_elsewhere_is_answered_and_told_so(local: Direct, ori
     assert answer.headers["access-control-allow-headers"] == "authorization, x-stainless-os"
 
 
-def test_preflight_without_the_key_is_answered_only_to_allowed_pages_and_names() -> None:
+def test_access_preflight_without_key_is_answered_for_allowed_origins_only() -> None:
     app = new_direct(access=Access("127.0.0.1", KEY, origins=["https://page.example"]))
     page, method = (b"origin", b"https://page.example"), (b"access-control-request-method", b"POST")
     evil = (b"origin", b"https://evil.example")
@@ -220,12 +218,12 @@ def test_preflight_without_the_key_is_answered_only_to_allowed_pages_and_names()
         app.close()
 
 
-def test_allowing_every_origin_is_refused() -> None:
+def test_access_wildcard_origin_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="list each origin"):
         ServerOptions(allowed_origins=("https://page.example", "*"))
 
 
-def test_a_server_for_others_takes_any_name_or_those_that_are_given() -> None:
+def test_access_public_server_accepts_any_or_listed_host_names() -> None:
     names = ("a.example", "localhost", "127.0.0.5", "[::1]", "b.example")
 
     def answered(access: Access) -> list[str]:
@@ -247,14 +245,14 @@ def is_answered(access: Access, name: str) -> bool:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com", "", "127.1.evil"])
-def test_a_server_that_others_can_reach_needs_a_key(host: str) -> None:
+def test_access_public_server_requires_key(host: str) -> None:
     assert not is_loopback(host)
     with pytest.raises(ConfigError, match="set an API key"):
         ServerOptions(host=host)
     assert ServerOptions(host=host, api_key=KEY).host == host
 
 
-def test_a_key_is_one_line_of_visible_characters(tmp_path: Path) -> None:
+def test_access_key_must_be_one_line_of_printable_characters(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(KEY + b"\r\n")
     assert key_from_file(file) == KEY
@@ -273,6 +271,6 @@ def test_a_key_is_one_line_of_visible_characters(tmp_path: Path) -> None:
     [{"port": -1}, {"port": 65536}, {"max_batch_size": 0}, {"max_queue": -1},
      {"max_context_tokens": 1}, {"shutdown_timeout": float("nan")}],
 )  # fmt: skip
-def test_options_out_of_range_are_refused(values: dict[str, float]) -> None:
+def test_server_options_out_of_range_raise_config_error(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be between"):
         ServerOptions(**values)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ from firstlight.serving.chat_page import Address, Answers, changed_settings, req
     ],
 )
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_requests_are_answered_to_this_machines_own_page(
+def test_chat_page_answers_only_its_own_page(
     headers: dict[str, str], fine: bool, kind: str
 ) -> None:
     started = asked(LoopbackGuard(answering("text/plain")), scope_of(kind, **headers))[0]
@@ -57,7 +57,7 @@ def test_requests_are_answered_to_this_machines_own_page(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.com", ""])
-def test_other_machines_are_not_listened_to(host: str) -> None:
+def test_chat_page_public_address_raises_config_error(host: str) -> None:
     with pytest.raises(
         ConfigError,
         match=(
@@ -68,7 +68,7 @@ def test_other_machines_are_not_listened_to(host: str) -> None:
         require_web(host, 8000)
 
 
-def test_loopback_addresses_are_listened_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_page_accepts_loopback_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert require_web("localhost", 0) == Address("127.0.0.1", 0)
     assert require_web("127.0.0.2", 80) == Address("127.0.0.2", 80)
@@ -77,7 +77,7 @@ def test_loopback_addresses_are_listened_at(monkeypatch: pytest.MonkeyPatch) -> 
         require_web("localhost", 65536)
 
 
-def test_without_chainlit_the_command_that_installs_it_is_said(
+def test_chat_page_without_chainlit_names_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -92,7 +92,7 @@ def rules_of(policy: str) -> dict[str, list[str]]:
     return {name: values for name, *values in (rule.split() for rule in policy.split("; "))}
 
 
-def test_the_policy_allows_the_page_itself_and_its_own_scripts() -> None:
+def test_chat_page_policy_allows_only_page_and_its_scripts() -> None:
     html = "<script>let a</script><SCRIPT>\nlet b\n</SCRIPT><script src='/x.js'></script>"
     rules = rules_of(content_security_policy("localhost:8000", html))
     assert rules["default-src"] == ["'none'"]
@@ -107,7 +107,7 @@ def test_the_policy_allows_the_page_itself_and_its_own_scripts() -> None:
     assert rules["frame-ancestors"] == ["'none'"]
 
 
-def test_tags_that_name_other_machines_are_left_out() -> None:
+def test_chat_page_tags_with_external_hosts_are_removed() -> None:
     page = (
         '<link rel="preconnect" href="https://fonts.googleapis.com" />'
         '<link\n  href="https://fonts.googleapis.com/css2?family=Inter"\n  rel="stylesheet"\n/>'
@@ -158,7 +158,7 @@ def answering(content_type: str, *parts: bytes) -> Callable[..., Any]:
     return app
 
 
-def test_a_page_is_sent_cleared_with_its_policy_and_its_length() -> None:
+def test_chat_page_is_sent_with_policy_and_length() -> None:
     app = LoopbackGuard(
         answering(
             "text/html; charset=utf-8", b"<link href='//x'><sc", b"ript>a</s", b"cript>\xc3\xa9"
@@ -176,7 +176,7 @@ def test_a_page_is_sent_cleared_with_its_policy_and_its_length() -> None:
     assert headers[b"x-content-type-options"] == b"nosniff"
 
 
-def test_other_answers_are_passed_on_piece_by_piece_with_the_policy() -> None:
+def test_chat_page_other_responses_are_streamed_with_policy() -> None:
     app = LoopbackGuard(answering("application/json", b"<link href='//x'>", b"2"))
     start, *parts = asked(app, scope_of("http", host="localhost:1"))
     assert [part["body"] for part in parts][:2] == [b"<link href='//x'>", b"2"]
@@ -185,7 +185,7 @@ def test_other_answers_are_passed_on_piece_by_piece_with_the_policy() -> None:
     assert b"default-src 'none'" in headers[b"content-security-policy"]
 
 
-def test_others_are_turned_away_before_the_page_hears_of_them() -> None:
+def test_chat_page_foreign_requests_are_rejected_before_page() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("the page was asked")
 
@@ -201,7 +201,7 @@ def test_others_are_turned_away_before_the_page_hears_of_them() -> None:
 # Settings
 
 
-def test_the_pages_settings_change_those_and_no_others() -> None:
+def test_chat_page_settings_change_only_given_values() -> None:
     before = SamplingConfig(seed=3, min_p=0.1)
     values = {"temperature": 0, "top_k": 7.0, "top_p": "0.5", "max_new_tokens": "9", "seed": 5}
     assert changed_settings(before, values) == SamplingConfig(
@@ -225,7 +225,9 @@ def test_the_pages_settings_change_those_and_no_others() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],
 )
-def test_settings_that_can_not_be_meant_are_refused(values: dict[str, Any], message: str) -> None:
+def test_chat_page_invalid_settings_raise_config_error(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         changed_settings(SamplingConfig(), values)
 
@@ -296,7 +298,7 @@ async def close(pieces: Any, session: Slow) -> None:
     await closing
 
 
-def test_pieces_come_as_they_are_made_and_the_loop_stays_awake() -> None:
+def test_chat_page_streams_pieces_without_blocking_event_loop() -> None:
     async def steps(answers: Answers, sessions: list[Slow]) -> None:
         session = sessions[0]
         pieces = pieces_of(answers, session, "a")
@@ -314,7 +316,7 @@ def test_pieces_come_as_they_are_made_and_the_loop_stays_awake() -> None:
     talk(steps)
 
 
-def test_the_second_answer_waits_for_the_first() -> None:
+def test_chat_page_second_answer_waits_for_first() -> None:
     async def steps(answers: Answers, sessions: list[Slow]) -> None:
         one, other = sessions
         first, second = pieces_of(answers, one, "a"), pieces_of(answers, other, "b")
@@ -344,7 +346,7 @@ def reading(answers: Answers, session: Slow, text: str) -> asyncio.Task[None]:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_whoever_cancels_leaves_the_model_once_it_has_stopped(times: int) -> None:
+def test_chat_page_cancelled_answer_releases_model_after_it_stops(times: int) -> None:
     async def steps(answers: Answers, sessions: list[Slow]) -> None:
         one, other = sessions
         one.permits.release()
@@ -369,7 +371,7 @@ def test_whoever_cancels_leaves_the_model_once_it_has_stopped(times: int) -> Non
     talk(steps)
 
 
-def test_an_answer_that_is_cancelled_while_it_is_prepared_is_not_begun() -> None:
+def test_chat_page_answer_cancelled_during_preparation_is_not_started() -> None:
     async def steps(answers: Answers, sessions: list[Slow]) -> None:
         session = sessions[0]
         session.permits.release(2000)
@@ -388,7 +390,7 @@ def test_an_answer_that_is_cancelled_while_it_is_prepared_is_not_begun() -> None
 
 
 @pytest.mark.parametrize("text", ["fail", "fail at once"])
-def test_a_failure_reaches_the_page_and_the_next_answer_comes(text: str) -> None:
+def test_chat_page_failure_is_shown_and_next_answer_succeeds(text: str) -> None:
     async def steps(answers: Answers, sessions: list[Slow]) -> None:
         session, other = sessions
         session.permits.release()

@@ -82,13 +82,13 @@ def drip(connection: socket.socket, content: bytes) -> bool:
 @pytest.mark.parametrize(
     "beginning", [b"", b"GET ", HEALTH[:-2], HEALTH[:-1], b"X", HEALTH + b"GET /h"]
 )
-def test_a_head_that_does_not_come_is_not_waited_for(server: Live, beginning: bytes) -> None:
+def test_connection_without_head_is_closed(server: Live, beginning: bytes) -> None:
     with server.connect() as connection:
         connection.sendall(beginning)
         assert is_closed(connection)
 
 
-def test_a_head_that_comes_in_drops_is_not_waited_for(server: Live) -> None:
+def test_connection_with_slow_head_is_closed(server: Live) -> None:
     with server.connect() as connection:
         connection.sendall(HEALTH[:-2])
         assert drip(connection, b"x: 1\r\n")
@@ -97,13 +97,13 @@ def test_a_head_that_comes_in_drops_is_not_waited_for(server: Live) -> None:
 @pytest.mark.parametrize(
     "head", [b"Content-Length: 500\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"]
 )
-def test_a_body_that_does_not_come_is_a_408(server: Live, head: bytes) -> None:
+def test_connection_with_missing_body_returns_408(server: Live, head: bytes) -> None:
     with server.connect() as connection:
         connection.sendall(POST + head)
         require_error(connection, 408)
 
 
-def test_a_body_that_nobody_wants_is_not_waited_for(
+def test_connection_with_slow_unneeded_body_is_answered_and_closed(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.serving.server._LINGER_SECONDS", 0.2)
@@ -114,7 +114,7 @@ def test_a_body_that_nobody_wants_is_not_waited_for(
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large_is_refused_and_soon_no_longer_read(
+def test_connection_oversized_body_is_rejected_and_not_read(
     server: Live, monkeypatch: pytest.MonkeyPatch, chunked: bool
 ) -> None:
     monkeypatch.setattr("firstlight.serving.server._LINGER_SECONDS", 0.2)
@@ -132,7 +132,7 @@ def test_a_body_that_is_too_large_is_refused_and_soon_no_longer_read(
                 connection.sendall(piece)
 
 
-def test_refused_body_of_many_bytes_is_not_read_to_its_end(
+def test_connection_rejected_large_body_is_not_read_to_end(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.serving.server._LINGER_SECONDS", PATIENCE)
@@ -144,7 +144,7 @@ def test_refused_body_of_many_bytes_is_not_read_to_its_end(
             connection.sendall(b" " * 65_000_000)
 
 
-def test_a_client_that_asks_first_is_told_before_it_sends(server: Live) -> None:
+def test_connection_expect_continue_is_answered_before_body(server: Live) -> None:
     with server.connect() as connection:
         expecting = b"Expect: 100-continue\r\n\r\n"
         connection.sendall(POST + b"Content-Length: 5000\r\n" + expecting)
@@ -178,7 +178,7 @@ def test_a_client_that_asks_first_is_told_before_it_sends(server: Live) -> None:
     ],
     ids=lambda content: content[:40],
 )
-def test_what_is_no_http_or_has_too_long_a_head_is_refused(server: Live, content: bytes) -> None:
+def test_connection_invalid_http_or_long_head_is_rejected(server: Live, content: bytes) -> None:
     with server.connect() as connection:
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(content)
@@ -190,7 +190,7 @@ def test_what_is_no_http_or_has_too_long_a_head_is_refused(server: Live, content
         assert is_closed(connection)
 
 
-def test_a_connection_is_good_for_several_requests(server: Live) -> None:
+def test_connection_serves_several_requests(server: Live) -> None:
     with server.connect() as connection:
         for _ in range(3):
             connection.sendall(HEALTH)
@@ -202,7 +202,7 @@ def test_a_connection_is_good_for_several_requests(server: Live) -> None:
             require_error(connection, 413)
 
 
-def test_a_request_behind_another_one_is_not_answered(server: Live) -> None:
+def test_connection_pipelined_request_is_not_answered(server: Live) -> None:
     with server.connect() as connection:
         request = raw_request("/v1/completions", content_for("/v1/completions", max_tokens=3))
         connection.sendall(request + HEALTH)
@@ -210,7 +210,7 @@ def test_a_request_behind_another_one_is_not_answered(server: Live) -> None:
         assert connection.recv(4096) == b""
 
 
-def test_what_comes_behind_a_request_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_bytes_after_request_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = 0
     plain = h11.Connection.receive_data
 
@@ -231,7 +231,7 @@ def test_what_comes_behind_a_request_is_not_kept(monkeypatch: pytest.MonkeyPatch
         assert is_closed(connection)
 
 
-def test_where_all_connections_are_being_answered_a_newcomer_is_told_so(
+def test_connection_limit_reached_is_reported_to_new_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder = WatchedDecoder(2, held=True)
@@ -259,7 +259,7 @@ def test_where_all_connections_are_being_answered_a_newcomer_is_told_so(
             assert read_answer(connection)[0] == 200
 
 
-def test_connections_beyond_the_limit_close_those_that_wait_longest_for_a_request() -> None:
+def test_connection_limit_closes_longest_idle_connections() -> None:
     with live(limits=Limits(max_connections=3)) as server, ExitStack() as stack:
         used = stack.enter_context(server.connect())
         used.sendall(HEALTH)
@@ -278,14 +278,14 @@ def test_connections_beyond_the_limit_close_those_that_wait_longest_for_a_reques
                 assert read_answer(connection)[0] == 200
 
 
-def test_without_the_key_a_body_is_not_read() -> None:
+def test_connection_without_key_body_is_not_read() -> None:
     with live(api_key=KEY) as server, server.connect() as connection:
         connection.sendall(POST + b"Content-Length: 900\r\n\r\n")
         require_error(connection, 401)
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_when_the_server_ends_answers_are_completed_or_ended_within_a_bound(whole: bool) -> None:
+def test_server_shutdown_completes_or_ends_answers_in_bounded_time(whole: bool) -> None:
     decoder = WatchedDecoder(2, held=True)
     options: dict[str, Any] = {"shutdown_timeout": 60 if whole else 0}
     with ExitStack() as stack:

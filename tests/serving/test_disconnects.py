@@ -55,9 +55,7 @@ async def begun(app: Direct, request: Request, steps: int) -> asyncio.Task[Any]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_no_more_than_two_steps_are_done_for_a_client_that_went_away(
-    path: str, stream: bool, n: int
-) -> None:
+def test_disconnected_client_costs_at_most_two_more_steps(path: str, stream: bool, n: int) -> None:
     with held() as app:
         request = request_for(path, content_for(path, stream=stream, n=n))
 
@@ -78,7 +76,7 @@ def test_no_more_than_two_steps_are_done_for_a_client_that_went_away(
         assert app.service.scheduler.running == 0
 
 
-def test_a_client_that_went_away_while_it_waited_leaves_its_place_in_the_queue() -> None:
+def test_disconnected_client_leaves_queue() -> None:
     with held(1) as app:
         first, second = (request_for(PATHS[0], content_for(PATHS[0], max_tokens=4)) for _ in "ab")
 
@@ -98,7 +96,7 @@ def test_a_client_that_went_away_while_it_waited_leaves_its_place_in_the_queue()
         assert len(app.decoder.prompts) == 1
 
 
-def test_a_client_that_went_away_before_its_body_was_whole_is_nobody() -> None:
+def test_disconnected_client_before_complete_body_starts_nothing() -> None:
     with held() as app:
         request = request_for(PATHS[0], body=[b'{"prompt"'])
         request.body.append(b"")
@@ -116,7 +114,7 @@ def test_a_client_that_went_away_before_its_body_was_whole_is_nobody() -> None:
         assert sample(app.service, "firstlight_requests_total", **route) == 1
 
 
-def test_a_connection_that_breaks_while_it_is_written_to_ends_its_texts() -> None:
+def test_disconnect_during_write_ends_texts() -> None:
     with held() as app:
         content = content_for(PATHS[0], stream=True, max_tokens=90)
         request = request_for(PATHS[0], content)
@@ -166,7 +164,7 @@ def counting_answers(server: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "pipelining", "pipelining later", "upgrading"])
-def test_a_closed_connection_is_seen_while_the_decoder_works(
+def test_disconnect_is_detected_while_decoder_works(
     monkeypatch: pytest.MonkeyPatch, stream: bool, kind: str
 ) -> None:
     decoder = WatchedDecoder(2, held=True)
@@ -192,7 +190,7 @@ def test_a_closed_connection_is_seen_while_the_decoder_works(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_half_closed_client_gets_its_answer(stream: bool) -> None:
+def test_half_closed_client_receives_its_answer(stream: bool) -> None:
     decoder = WatchedDecoder(2, held=True)
     with live(decoder) as server, server.connect() as connection:
         content = content_for(PATHS[0], stream=stream, max_tokens=4)
@@ -225,7 +223,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_buffers")
-def test_server_that_ends_closes_unread_stream_without_errors_in_the_log(
+def test_server_shutdown_closes_unread_stream_without_log_errors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     paused = threading.Event()
@@ -246,7 +244,9 @@ def test_server_that_ends_closes_unread_stream_without_errors_in_the_log(
 
 
 @pytest.mark.usefixtures("small_buffers")
-def test_a_client_whose_buffers_are_full_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_with_full_buffers_is_given_time_then_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decoder = WatchedDecoder(8)
     lost = threading.Event()
     plain_lost = LimitedProtocol.connection_lost
@@ -334,7 +334,7 @@ def jobs_left() -> int:
     return sum(type(one) is ScheduledSequence for one in gc.get_objects())
 
 
-def test_of_fifty_dropped_connections_nothing_is_left() -> None:
+def test_fifty_dropped_connections_leave_nothing() -> None:
     before = jobs_left()
     with live(WatchedDecoder(4), max_queue=200) as server:
         dropped(server, 50, seed=1)
@@ -345,7 +345,7 @@ def test_of_fifty_dropped_connections_nothing_is_left() -> None:
 
 
 @pytest.mark.slow
-def test_of_a_thousand_dropped_connections_nothing_is_left() -> None:
+def test_thousand_dropped_connections_leave_nothing() -> None:
     before = jobs_left()
     with live(WatchedDecoder(4), max_queue=200) as server:
         dropped(server, 200, seed=2)
@@ -363,7 +363,7 @@ def test_of_a_thousand_dropped_connections_nothing_is_left() -> None:
         assert process.num_fds() <= files + 8
 
 
-def test_what_was_made_before_a_failure_reaches_a_client_that_had_not_read_it() -> None:
+def test_failed_stream_delivers_unread_text_to_slow_client() -> None:
     def pieces(app: Direct, request: Request) -> list[dict[str, Any]]:
         answer = app.run(asyncio.wait_for(app.answer(request), PATIENCE))
         assert answer.status == 200

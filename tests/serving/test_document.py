@@ -105,7 +105,7 @@ CASES += [(POSTS[0], *case) for case in COMPLETIONS] + [(POSTS[1], *case) for ca
 
 
 @pytest.mark.parametrize("path, fields, fine", CASES, ids=lambda value: str(value)[:60])
-def test_what_the_document_allows_is_accepted_and_nothing_else(
+def test_openapi_document_allows_exactly_accepted_bodies(
     direct: Direct, document: Any, path: str, fields: dict[str, Any], fine: bool
 ) -> None:
     body = body_for(path, **fields)
@@ -120,7 +120,7 @@ def test_what_the_document_allows_is_accepted_and_nothing_else(
         jsonschema_rs.validate(schema, answer.json)
 
 
-def test_routes_without_a_body_are_as_documented(direct: Direct, document: Any) -> None:
+def test_openapi_routes_without_body_follow_document(direct: Direct, document: Any) -> None:
     for path in ("/v1/models", "/v1/models/tiny", "/health", "/metrics"):
         answer = direct.ask(path)
         route = document["paths"][path.replace("/tiny", "/{model}")]["get"]
@@ -131,7 +131,7 @@ def test_routes_without_a_body_are_as_documented(direct: Direct, document: Any) 
             jsonschema_rs.validate(schema, answer.json)
 
 
-def test_chat_of_a_model_without_a_chat_template_is_not_documented() -> None:
+def test_openapi_document_omits_chat_for_model_without_template() -> None:
     plain = tiny_tokenizer()
     config = {k: v for k, v in plain.config.items() if k != "chat_template"}
     tokenizer = Tokenizer(plain.backend, eos_token=plain.eos_token, config=config)
@@ -145,7 +145,7 @@ def test_chat_of_a_model_without_a_chat_template_is_not_documented() -> None:
         app.close()
 
 
-def test_the_document_is_json_that_can_be_read_alone(document: Any) -> None:
+def test_openapi_document_is_self_contained_json(document: Any) -> None:
     text = json.dumps(document)
     for name in set(re.findall(r"#/components/schemas/(\w+)", text)):
         assert name in document["components"]["schemas"]

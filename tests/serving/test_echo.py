@@ -64,7 +64,7 @@ def require_scored(choice: dict[str, Any], ids: list[int], top: int) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 6])
-def test_the_prompt_and_its_log_probabilities_come_first(direct: Direct, max_tokens: int) -> None:
+def test_echo_returns_prompt_with_log_probabilities_first(direct: Direct, max_tokens: int) -> None:
     (plain,) = asked(direct, prompt=PROMPT, echo=False, max_tokens=6)
     ids = tiny_tokenizer().encode_prompt(PROMPT)
     config = SamplingConfig(max_new_tokens=6, temperature=0)
@@ -86,7 +86,7 @@ def test_the_prompt_and_its_log_probabilities_come_first(direct: Direct, max_tok
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), max_tokens)
 
 
-def test_without_log_probabilities_there_is_only_the_text(direct: Direct) -> None:
+def test_echo_without_log_probabilities_returns_text_only(direct: Direct) -> None:
     (choice,) = asked(direct, prompt=PROMPT, max_tokens=0)
     assert (choice["text"], choice["logprobs"]) == (PROMPT, None)
     (choice,) = asked(direct, prompt=PROMPT, max_tokens=0, echo=False)
@@ -95,7 +95,7 @@ def test_without_log_probabilities_there_is_only_the_text(direct: Direct) -> Non
     assert len(choice["logprobs"]["tokens"]) == 2
 
 
-def test_batches_of_prompts_of_unequal_lengths(direct: Direct) -> None:
+def test_echo_supports_batches_of_unequal_prompts(direct: Direct) -> None:
     prompts = ["one", PROMPT, "a stone under the river, and", "x"] * 2
     ids = [tiny_tokenizer().encode_prompt(prompt) for prompt in prompts]
     for given in (prompts, ids):
@@ -106,7 +106,7 @@ def test_batches_of_prompts_of_unequal_lengths(direct: Direct) -> None:
             require_scored(choice, ids[index // 2], 1)
 
 
-def test_a_stream_begins_with_the_prompt(direct: Direct) -> None:
+def test_echo_stream_begins_with_prompt(direct: Direct) -> None:
     fields = {"prompt": [PROMPT, "one"], "logprobs": 1, "max_tokens": 5, "seed": 3}
     whole = asked(direct, **fields)
     answer = direct.ask(PATH, {"echo": True, "temperature": 0, "stream": True, **fields})
@@ -120,7 +120,7 @@ def test_a_stream_begins_with_the_prompt(direct: Direct) -> None:
             assert [value for chunk in own for value in chunk["logprobs"][name]] == values
 
 
-def test_long_prompts_are_scored_a_part_at_a_time(
+def test_echo_long_prompts_are_scored_in_parts(
     direct: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "_MOST_LOGITS", 7 * tiny_tokenizer().vocab_size)
@@ -129,7 +129,7 @@ def test_long_prompts_are_scored_a_part_at_a_time(
     require_scored(choice, ids, 1)
 
 
-def test_a_prompt_may_fill_the_context_where_nothing_is_added(direct: Direct) -> None:
+def test_echo_prompt_may_fill_context_with_zero_new_tokens(direct: Direct) -> None:
     full = [5] * CONTEXT
     (choice,) = asked(direct, prompt=full, logprobs=0, max_tokens=0)
     assert len(choice["logprobs"]["tokens"]) == CONTEXT
@@ -140,12 +140,12 @@ def test_a_prompt_may_fill_the_context_where_nothing_is_added(direct: Direct) ->
         refused(direct, PATH, content, "prompt", "context_length_exceeded")
 
 
-def test_a_prompt_of_one_token_has_nothing_to_score(direct: Direct) -> None:
+def test_echo_single_token_prompt_has_no_log_probability(direct: Direct) -> None:
     (choice,) = asked(direct, prompt=[5], logprobs=3, max_tokens=0)
     assert choice["logprobs"]["token_logprobs"] == [None]
 
 
-def test_weights_that_give_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_echo_non_finite_weights_return_500(monkeypatch: pytest.MonkeyPatch) -> None:
     app = new_direct(WatchedDecoder(1))
     monkeypatch.setattr(app.decoder.model, "forward", lambda ids, **_: torch.full(
         (1, ids.shape[1], 322), float("nan")))  # fmt: skip
@@ -156,7 +156,7 @@ def test_weights_that_give_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPat
         app.close()
 
 
-def test_tokens_of_one_name_do_not_hide_that_another_was_likelier() -> None:
+def test_echo_duplicate_token_text_keeps_highest_log_probability() -> None:
     """By the highest value, clients see whether a token was the likeliest."""
     from firstlight.generation.continuation import TokenLogprob
     from firstlight.serving.response import LogprobsWriter, TokenTexts

@@ -145,7 +145,7 @@ def require_settled(direct: Direct) -> None:
     assert direct.ask("/health").status == 200
 
 
-def test_three_hundred_requests(direct: Direct) -> None:
+def test_server_answers_three_hundred_generated_requests(direct: Direct) -> None:
     hunt, statuses = hunted(direct, 300)
     hunt()
     require_settled(direct)
@@ -156,7 +156,7 @@ def test_three_hundred_requests(direct: Direct) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_requests(direct: Direct) -> None:
+def test_server_answers_twenty_thousand_generated_requests(direct: Direct) -> None:
     hunt, statuses = hunted(direct, 20_000)
     hunt()
     require_settled(direct)
@@ -182,7 +182,7 @@ _HEADER = st.tuples(
     local=st.booleans(),
 )
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
-def test_requests_to_anywhere_with_any_headers(
+def test_server_answers_requests_to_any_path_with_any_headers(
     direct: Direct, method: str, path: str, headers: list[tuple[bytes, bytes]], local: bool
 ) -> None:
     sent = [*([(b"host", b"localhost")] if local else []), *headers]

@@ -69,7 +69,9 @@ def drawn_pairs() -> list[tuple[str, str]]:
     ],
     ids=["ids", "texts", "one text", "concurrent"],
 )
-def test_log_likelihoods_are_the_built_in_ones(options: dict[str, Any], tmp_path: Path) -> None:
+def test_lm_eval_client_log_likelihoods_match_built_in_ones(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     pairs = drawn_pairs()
     encoded = [encode_choices(tiny_tokenizer(), context, [end])[0] for context, end in pairs]
@@ -83,7 +85,7 @@ def test_log_likelihoods_are_the_built_in_ones(options: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
-def test_items_of_hellaswag_score_as_the_built_in_scorer_does(shared: Path, count: int) -> None:
+def test_lm_eval_client_hellaswag_scores_match_built_in_scorer(shared: Path, count: int) -> None:
     folder = shared / "models" / "stories260K"
     loaded: LoadedModel = load_model(folder, dtype=torch.float32)
     assert loaded.tokenizer is not None

@@ -62,7 +62,7 @@ def chat_alone(max_new_tokens: int) -> str:
     return "".join(pieces_of(text, BatchDecoder(tiny_model(), 1, CONTEXT)))
 
 
-def test_the_models_are_the_one_there_is(client: Any) -> None:
+def test_openai_models_lists_loaded_model(client: Any) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("tiny", "model", "firstlight")
     assert client.models.retrieve("tiny").created == model.created
@@ -70,7 +70,7 @@ def test_the_models_are_the_one_there_is(client: Any) -> None:
         client.models.retrieve("gpt-4")
 
 
-def test_a_completion(client: Any) -> None:
+def test_openai_completion_returns_text_and_usage(client: Any) -> None:
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0)
     assert found.id.startswith("cmpl-")
     assert (found.object, found.model) == ("text_completion", "tiny")
@@ -83,7 +83,7 @@ def test_a_completion(client: Any) -> None:
     assert found.usage.total_tokens == prompt_tokens + 9
 
 
-def test_a_completion_in_pieces(client: Any) -> None:
+def test_openai_completion_stream_joins_to_text(client: Any) -> None:
     chunks = list(
         client.completions.create(
             model="tiny",
@@ -103,7 +103,7 @@ def test_a_completion_in_pieces(client: Any) -> None:
     assert (last.choices, last.usage.completion_tokens) == ([], 20)
 
 
-def test_a_chat(client: Any) -> None:
+def test_openai_chat_returns_message_and_usage(client: Any) -> None:
     found = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_completion_tokens=9, temperature=0
     )
@@ -123,7 +123,7 @@ def test_a_chat(client: Any) -> None:
     assert again.usage.prompt_tokens > len(ids) + 9
 
 
-def test_a_chat_in_pieces(client: Any) -> None:
+def test_openai_chat_stream_joins_to_message(client: Any) -> None:
     first, *chunks, last, usage = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -139,7 +139,7 @@ def test_a_chat_in_pieces(client: Any) -> None:
     assert usage.usage.completion_tokens == 20
 
 
-def test_an_answer_ends_at_the_token_that_ends_a_turn(
+def test_openai_chat_ends_at_end_of_turn_token(
     client: Any, server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = tiny_tokenizer().special_tokens["<|im_end|>"]
@@ -161,7 +161,7 @@ def test_an_answer_ends_at_the_token_that_ends_a_turn(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_text_ends_an_answer(client: Any, stream: bool) -> None:
+def test_openai_stop_text_ends_answer(client: Any, stream: bool) -> None:
     whole = alone(max_new_tokens=40, temperature=1, seed=4)
     stop = whole[30:33]
     place = whole.find(stop)
@@ -179,7 +179,7 @@ def test_a_stop_text_ends_an_answer(client: Any, stream: bool) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_seed_gives_the_same_text_as_alone_and_again(client: Any) -> None:
+def test_openai_seed_repeats_text_of_local_generation(client: Any) -> None:
     texts = [
         client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, seed=seed)
         .choices[0]
@@ -190,12 +190,12 @@ def test_a_seed_gives_the_same_text_as_alone_and_again(client: Any) -> None:
     assert texts[0] == alone(max_new_tokens=30, temperature=1.0, seed=7)
 
 
-def test_without_a_seed_texts_differ(client: Any) -> None:
+def test_openai_without_seed_gives_different_texts(client: Any) -> None:
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, n=3)
     assert len({choice.text for choice in found.choices}) == 3
 
 
-def test_our_own_settings_are_extras(client: Any) -> None:
+def test_openai_extra_settings_are_accepted(client: Any) -> None:
     extras = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3}
     found = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=30, seed=1, temperature=1.5, extra_body=extras
@@ -207,7 +207,7 @@ def test_our_own_settings_are_extras(client: Any) -> None:
     assert found.choices[0].text != plain
 
 
-def test_penalties_and_biases_are_those_of_generate(client: Any) -> None:
+def test_openai_penalties_and_biases_match_generate(client: Any) -> None:
     penalties: dict[str, Any] = {"frequency_penalty": 1.2, "presence_penalty": -0.3}
     found = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=30, seed=1, logit_bias={"9": 1.5}, **penalties
@@ -221,7 +221,7 @@ def test_penalties_and_biases_are_those_of_generate(client: Any) -> None:
     assert chat.choices[0].message.content == tiny_tokenizer().decode([70]) * 6
 
 
-def test_several_prompts_with_several_choices(client: Any) -> None:
+def test_openai_several_prompts_give_several_choices(client: Any) -> None:
     prompts = [PROMPT, "one", "a stone under"]
     found = client.completions.create(
         model="tiny", prompt=prompts, n=2, max_tokens=12, seed=3, stream=False
@@ -247,7 +247,7 @@ def test_several_prompts_with_several_choices(client: Any) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_prompts_may_be_token_ids(client: Any, several: bool) -> None:
+def test_openai_prompt_may_be_token_ids(client: Any, several: bool) -> None:
     ids = tiny_tokenizer().encode_prompt(PROMPT)
     found = client.completions.create(
         model="tiny", prompt=[ids, ids] if several else ids, max_tokens=9, temperature=0
@@ -257,7 +257,7 @@ def test_prompts_may_be_token_ids(client: Any, several: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_completion(client: Any, stream: bool) -> None:
+def test_openai_completion_returns_log_probabilities(client: Any, stream: bool) -> None:
     found = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=30, temperature=1, seed=2, logprobs=3, stream=stream
     )
@@ -285,7 +285,7 @@ def test_log_probabilities_of_a_completion(client: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_chat(client: Any, stream: bool) -> None:
+def test_openai_chat_returns_log_probabilities(client: Any, stream: bool) -> None:
     found = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -315,7 +315,7 @@ def test_log_probabilities_of_a_chat(client: Any, stream: bool) -> None:
     assert [entry.top_logprobs for entry in bare.choices[0].logprobs.content] == [[], []]
 
 
-def test_max_tokens_are_cut_to_what_fits(client: Any) -> None:
+def test_openai_max_tokens_is_capped_to_context(client: Any) -> None:
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10_000)
     assert found.choices[0].finish_reason == "length"
     assert found.usage.total_tokens == CONTEXT
@@ -323,11 +323,11 @@ def test_max_tokens_are_cut_to_what_fits(client: Any) -> None:
     assert chat.usage.total_tokens == CONTEXT
 
 
-def test_a_completion_has_16_tokens_unless_it_says(client: Any) -> None:
+def test_openai_completion_max_tokens_defaults_to_16(client: Any) -> None:
     assert client.completions.create(model="tiny", prompt="").usage.completion_tokens == 16
 
 
-def test_errors_are_of_the_clients_classes(server: Live, client: Any) -> None:
+def test_openai_errors_have_client_exception_classes(server: Live, client: Any) -> None:
     with client_of(server, "wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     with pytest.raises(openai.BadRequestError) as caught:
@@ -349,7 +349,7 @@ def test_errors_are_of_the_clients_classes(server: Live, client: Any) -> None:
         client.embeddings.create(model="tiny", input="x")
 
 
-def test_each_request_has_an_id_and_each_answer_the_models_fingerprint(client: Any) -> None:
+def test_openai_requests_have_ids_and_answers_model_fingerprint(client: Any) -> None:
     fingerprint = fingerprint_of(tiny_model())
     assert re.fullmatch("fp_[0-9a-f]{12}", fingerprint)
     ids = set()
@@ -368,7 +368,7 @@ def test_each_request_has_an_id_and_each_answer_the_models_fingerprint(client: A
     assert all(re.fullmatch("req_[0-9a-f]{32}", one) for one in ids)
 
 
-def test_the_fingerprint_is_that_of_the_weights() -> None:
+def test_fingerprint_depends_on_weights() -> None:
     model: Any = copy.deepcopy(tiny_model())
     before = fingerprint_of(model)
     assert before == fingerprint_of(tiny_model())
@@ -378,7 +378,7 @@ def test_the_fingerprint_is_that_of_the_weights() -> None:
     assert fingerprint_of(model.bfloat16()) != before
 
 
-def test_a_full_queue_is_a_rate_limit() -> None:
+def test_openai_full_queue_raises_rate_limit_error() -> None:
     decoder = WatchedDecoder(1, held=True)
     with live(decoder, max_queue=0) as server, client_of(server) as client:
         first = client.completions.create(model="tiny", prompt="x", max_tokens=9, stream=True)
@@ -393,7 +393,7 @@ def test_a_full_queue_is_a_rate_limit() -> None:
         client.completions.create(model="tiny", prompt="x")
 
 
-def test_an_error_in_the_middle_of_a_stream_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_error_during_stream_raises_api_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(token_ids: list[int]) -> None:
         if decoder.steps == 5:
             raise RuntimeError("in /some/folder")
@@ -407,7 +407,7 @@ def test_an_error_in_the_middle_of_a_stream_is_one(monkeypatch: pytest.MonkeyPat
         assert "folder" not in str(caught.value)
 
 
-def test_eight_at_a_time_are_what_they_are_alone(client: Any, server: Live) -> None:
+def test_openai_eight_concurrent_requests_match_single_ones(client: Any, server: Live) -> None:
     def ask(seed: int) -> str:
         found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=40, seed=seed)
         return str(found.choices[0].text)

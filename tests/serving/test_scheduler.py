@@ -42,7 +42,7 @@ def scheduling(
 PROMPTS = ["the star falls", "a stone under the river, and", "one", "日本 🙂", "the"]
 
 
-def test_texts_are_what_they_are_alone_whoever_joins_and_leaves_meanwhile() -> None:
+def test_scheduler_texts_are_unaffected_by_joining_and_leaving_jobs() -> None:
     generator = random.Random(3)
     values = [
         {
@@ -67,7 +67,7 @@ def test_texts_are_what_they_are_alone_whoever_joins_and_leaves_meanwhile() -> N
         assert [update.finish_reason for update in updates if update.ended] == ["length"]
 
 
-def test_texts_join_a_batch_that_runs_and_leave_it_without_the_others() -> None:
+def test_scheduler_texts_join_and_leave_running_batch_independently() -> None:
     decoder = WatchedDecoder(4, held=True)
     with scheduling(decoder) as (scheduler, collected):
         long, short = new_sequence(max_new_tokens=20), new_sequence("one", max_new_tokens=3)
@@ -85,7 +85,7 @@ def test_texts_join_a_batch_that_runs_and_leave_it_without_the_others() -> None:
     assert decoder.steps == 19
 
 
-def test_all_jobs_have_their_updates_of_a_step_in_one_delivery() -> None:
+def test_scheduler_delivers_all_updates_of_a_step_together() -> None:
     with scheduling(WatchedDecoder(4)) as (scheduler, collected):
         sequences = [new_sequence(max_new_tokens=6) for _ in range(4)]
         scheduler.submit(sequences)
@@ -94,7 +94,7 @@ def test_all_jobs_have_their_updates_of_a_step_in_one_delivery() -> None:
     assert len(collected.batches) == 6
 
 
-def test_the_first_token_is_delivered_before_the_next_step_begins() -> None:
+def test_scheduler_delivers_first_token_before_next_step() -> None:
     decoder = WatchedDecoder(2, held=True)
     with scheduling(decoder) as (scheduler, collected):
         sequence = new_sequence()
@@ -103,7 +103,7 @@ def test_the_first_token_is_delivered_before_the_next_step_begins() -> None:
         assert (len(collected.updates[sequence]), decoder.steps) == (1, 0)
 
 
-def test_first_come_first_served_and_none_is_passed_over() -> None:
+def test_scheduler_serves_texts_in_order_of_arrival() -> None:
     """Short texts that keep coming don't delay one that came before them."""
     decoder = WatchedDecoder(2)
     with scheduling(decoder, max_queue=1000) as (scheduler, collected):
@@ -131,7 +131,7 @@ def test_first_come_first_served_and_none_is_passed_over() -> None:
     assert started == order
 
 
-def test_a_long_prompt_lets_the_others_go_on_before_the_next_joins() -> None:
+def test_scheduler_long_prompt_lets_others_continue_before_next_joins() -> None:
     decoder = WatchedDecoder(4, held=True)
     decoder.pass_tokens = 30
     with scheduling(decoder) as (scheduler, collected):
@@ -151,7 +151,7 @@ def test_a_long_prompt_lets_the_others_go_on_before_the_next_joins() -> None:
         collected.wait(first, *others)
 
 
-def test_a_queue_has_its_bound_and_takes_all_or_none() -> None:
+def test_scheduler_queue_is_bounded_and_accepts_all_or_none() -> None:
     decoder = WatchedDecoder(2, held=True)
     with scheduling(decoder, max_queue=3) as (scheduler, collected):
         first = [new_sequence() for _ in range(4)]
@@ -172,7 +172,7 @@ def test_a_queue_has_its_bound_and_takes_all_or_none() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_cancelled_job_is_gone_within_two_steps(others: int) -> None:
+def test_scheduler_cancelled_job_is_removed_within_two_steps(others: int) -> None:
     decoder = WatchedDecoder(4, held=True)
     with scheduling(decoder) as (scheduler, collected):
         kept = [new_sequence("one", max_new_tokens=12) for _ in range(others)]
@@ -193,7 +193,7 @@ def test_a_cancelled_job_is_gone_within_two_steps(others: int) -> None:
         assert (scheduler.running, scheduler.waiting) == (0, 0)
 
 
-def test_a_cancelled_job_that_waits_makes_room_at_once() -> None:
+def test_scheduler_cancelled_waiting_job_frees_place_immediately() -> None:
     decoder = WatchedDecoder(1, held=True)
     with scheduling(decoder, max_queue=1) as (scheduler, collected):
         first, second, third = new_sequence(), new_sequence(), new_sequence()
@@ -207,7 +207,7 @@ def test_a_cancelled_job_that_waits_makes_room_at_once() -> None:
     assert second not in collected.updates
 
 
-def test_a_job_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_job_with_non_finite_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = WatchedDecoder(4)
     plain = WatchedDecoder.step
 
@@ -235,7 +235,7 @@ def test_a_job_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.Monke
         assert (scheduler.running, len(decoder)) == (0, 0)
 
 
-def test_a_prompt_that_the_decoder_refuses_fails_alone() -> None:
+def test_scheduler_prompt_rejected_by_decoder_fails_alone() -> None:
     decoder = WatchedDecoder(4)
     with scheduling(decoder) as (scheduler, collected):
         good, bad, other = new_sequence(), new_sequence(), new_sequence("one")
@@ -251,7 +251,7 @@ def test_a_prompt_that_the_decoder_refuses_fails_alone() -> None:
         assert len(decoder) == 0
 
 
-def test_a_prompt_that_fails_after_others_joined_with_it_fails_alone() -> None:
+def test_scheduler_prompt_failing_after_joint_start_fails_alone() -> None:
     decoder = WatchedDecoder(4)
     with scheduling(decoder) as (scheduler, collected):
         # Prompts that are scored join one by one: the first is there when the second fails.
@@ -264,7 +264,7 @@ def test_a_prompt_that_fails_after_others_joined_with_it_fails_alone() -> None:
         assert (scheduler.running, len(decoder)) == (0, 0)
 
 
-def test_a_step_that_fails_ends_its_texts_and_not_the_scheduler() -> None:
+def test_scheduler_failed_step_ends_its_texts_and_continues() -> None:
     decoder = WatchedDecoder(2)
 
     def fail(token_ids: list[int]) -> None:
@@ -286,7 +286,7 @@ def test_a_step_that_fails_ends_its_texts_and_not_the_scheduler() -> None:
         assert collected.updates[after][-1].finish_reason == "length"
 
 
-def test_a_text_ends_with_length_where_its_row_is_full() -> None:
+def test_scheduler_text_filling_its_row_ends_with_length() -> None:
     decoder = WatchedDecoder(2)
     with scheduling(decoder) as (scheduler, collected):
         sequence = new_sequence("the", max_new_tokens=10_000)
@@ -300,7 +300,7 @@ def test_a_text_ends_with_length_where_its_row_is_full() -> None:
     )
 
 
-def test_stopping_fails_what_is_left_and_takes_nothing_more() -> None:
+def test_scheduler_stop_fails_remaining_jobs_and_accepts_no_more() -> None:
     decoder = WatchedDecoder(1, held=True)
     collected = Collected()
     scheduler = new_scheduler(decoder, collected)
@@ -318,7 +318,7 @@ def test_stopping_fails_what_is_left_and_takes_nothing_more() -> None:
     assert not scheduler.alive
 
 
-def test_a_decoder_that_cannot_be_made_is_an_error_of_start() -> None:
+def test_scheduler_start_raises_error_of_decoder_creation() -> None:
     def fail() -> WatchedDecoder:
         raise MemoryError("no room for the keys and values")
 
@@ -328,7 +328,7 @@ def test_a_decoder_that_cannot_be_made_is_an_error_of_start() -> None:
     scheduler.stop()
 
 
-def test_what_nobody_expects_ends_all_texts_and_says_so(
+def test_scheduler_unexpected_error_ends_all_texts_and_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     decoder = WatchedDecoder(1)
@@ -347,7 +347,7 @@ def test_what_nobody_expects_ends_all_texts_and_says_so(
     assert "the scheduler failed: SystemExit: broken" in capsys.readouterr().err
 
 
-def test_logprobs_come_with_the_tokens_they_belong_to() -> None:
+def test_scheduler_delivers_logprobs_with_their_tokens() -> None:
     with scheduling(WatchedDecoder(2)) as (scheduler, collected):
         sequence = new_sequence(logprobs=2)
         scheduler.submit([sequence])

@@ -103,7 +103,7 @@ def running(folder: Path, *options: str, **environment: str) -> Iterator[Running
             process.communicate()
 
 
-def test_it_starts_says_where_and_ends_with_0(folder: Path) -> None:
+def test_serve_prints_address_and_exits_with_0(folder: Path) -> None:
     with running(folder, "--max-batch-size=3", "--max-context-tokens=64") as server:
         ready = server.ready
         assert ready["model"] == "my-model"
@@ -130,7 +130,7 @@ def test_it_starts_says_where_and_ends_with_0(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_it_ends_with_0_whatever_asks_it_to(folder: Path, number: int) -> None:
+def test_serve_exits_with_0_for_each_ending_signal(folder: Path, number: int) -> None:
     key = folder.parent / "key"
     key.write_text("From-A-File\n", encoding="utf-8")
     with running(folder, f"--api-key-file={key}", "--model-name=other") as server:
@@ -148,7 +148,7 @@ def test_it_ends_with_0_whatever_asks_it_to(folder: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_that_were_ignored_at_the_start_stay_ignored(number: int) -> None:
+def test_serve_signals_ignored_at_start_stay_ignored(number: int) -> None:
     server = Server(uvicorn.Config(lambda: None), shutdown_timeout=0)
     before = signal.signal(number, signal.SIG_IGN)
     try:
@@ -171,7 +171,7 @@ def invoke(*arguments: str) -> Any:
     return result.exception
 
 
-def test_it_does_not_start_where_others_can_reach_it_without_a_key(
+def test_serve_public_host_without_key_raises_config_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FIRSTLIGHT_API_KEY", raising=False)
@@ -183,7 +183,7 @@ def test_it_does_not_start_where_others_can_reach_it_without_a_key(
         assert isinstance(invoke(str(folder), "--host=0.0.0.0"), ConfigError)
 
 
-def test_a_port_that_is_taken_is_said(folder: Path) -> None:
+def test_serve_port_in_use_raises_storage_error(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         error = invoke(str(folder), f"--port={port}")
@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_is_said(folder: Path) -> None:
     assert isinstance(error, ConfigError)
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_missing_package_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'firstlight\[serve\]'"):
         require_packages()
@@ -298,14 +298,14 @@ def besieged(folder: Path, slow: int, requests: int) -> tuple[list[float], Besie
     return sorted(took), besieger
 
 
-def test_a_good_client_is_answered_in_the_middle_of_thirty_slow_ones(folder: Path) -> None:
+def test_serve_answers_client_among_thirty_slow_ones(folder: Path) -> None:
     took, besieger = besieged(folder, slow=30, requests=60)
     assert len(took) == 60
     assert besieger.deep > 0
 
 
 @pytest.mark.slow
-def test_a_good_client_is_answered_within_a_second_in_the_middle_of_500_slow_ones(
+def test_serve_answers_client_within_a_second_among_500_slow_ones(
     folder: Path, record_property: Any
 ) -> None:
     took, besieger = besieged(folder, slow=500, requests=1000)
@@ -320,7 +320,7 @@ def test_a_good_client_is_answered_within_a_second_in_the_middle_of_500_slow_one
     assert p99 < 1.0
 
 
-def test_a_slow_client_does_not_keep_the_server_from_ending(folder: Path) -> None:
+def test_serve_slow_client_does_not_delay_shutdown(folder: Path) -> None:
     with running(folder) as server, ExitStack() as stack:
         slow = [stack.enter_context(server.connect()) for _ in range(4)]
         slow[0].sendall(HEALTH[:9])
@@ -333,7 +333,7 @@ def test_a_slow_client_does_not_keep_the_server_from_ending(folder: Path) -> Non
         assert "Traceback" not in said
 
 
-def test_second_interrupt_before_the_shutdown_begins_ends_answers() -> None:
+def test_serve_second_interrupt_before_shutdown_ends_answers() -> None:
     async def is_cancelled() -> bool:
         server = Server(uvicorn.Config(lambda: None), shutdown_timeout=600)
         server.servers, server.force_exit = [], True
@@ -349,7 +349,7 @@ def test_second_interrupt_before_the_shutdown_begins_ends_answers() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_second_interrupt_ends_answers_with_an_error_of_the_api(
+def test_serve_second_interrupt_ends_answers_with_api_error(
     folder: Path, tmp_path: Path, stream: bool
 ) -> None:
     """Neither a plain-text 500 nor a traceback; the first one would wait for ten minutes."""
@@ -410,9 +410,7 @@ def wait_until_refused(server: Running) -> None:
         raise AssertionError(f"waited {PATIENCE:g} s for a refusal, and connections are accepted")
 
 
-def test_health_says_that_the_file_of_the_weights_was_cut_short(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_serve_health_reports_truncated_weights_file(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     with running(copy, "--loading=mmap") as server:
         with server.connect() as connection:

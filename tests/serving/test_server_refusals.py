@@ -48,7 +48,7 @@ NEUTRAL_VALUES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("name", UnsupportedFields.model_fields)
-def test_what_would_change_the_answer_is_refused_by_name(
+def test_unsupported_parameter_is_rejected_by_name_unless_neutral(
     direct: Direct, path: str, name: str
 ) -> None:
     content = body_for(path, **{name: REFUSED_VALUES[name]})
@@ -57,13 +57,13 @@ def test_what_would_change_the_answer_is_refused_by_name(
         assert direct.ask(path, body_for(path, **{name: neutral})).status == 200
 
 
-def test_false_is_not_0(direct: Direct) -> None:
+def test_boolean_false_is_not_accepted_as_0(direct: Direct) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         refused(direct, POSTS[0], body_for(POSTS[0], **{name: False}), name, None)
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_biases_that_cannot_be_meant_are_refused(direct: Direct, path: str) -> None:
+def test_logit_bias_with_invalid_values_is_rejected(direct: Direct, path: str) -> None:
     wrong: list[Any] = [
         {"5": 101}, {"5": -100.5}, {"5": True}, {"5": None}, {"x": 1}, {"-1": 1}, {"05": 1},
         {"1.0": 1}, {"": 1}, [1], "5", {str(i): 0 for i in range(1025)},
@@ -79,7 +79,7 @@ def test_biases_that_cannot_be_meant_are_refused(direct: Direct, path: str) -> N
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_what_says_nothing_about_the_answer_is_accepted(direct: Direct, path: str) -> None:
+def test_parameters_without_effect_on_answer_are_accepted(direct: Direct, path: str) -> None:
     harmless = {
         "user": "me",
         "metadata": {"a": {"b": [1]}},
@@ -92,7 +92,9 @@ def test_what_says_nothing_about_the_answer_is_accepted(direct: Direct, path: st
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_unknown_field_that_is_nearly_a_known_one_is_refused(direct: Direct, path: str) -> None:
+def test_unknown_field_close_to_a_known_one_is_rejected_with_suggestion(
+    direct: Direct, path: str
+) -> None:
     content = body_for(path, temprature=1)
     message = refused(direct, path, content, "temprature", "unknown_parameter")
     assert "did you mean 'temperature'?" in message
@@ -112,13 +114,13 @@ def test_unknown_field_that_is_nearly_a_known_one_is_refused(direct: Direct, pat
         ("model", "x" * 257), ("metadata", []), ("logprobs", "yes"), ("logprobs", 6),
     ],
 )  # fmt: skip
-def test_values_out_of_range_are_refused_by_name(
+def test_parameters_out_of_range_are_rejected_by_name(
     direct: Direct, path: str, name: str, value: Any
 ) -> None:
     refused(direct, path, body_for(path, **{name: value}), name, None)
 
 
-def test_refusals_that_are_about_one_route(direct: Direct) -> None:
+def test_parameters_of_other_route_are_rejected(direct: Direct) -> None:
     chat = POSTS[1]
     refused(direct, chat, body_for(chat, max_tokens=0), "max_tokens", None)
     refused(direct, POSTS[0], body_for(POSTS[0], echo=1), "echo", None)
@@ -160,9 +162,7 @@ def test_refusals_that_are_about_one_route(direct: Direct) -> None:
     ],
     ids=lambda body: body[:24],
 )
-def test_bodies_that_are_no_json_objects_are_refused(
-    direct: Direct, path: str, body: bytes
-) -> None:
+def test_body_not_a_json_object_returns_400(direct: Direct, path: str, body: bytes) -> None:
     answer = direct.ask(path, method="POST", body=[body])
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
 
@@ -179,7 +179,7 @@ def test_bodies_that_are_no_json_objects_are_refused(
         [(b"content-type", b"application/json"), (b"content-encoding", b"gzip")],
     ],
 )
-def test_bodies_that_do_not_say_that_they_are_json_are_refused(
+def test_body_without_json_content_type_returns_415(
     direct: Direct, path: str, headers: list[tuple[bytes, bytes]]
 ) -> None:
     body = [json.dumps(body_for(path)).encode()]
@@ -196,7 +196,7 @@ def test_bodies_that_do_not_say_that_they_are_json_are_refused(
 
 @pytest.mark.parametrize("key", ["metadata", "logit_bias", "stream_options", "n", "unknown"])
 @pytest.mark.parametrize("values", [{str(i): 1 for i in range(20_000)}, [{}] * 20_001])
-def test_body_with_too_many_names_is_refused_before_they_are_validated(
+def test_body_with_too_many_names_returns_413_before_validation(
     direct: Direct, key: str, values: Any
 ) -> None:
     answer = direct.ask(POSTS[0], body_for(POSTS[0], **{key: values}))
@@ -204,13 +204,13 @@ def test_body_with_too_many_names_is_refused_before_they_are_validated(
     assert "more than 20,000 names and objects" in answer.error["message"]
 
 
-def test_body_with_many_names_is_answered(direct: Direct) -> None:
+def test_body_with_many_names_below_limit_is_answered(direct: Direct) -> None:
     names = {str(i): 1 for i in range(19_000)}
     assert direct.ask(POSTS[0], body_for(POSTS[0], metadata=names, max_tokens=1)).status == 200
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_a_body_that_is_too_large_is_not_read_to_its_end(path: str) -> None:
+def test_body_too_large_returns_413_and_is_not_read_to_end(path: str) -> None:
     app = new_direct(limits=Limits(max_body_bytes=1000))
     plain = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     try:

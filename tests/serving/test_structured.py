@@ -68,7 +68,7 @@ def grammars() -> Iterator[Grammars]:
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
-def test_every_answer_of_a_random_model_keeps_to_the_schema(
+def test_structured_answer_of_random_model_follows_schema(
     direct: Direct, path: str, schema: dict[str, Any]
 ) -> None:
     """Ten choices each, hot and greedy, whole and in pieces."""
@@ -92,7 +92,7 @@ def test_every_answer_of_a_random_model_keeps_to_the_schema(
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_any_object_will_do(direct: Direct, path: str) -> None:
+def test_structured_json_object_format_allows_any_object(direct: Direct, path: str) -> None:
     """An answer that has no room to end is the beginning of one."""
     for one in ({"type": "json_object"}, asked_format(None)):
         fields = body_for(path, max_tokens=40, n=8, seed=1, temperature=1, response_format=one)
@@ -109,7 +109,9 @@ def test_any_object_will_do(direct: Direct, path: str) -> None:
     assert direct.ask(path, plain).json["choices"] == free["choices"]
 
 
-def test_masks_hold_no_control_token_and_none_without_text(grammars: Grammars) -> None:
+def test_structured_masks_exclude_control_tokens_and_tokens_without_text(
+    grammars: Grammars,
+) -> None:
     size = tiny_tokenizer().vocab_size
     constraint = grammars.constraint({"type": "string"})
     constraint.push(tiny_tokenizer().encode('"')[0])
@@ -120,7 +122,7 @@ def test_masks_hold_no_control_token_and_none_without_text(grammars: Grammars) -
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_formats_that_cannot_be_meant_are_refused(direct: Direct, path: str) -> None:
+def test_structured_invalid_formats_return_400(direct: Direct, path: str) -> None:
     named = "response_format.json_schema.name"
     wrong: list[tuple[Any, str]] = [
         ("json", "response_format"),
@@ -171,7 +173,9 @@ FOLLOWED = ("deep", "a million items")
 
 @pytest.mark.parametrize("direct", ["end token"], indirect=True)
 @pytest.mark.parametrize("name", HOSTILE)
-def test_schemas_of_strangers_take_little_and_are_answered(direct: Direct, name: str) -> None:
+def test_structured_arbitrary_schemas_are_answered_with_little_cpu_time(
+    direct: Direct, name: str
+) -> None:
     """In processor time of the processes that follow schemas, the clock being others', too."""
     before = {child.pid for child in psutil.Process().children()}
     content = body_for(POSTS[1], response_format=asked_format(HOSTILE[name]))
@@ -189,7 +193,9 @@ def test_schemas_of_strangers_take_little_and_are_answered(direct: Direct, name:
     assert jsonschema_rs.is_valid(PERSON, json.loads(found))
 
 
-def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, grammars: Grammars) -> None:
+def test_structured_slow_schema_is_ended(
+    monkeypatch: pytest.MonkeyPatch, grammars: Grammars
+) -> None:
     children = psutil.Process().children
     grammars.constraint(PERSON)
     before = len(children())
@@ -203,7 +209,7 @@ def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, grammars:
         grammars.constraint(HOSTILE["repeats of repeats"])
 
 
-def test_a_text_goes_on_when_another_has_ended_the_process(grammars: Grammars) -> None:
+def test_structured_text_continues_when_another_ended_the_process(grammars: Grammars) -> None:
     schema = {"enum": ["the star falls", "the stone"]}
     encode = tiny_tokenizer().encode
     texts = [encode('"the star falls"'), encode('"the stone"')]
@@ -223,7 +229,7 @@ def test_a_text_goes_on_when_another_has_ended_the_process(grammars: Grammars) -
     assert constraints[1].push(texts[1][-1])
 
 
-def test_a_schema_that_fails_in_the_middle_of_a_text_is_a_400(
+def test_structured_schema_failing_midway_returns_400(
     direct: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: object, token_id: int) -> bool:
@@ -236,7 +242,7 @@ def test_a_schema_that_fails_in_the_middle_of_a_text_is_a_400(
     assert direct.ask(POSTS[1], content).status == 200
 
 
-def test_the_memory_of_a_schema_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structured_schema_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "_MEMORY", 2**20)
     monkeypatch.setattr(structured, "_SCHEMA_SECONDS", 60.0)
     found = Grammars(Vocabulary([bytes([n]) for n in range(256)], [], []))
@@ -247,7 +253,7 @@ def test_the_memory_of_a_schema_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         found.close()
 
 
-def test_without_the_library_the_command_that_installs_it_is_said(
+def test_structured_without_library_names_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured, "can_structure", lambda: False)
@@ -263,7 +269,7 @@ def test_without_the_library_the_command_that_installs_it_is_said(
         app.close()
 
 
-def test_the_processes_end_with_the_service() -> None:
+def test_structured_processes_end_with_service() -> None:
     app = new_direct()
     before = {child.pid for child in psutil.Process().children()}
     app.ask(POSTS[1], body_for(POSTS[1], response_format={"type": "json_object"}))
@@ -273,7 +279,7 @@ def test_the_processes_end_with_the_service() -> None:
     assert not any(child.is_running() for child in begun)
 
 
-def test_a_context_that_is_full_is_said(direct: Direct) -> None:
+def test_structured_full_context_ends_with_length(direct: Direct) -> None:
     schema = {"type": "string", "minLength": 2 * CONTEXT}
     content = body_for(POSTS[0], max_tokens=None, response_format=asked_format(schema))
     assert direct.ask(POSTS[0], content).json["choices"][0]["finish_reason"] == "length"

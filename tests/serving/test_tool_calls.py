@@ -118,7 +118,7 @@ def prompt_of(direct: Direct, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_with_tools_returns_calls_and_reasoning_apart(calling: Direct, stream: bool) -> None:
+def test_chat_with_tools_separates_calls_and_reasoning(calling: Direct, stream: bool) -> None:
     choice = asked(calling, tools=[TOOL], stream=stream)
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
@@ -131,14 +131,14 @@ def test_chat_with_tools_returns_calls_and_reasoning_apart(calling: Direct, stre
     assert all(call["id"].isalnum() and len(call["id"]) == 9 for call in calls)
 
 
-def test_chat_with_tools_of_choice_none_does_not_know_them(calling: Direct) -> None:
+def test_chat_with_tool_choice_none_hides_tools(calling: Direct) -> None:
     choice = asked(calling, tools=[TOOL], tool_choice="none")
     assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("stop", None)
     assert '"name"' not in prompt_of(calling, tools=[TOOL], tool_choice="none")
     assert prompt_of(calling, tools=[TOOL]).startswith(f"T{json.dumps([TOOL])}<|im_start|>user")
 
 
-def test_chat_that_is_cut_in_a_call_keeps_its_text(calling: Direct) -> None:
+def test_chat_truncated_in_tool_call_keeps_its_text(calling: Direct) -> None:
     choice = asked(calling, tools=[TOOL], max_tokens=12)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].startswith("So<tool_call>{")
@@ -146,7 +146,7 @@ def test_chat_that_is_cut_in_a_call_keeps_its_text(calling: Direct) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_chat_with_forced_tool_is_one_call_of_it(choice: Any) -> None:
+def test_chat_with_forced_tool_returns_one_call_of_that_tool(choice: Any) -> None:
     pytest.importorskip("llguidance")
     app = new_direct(loaded=answering_model())
     try:
@@ -159,7 +159,7 @@ def test_chat_with_forced_tool_is_one_call_of_it(choice: Any) -> None:
     assert json.loads(call["function"]["arguments"]) in ({"a": 1}, {"a": 2})
 
 
-def test_forced_tools_keep_their_own_definitions_of_one_name() -> None:
+def test_chat_forced_tools_keep_their_own_definitions() -> None:
     pytest.importorskip("llguidance")
     tools = []
     for name, where in (("f", "$defs/A"), ("g", "definitions/A"), ("h", "$defs/A")):
@@ -184,7 +184,7 @@ def answering_model() -> LoadedModel:
     return LoadedModel(tiny_loaded().model, tokenizer, (), tiny_loaded().folder)
 
 
-def test_tools_that_can_not_be_used_are_refused(calling: Direct) -> None:
+def test_chat_unusable_tools_are_rejected(calling: Direct) -> None:
     chat = POSTS[1]
     for fields, param in (
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -210,7 +210,7 @@ def test_tools_that_can_not_be_used_are_refused(calling: Direct) -> None:
     assert "does not support tool calls" in lost
 
 
-def test_messages_with_calls_results_and_reasoning_reach_the_template(calling: Direct) -> None:
+def test_chat_messages_with_calls_results_and_reasoning_reach_template(calling: Direct) -> None:
     called = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
     messages = [
         {"role": "user", "content": "hi", "name": "Ann", "id": "1"},
@@ -226,7 +226,7 @@ def test_messages_with_calls_results_and_reasoning_reach_the_template(calling: D
     assert ids.count(tool_tokenizer().special_tokens["<|im_end|>"]) == 3  # the result's is text
 
 
-def test_template_kwargs_and_reasoning_effort_are_variables_of_the_template(
+def test_chat_template_kwargs_and_reasoning_effort_are_template_variables(
     calling: Direct,
 ) -> None:
     for fields, end in (
@@ -240,7 +240,7 @@ def test_template_kwargs_and_reasoning_effort_are_variables_of_the_template(
     assert ids[-1] != tool_tokenizer().special_tokens["<|im_end|>"]
 
 
-def test_last_message_is_continued_without_the_end_of_its_turn(calling: Direct) -> None:
+def test_chat_continue_final_message_omits_end_of_turn(calling: Direct) -> None:
     # Parts of the token after the message, too.
     for said in ("<|im_end|> a", "<", "|", "d", "en"):
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
@@ -257,7 +257,7 @@ def test_last_message_is_continued_without_the_end_of_its_turn(calling: Direct) 
         assert "continue_final_message" in refused(calling, POSTS[1], content, field, None)
 
 
-def test_answer_to_a_prompt_that_opens_thoughts_begins_with_reasoning() -> None:
+def test_chat_answer_to_prompt_opening_reasoning_starts_with_reasoning() -> None:
     app = answering("Hm</think>So")
     try:
         message = asked(app, chat_template_kwargs={"enable_thinking": True})["message"]
@@ -266,7 +266,7 @@ def test_answer_to_a_prompt_that_opens_thoughts_begins_with_reasoning() -> None:
     assert (message["reasoning_content"], message["content"]) == ("Hm", "So")
 
 
-def test_fields_of_vendors_are_ignored_and_counted_in_the_log(
+def test_chat_vendor_fields_are_ignored_and_counted_in_log(
     calling: Direct, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
@@ -291,7 +291,7 @@ def test_fields_of_vendors_are_ignored_and_counted_in_the_log(
     assert said.count("ignored") == 10
 
 
-def test_settings_of_the_model_are_the_defaults_of_requests() -> None:
+def test_chat_model_settings_are_request_defaults() -> None:
     loaded = dataclasses.replace(tiny_loaded(), generation={"temperature": 0.0, "top_k": 4})
     app, plain = new_direct(loaded=loaded), new_direct()
     try:
@@ -305,7 +305,7 @@ def test_settings_of_the_model_are_the_defaults_of_requests() -> None:
         plain.close()
 
 
-def test_openai_client_calls_a_tool_and_sends_its_result(
+def test_openai_client_calls_tool_and_sends_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     openai = pytest.importorskip("openai")

@@ -48,14 +48,14 @@ def learned_text(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options
         ("alpaca", ["one<|endoftext|>", "two\n<|endoftext|>"]),
     ],
 )
-def test_answers_and_their_end_tokens_are_learned_and_nothing_else(
+def test_chat_labels_cover_answers_and_end_tokens_only(
     tokenizer: Tokenizer, name: str, expected: list[str]
 ) -> None:
     ours = with_template(tokenizer, name)
     assert learned_text(ours, say("a", "one", "b", "two\n", system="s")) == expected
 
 
-def test_blocks_are_learned_exactly(tokenizer: Tokenizer) -> None:
+def test_chat_labels_with_blocks_cover_blocks_exactly(tokenizer: Tokenizer) -> None:
     ours = with_chatml_like(tokenizer, BLOCKS)
     assert learned_text(ours, say("a", "one", "b", "two\n")) == ["one<|im_end|>", "two\n<|im_end|>"]
     # Where the block ends earlier, so does what is learned.
@@ -68,7 +68,7 @@ def test_blocks_are_learned_exactly(tokenizer: Tokenizer) -> None:
 
 
 @given(contents=st.lists(_TEXTS.filter(str.strip), min_size=1, max_size=3), system=st.booleans())
-def test_blocks_and_prefixes_agree_and_ids_are_those_of_inference(
+def test_chat_labels_of_blocks_and_prefixes_agree_with_inference_ids(
     tokenizer: Tokenizer, contents: list[str], system: bool
 ) -> None:
     texts = [text for content in contents for text in (f"q {content}", content)]
@@ -84,9 +84,7 @@ def test_blocks_and_prefixes_agree_and_ids_are_those_of_inference(
 
 
 @_NAMES
-def test_an_answer_is_learned_from_the_prompt_that_inference_gives(
-    tokenizer: Tokenizer, name: str
-) -> None:
+def test_chat_labels_prompt_equals_inference_prompt(tokenizer: Tokenizer, name: str) -> None:
     """What comes before the last run of learned tokens is the prompt of the last answer."""
     ours = with_template(tokenizer, name)
     messages = say("a question", "an answer", "another", "the light")
@@ -99,7 +97,7 @@ def test_an_answer_is_learned_from_the_prompt_that_inference_gives(
     assert chat.ids[last] == end
 
 
-def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks(
+def test_chat_labels_template_reformatting_earlier_answers_uses_markers(
     tokenizer: Tokenizer,
 ) -> None:
     ours = with_chatml_like(tokenizer, THINKING)
@@ -132,7 +130,7 @@ def test_a_template_that_lays_out_earlier_answers_otherwise_is_found_in_by_marks
         ),
     ],
 )
-def test_a_template_in_which_answers_cannot_be_told_is_refused(
+def test_chat_labels_template_hiding_answers_raises_tokenizer_error(
     tokenizer: Tokenizer, template: str, message: str
 ) -> None:
     ours = tokenizer.extended([], template)
@@ -156,7 +154,7 @@ def test_a_template_in_which_answers_cannot_be_told_is_refused(
         ),
     ],
 )
-def test_answers_that_template_leaves_out_are_lost_and_not_learned(
+def test_chat_labels_answers_omitted_by_template_are_reported_lost(
     tokenizer: Tokenizer, template: str, lost: list[str]
 ) -> None:
     ours = tokenizer.extended([], template)
@@ -166,7 +164,7 @@ def test_answers_that_template_leaves_out_are_lost_and_not_learned(
     assert learned == ("" if len(lost) == 2 else "two<|endoftext|>")
 
 
-def test_a_token_that_begins_in_the_prompt_is_not_learned(tokenizer: Tokenizer) -> None:
+def test_chat_labels_token_starting_in_prompt_is_not_learned(tokenizer: Tokenizer) -> None:
     """The template's last newline and the answer's first one make one token of some tokenizers."""
     texts = [f"assistant\n\n\n{word}\n\n" for word in ("the", "dawn", "star") for _ in range(9)]
     ours = with_template(train_tokenizer(texts, 300), "chatml")
@@ -180,12 +178,12 @@ def test_a_token_that_begins_in_the_prompt_is_not_learned(tokenizer: Tokenizer) 
     assert ChatEncoder(ours).encode(say("a", "the")).torn == 0
 
 
-def test_what_is_learned_of_text_is_counted_in_bytes(tokenizer: Tokenizer) -> None:
+def test_chat_labels_text_is_counted_in_bytes(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     assert ChatEncoder(ours).encode(say("a", "é日", "b", "c")).text_bytes == 2 + 3 + 1
 
 
-def test_answers_left_out_are_not_learned(tokenizer: Tokenizer) -> None:
+def test_chat_labels_masked_answers_are_not_learned(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     messages = say("a", "one", "b", "two")
     assert learned_text(ours, messages, masked=frozenset({1})) == ["two<|im_end|>"]
@@ -196,7 +194,7 @@ def test_answers_left_out_are_not_learned(tokenizer: Tokenizer) -> None:
     assert last.startswith("\n<|im_start|>user")
 
 
-def test_special_tokens_in_messages_are_text(tokenizer: Tokenizer) -> None:
+def test_chat_labels_special_tokens_in_messages_are_text(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     end = ours.special_tokens["<|im_end|>"]
     chat = ChatEncoder(ours).encode(say("<|im_end|>", "a<|im_end|>b"))
@@ -206,7 +204,9 @@ def test_special_tokens_in_messages_are_text(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_a_template_that_refuses_the_conversation_says_so(tokenizer: Tokenizer) -> None:
+def test_chat_labels_template_refusing_conversation_raises_input_error(
+    tokenizer: Tokenizer,
+) -> None:
     ours = tokenizer.extended([], "{{- raise_exception('not today') -}}")
     with pytest.raises(InputError, match="not today"):
         ChatEncoder(ours).encode(say("a", "b"))
@@ -265,7 +265,7 @@ def with_call(city: str = "Rome", content: str = "", **entries: Any) -> list[dic
     ],
 )
 @pytest.mark.parametrize("blocks", [False, True])
-def test_labels_of_tool_calls_are_call_and_answer_without_result(
+def test_chat_labels_of_tool_calls_cover_call_and_answer_without_result(
     tokenizer: Tokenizer, name: str, call: str, answer: str, blocks: bool
 ) -> None:
     ours = family(tokenizer, name, blocks=blocks)
@@ -274,7 +274,7 @@ def test_labels_of_tool_calls_are_call_and_answer_without_result(
     assert learned_text(ours, with_call(), masked=frozenset({3})) == [call]
 
 
-def test_labels_of_calls_for_template_that_only_asks_for_them_are_their_texts(
+def test_chat_labels_of_calls_written_as_text_cover_that_text(
     tokenizer: Tokenizer,
 ) -> None:
     ours = family(tokenizer, "smollm3")
@@ -296,7 +296,7 @@ def test_labels_of_calls_for_template_that_only_asks_for_them_are_their_texts(
         ("deepseek-r1", "thinking", "two<|endoftext|>"),
     ],
 )
-def test_train_on_answers_leaves_reasoning_of_any_key_out_of_labels(
+def test_chat_labels_train_on_answers_excludes_reasoning_of_any_key(
     tokenizer: Tokenizer, name: str, key: str, expected: str
 ) -> None:
     ours = family(tokenizer, name)
@@ -310,7 +310,7 @@ def test_train_on_answers_leaves_reasoning_of_any_key_out_of_labels(
     assert learned_text(ours, messages, train_on="answers") == [expected]
 
 
-def test_reasoning_is_lost_where_prompt_opens_and_closes_it(tokenizer: Tokenizer) -> None:
+def test_chat_labels_reasoning_is_lost_if_prompt_closes_it(tokenizer: Tokenizer) -> None:
     template = WITHOUT_BLOCKS["deepseek-r1"].replace("<think>\\n'", "<think>\\n\\n</think>\\n'")
     ours = tokenizer.extended(SPECIAL_TOKENS, template)
     messages = say("a", "<think>\nI think so\n</think>\n\ntwo")
@@ -318,7 +318,7 @@ def test_reasoning_is_lost_where_prompt_opens_and_closes_it(tokenizer: Tokenizer
     assert learned_text(ours, messages) == ["\n\ntwo<|endoftext|>"]
 
 
-def test_results_within_turn_of_assistant_are_not_learned(tokenizer: Tokenizer) -> None:
+def test_chat_labels_results_within_assistant_turn_are_not_learned(tokenizer: Tokenizer) -> None:
     template = (
         "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role if m.role != 'tool' else '' -}}"
         "{%- if m.tool_calls -%}{{- m.tool_calls[0].function.name ~ ' gave ' -}}"
@@ -333,7 +333,7 @@ def test_results_within_turn_of_assistant_are_not_learned(tokenizer: Tokenizer) 
     assert learned[0].startswith("find gave")
 
 
-def test_train_on_answers_leaves_empty_reasoning_of_template_out_of_labels(
+def test_chat_labels_train_on_answers_excludes_empty_reasoning_of_template(
     tokenizer: Tokenizer,
 ) -> None:
     found = learned_text(
@@ -342,7 +342,7 @@ def test_train_on_answers_leaves_empty_reasoning_of_template_out_of_labels(
     assert found == ["one<|im_end|>", "two<|im_end|>"]
 
 
-def test_labels_begin_after_prompt_that_opens_reasoning(tokenizer: Tokenizer) -> None:
+def test_chat_labels_start_after_prompt_that_opens_reasoning(tokenizer: Tokenizer) -> None:
     ours = family(tokenizer, "deepseek-r1")
     messages = say("a", "one", "b", "<think>\nI think so\n</think>\n\ntwo")
     assert learned_text(ours, messages) == [
@@ -373,7 +373,7 @@ _TOOLS = [{"type": "function", "function": {"name": "find", "description": "Find
         ("gemma3", say("a", " one\n", system=" s"), {}, set()),
     ],
 )
-def test_texts_that_template_leaves_out_are_lost(
+def test_chat_labels_texts_omitted_by_template_are_reported_lost(
     tokenizer: Tokenizer,
     name: str,
     messages: list[dict[str, Any]],
@@ -391,7 +391,9 @@ def test_texts_that_template_leaves_out_are_lost(
     assert {reason for reason, _ in chat.lost} == expected
 
 
-def test_lost_texts_are_found_where_marks_change_the_layout(tokenizer: Tokenizer) -> None:
+def test_chat_labels_lost_texts_are_found_despite_marker_layout_changes(
+    tokenizer: Tokenizer,
+) -> None:
     template = WITHOUT_BLOCKS["hermes"].replace(
         "{%- for message",
         "{%- for message in messages if message.content != 'skip' -%}{%- endfor -%}{%- for message",
@@ -430,7 +432,7 @@ def _file(tmp_path: Any, text: str) -> str:
         ),
     ],
 )
-def test_missing_tokens_are_named_with_the_command_that_adds_them(
+def test_chat_labels_missing_tokens_are_named_with_extend_command(
     tokenizer: Tokenizer, tmp_path: Any, template: Callable[[Any], str], advice: str
 ) -> None:
     with pytest.raises(TokenizerError) as caught:
@@ -439,13 +441,13 @@ def test_missing_tokens_are_named_with_the_command_that_adds_them(
     assert advice in str(caught.value)
 
 
-def test_a_template_of_plain_text_needs_no_tokens(tokenizer: Tokenizer) -> None:
+def test_with_chat_template_plain_text_template_needs_no_tokens(tokenizer: Tokenizer) -> None:
     ours = with_chat_template(tokenizer, "alpaca")
     assert ours.chat_template == CHAT_TEMPLATES["alpaca"]
     assert ours.fingerprint == tokenizer.fingerprint
 
 
-def test_the_tokenizers_own_template_is_taken_and_a_missing_one_said(tokenizer: Tokenizer) -> None:
+def test_with_chat_template_defaults_to_own_and_names_missing_one(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     assert with_chat_template(ours, None) is ours
     with pytest.raises(TokenizerError, match="has no chat template: set"):

@@ -37,7 +37,7 @@ from tokenizer_files import (
 )
 
 
-def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None:
+def test_load_tokenizer_missing_path_names_expected_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer .*none does not exist"):
         Tokenizer.from_pretrained(tmp_path / "none")
     message = r"no tokenizer in .*: expected tokenizer\.json, vocab\.json \+ merges\.txt"
@@ -64,12 +64,12 @@ def test_paths_without_a_tokenizer_say_what_was_expected(tmp_path: Path) -> None
         (b"\x0a\x2d\x0a\x01a" + b"\x20\0" * 21, "is neither"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_load_tokenizer_invalid_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(TokenizerError, match=rf"thing\.model {message}"):
         load_bytes(tmp_path, content, "thing.model")
 
 
-def test_a_tokenizer_whose_ids_are_drawn_is_refused(tmp_path: Path) -> None:
+def test_load_tokenizer_with_bpe_dropout_raises(tmp_path: Path) -> None:
     state = json.loads(tiny("tokenizer.json").backend.to_str())
     state["model"]["dropout"] = 0.1
     path = tmp_path / "tokenizer.json"
@@ -82,7 +82,7 @@ def test_a_tokenizer_whose_ids_are_drawn_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [models.WordPiece, models.WordLevel])
-def test_a_vocabulary_without_its_unknown_token_says_what_to_do(kind: Any) -> None:
+def test_load_tokenizer_without_unknown_token_raises_with_advice(kind: Any) -> None:
     tokenizer = Tokenizer(tokenizers.Tokenizer(kind({"a": 0}, unk_token="[UNK]")))
     advice = r"\(add the token that its unk_token names to the vocabulary in tokenizer\.json\)$"
     for call in (lambda: tokenizer.encode("b"), lambda: tokenizer.extended(["b"])):
@@ -92,7 +92,7 @@ def test_a_vocabulary_without_its_unknown_token_says_what_to_do(kind: Any) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_a_file_cut_short_anywhere_is_an_error_or_whole(
+def test_load_tokenizer_file_truncated_anywhere_raises_or_is_whole(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
     data: st.DataObject,
@@ -124,13 +124,15 @@ def test_a_file_cut_short_anywhere_is_an_error_or_whole(
         (b"\xff\xfe\n", r"merges\.txt is not UTF-8"),
     ],
 )
-def test_damaged_merges_are_named(tmp_path: Path, merges: bytes, message: str) -> None:
+def test_load_tokenizer_damaged_merges_are_named(
+    tmp_path: Path, merges: bytes, message: str
+) -> None:
     write_gpt2_files(tmp_path, merges)
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_pretrained(tmp_path)
 
 
-def test_a_folder_called_merges_is_named(tmp_path: Path) -> None:
+def test_load_tokenizer_folder_named_merges_raises(tmp_path: Path) -> None:
     write_gpt2_files(tmp_path)
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(TokenizerError, match=r"vocab\.json needs merges\.txt in the same folder"):
@@ -149,7 +151,7 @@ def test_a_folder_called_merges_is_named(tmp_path: Path) -> None:
         (lambda lines: lines[:200], "is a damaged tiktoken file: a byte has no token"),
     ],
 )
-def test_damaged_ranks_are_named(
+def test_load_tokenizer_damaged_ranks_are_named(
     tmp_path: Path, change: Callable[[list[bytes]], list[bytes]], message: str
 ) -> None:
     lines = rank_file(RANKED).splitlines()
@@ -169,7 +171,7 @@ def test_damaged_ranks_are_named(
         (piece_file(MERGED, extra=piece("<mask>", 0, 4)), "user-defined symbols"),
     ],
 )
-def test_a_sentencepiece_model_that_would_give_other_ids_is_refused(
+def test_load_sentencepiece_model_with_different_ids_raises(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=rf"is a sentencepiece model with .*{message}"):
@@ -185,7 +187,7 @@ def test_a_sentencepiece_model_that_would_give_other_ids_is_refused(
         piece("a", 0, 1),
     ],
 )
-def test_a_sentencepiece_model_without_bytes_or_with_a_piece_twice_is_refused(
+def test_load_sentencepiece_model_without_bytes_or_with_duplicates_raises(
     tmp_path: Path, content: bytes
 ) -> None:
     with pytest.raises(TokenizerError, match="is not a sentencepiece BPE model with byte fallback"):
@@ -193,7 +195,7 @@ def test_a_sentencepiece_model_without_bytes_or_with_a_piece_twice_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'"x"'])
-def test_a_damaged_config_beside_a_tokenizer_is_named(
+def test_load_tokenizer_damaged_config_is_named(
     tmp_path: Path, tokenizer: Tokenizer, content: bytes
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
@@ -203,7 +205,7 @@ def test_a_damaged_config_beside_a_tokenizer_is_named(
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token"])
-def test_a_config_that_names_an_unknown_token_is_refused(
+def test_load_tokenizer_config_with_unknown_token_raises(
     tmp_path: Path, tokenizer: Tokenizer, name: str
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
@@ -215,7 +217,7 @@ def test_a_config_that_names_an_unknown_token_is_refused(
 @pytest.mark.parametrize(
     "name", slow_but(["tokenizer.model"], ["tokenizer.json", "vocab.json", "tokenizer.model"])
 )
-def test_vocabularies_of_millions_of_tokens_are_refused(
+def test_load_tokenizer_with_millions_of_tokens_raises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of their tokens takes some 600 bytes of memory."""
@@ -261,7 +263,7 @@ def _replaced(*pairs: tuple[str, str]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": steps}
 
 
-def test_from_pretrained_of_harmless_foreign_tokenizer_tries_it_once(
+def test_load_tokenizer_harmless_foreign_file_is_tried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _rewritten(tmp_path, normalizer=_steps(("ä", "ae")))
@@ -276,7 +278,7 @@ def test_from_pretrained_of_harmless_foreign_tokenizer_tries_it_once(
 
 
 @pytest.mark.parametrize("pattern", SPLIT_PATTERNS.values(), ids=SPLIT_PATTERNS)
-def test_from_pretrained_of_own_tokenizer_starts_no_process(
+def test_load_tokenizer_own_file_starts_no_process(
     pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(formats, "LimitedProcess", None)
@@ -330,7 +332,7 @@ def test_from_pretrained_of_own_tokenizer_starts_no_process(
         ),
     ],
 )
-def test_from_pretrained_of_harmful_tokenizer_is_one_clear_error(
+def test_load_tokenizer_harmful_file_raises_one_error(
     sections: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(TokenizerError, match=rf"tokenizer .*tokenizer\.json {message}"):
@@ -338,7 +340,7 @@ def test_from_pretrained_of_harmful_tokenizer_is_one_clear_error(
     assert capfd.readouterr().err == ""
 
 
-def test_from_pretrained_of_file_that_changes_for_its_trial_is_error(
+def test_load_tokenizer_file_changed_during_trial_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _rewritten(tmp_path, normalizer=_steps(*[("a", "a" * 9)] * 9))
@@ -353,7 +355,7 @@ def test_from_pretrained_of_file_that_changes_for_its_trial_is_error(
         Tokenizer.from_pretrained(path)
 
 
-def test_encode_of_text_on_which_a_pattern_panics_is_one_clear_error(
+def test_encode_text_on_which_pattern_panics_raises_one_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stage = json.loads(parts.byte_level_split("(一+)+x|.").__getstate__())
@@ -365,7 +367,7 @@ def test_encode_of_text_on_which_a_pattern_panics_is_one_clear_error(
     assert tokenizer.decode(tokenizer.encode("一x")) == "一x"
 
 
-def test_muted_library_passes_on_what_others_write(capfd: pytest.CaptureFixture[str]) -> None:
+def test_muted_library_passes_on_other_output(capfd: pytest.CaptureFixture[str]) -> None:
     with parts.library_errors("fails", muted=True):
         os.write(2, b"kept")
         with parts.library_errors("fails", muted=True):  # as in another thread
@@ -373,7 +375,7 @@ def test_muted_library_passes_on_what_others_write(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == "kept too"
 
 
-def test_from_pretrained_of_tokenizer_without_unknown_token_loads(tmp_path: Path) -> None:
+def test_load_tokenizer_without_named_unknown_token_loads(tmp_path: Path) -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]"}
     tokenizer = Tokenizer.from_pretrained(_rewritten(tmp_path, model=model, pre_tokenizer=None))
     assert tokenizer.encode("b") == [1]

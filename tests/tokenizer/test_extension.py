@@ -27,7 +27,7 @@ NEW = ("<|user|>", "<two words>", "[é日本]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_are_ids_where_asked_for(kind: str) -> None:
+def test_encode_special_tokens_option_gives_special_ids(kind: str) -> None:
     tokenizer = tiny(kind)
     for token, token_id in tokenizer.special_tokens.items():
         assert tokenizer.encode(token, special_tokens=True) == [token_id]
@@ -42,7 +42,7 @@ def test_special_tokens_are_ids_where_asked_for(kind: str) -> None:
         assert tokenizer.encode_batch([text]) == [tokenizer.encode(text)]
 
 
-def test_asking_for_special_tokens_puts_no_bos_first_and_checks_the_text() -> None:
+def test_encode_special_tokens_option_adds_no_bos_and_validates_text() -> None:
     ranks = tiny("ranks")
     assert ranks.encode("the", special_tokens=True) == ranks.encode("the")
     assert ranks.encode("", special_tokens=True) == []
@@ -54,7 +54,7 @@ def test_asking_for_special_tokens_puts_no_bos_first_and_checks_the_text() -> No
             call()
 
 
-def test_threads_that_ask_differently_do_not_disturb_each_other() -> None:
+def test_encode_special_tokens_option_is_thread_safe() -> None:
     tokenizer = tiny("ranks").extended(["<x>"])
     text, wrong = "the <x> ab" * 20, []
     expected = {
@@ -80,7 +80,9 @@ def test_threads_that_ask_differently_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_tokens_get_the_next_ids_and_everything_else_stays(tmp_path: Path, kind: str) -> None:
+def test_extend_gives_new_tokens_next_ids_and_keeps_everything_else(
+    tmp_path: Path, kind: str
+) -> None:
     before = tiny(kind)
     before_files = before.files()
     before.config = {"model_max_length": 7}
@@ -112,7 +114,7 @@ _EXTENDED = {kind: tiny(kind).extended(NEW) for kind in KINDS}
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(texts=st.lists(TEXTS | st.sampled_from(NEW), max_size=4))
-def test_every_text_keeps_its_ids_in_an_extended_tokenizer(kind: str, texts: list[str]) -> None:
+def test_extended_tokenizer_keeps_ids_of_every_text(kind: str, texts: list[str]) -> None:
     text = "".join(texts)
     assert _EXTENDED[kind].encode(text) == tiny(kind).encode(text)
 
@@ -129,42 +131,42 @@ def test_every_text_keeps_its_ids_in_an_extended_tokenizer(kind: str, texts: lis
         (["a"], "'a' is already an ordinary word in the vocabulary: choose"),
     ],
 )
-def test_tokens_that_are_not_new_are_refused(tokens: list[str], message: str) -> None:
+def test_extend_existing_tokens_raises_tokenizer_error(tokens: list[str], message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         tiny("tokenizer.json").extended(tokens)
 
 
-def test_tokens_that_are_no_unicode_are_refused() -> None:
+def test_extend_non_unicode_tokens_raises_input_error() -> None:
     with pytest.raises(InputError, match="the text is not valid Unicode"):
         tiny("ranks").extended(["<\udcff>"])
 
 
-def test_a_word_of_sentencepiece_is_no_new_token() -> None:
+def test_extend_sentencepiece_word_raises_tokenizer_error() -> None:
     with pytest.raises(TokenizerError, match="'ab' is already an ordinary word"):
         tiny("pieces").extended(["ab"])
 
 
-def test_an_added_token_that_is_not_special_is_no_new_token() -> None:
+def test_extend_added_ordinary_token_raises_tokenizer_error() -> None:
     backend = tokenizers.Tokenizer.from_str(tiny("ranks").backend.to_str())
     backend.add_tokens([AddedToken("<x>", special=False)])
     with pytest.raises(TokenizerError, match="'<x>' is already an added token of this tokenizer"):
         Tokenizer(backend).extended(["<x>"])
 
 
-def test_ids_with_gaps_can_not_be_extended() -> None:
+def test_extend_tokenizer_with_id_gaps_raises() -> None:
     gaps = Tokenizer(tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 41}, merges=[])))
     with pytest.raises(TokenizerError, match="because some ids below 42 have no token"):
         gaps.extended(["<x>"])
     assert gaps.extended([]).vocab_size == 42
 
 
-def test_extending_twice_is_extending_once() -> None:
+def test_extend_twice_equals_extending_once() -> None:
     once = tiny("ranks").extended(["<a>", "<b>"])
     twice = tiny("ranks").extended(["<a>"]).extended(["<b>"])
     assert twice.files() == once.files()
 
 
-def test_a_template_is_replaced_and_must_compile(tokenizer: Tokenizer) -> None:
+def test_extend_replaces_template_which_must_compile(tokenizer: Tokenizer) -> None:
     first = tokenizer.extended([], "one")
     assert (first.chat_template, tokenizer.chat_template) == ("one", None)
     assert first.extended(["<x>"]).chat_template == "one"
@@ -178,7 +180,7 @@ def _changed(**parts: Any) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(state)))
 
 
-def test_only_the_same_ids_and_more_special_tokens_extend() -> None:
+def test_extends_requires_same_ids_and_special_tokens() -> None:
     before, after = tiny("tokenizer.json"), _EXTENDED["tokenizer.json"]
     assert before.extends(before)
     assert after.extends(before)
@@ -222,7 +224,7 @@ def source(tmp_path: Path, tokenizer: Tokenizer) -> Path:
         "--add <a> <b> --out OUT --json -- SOURCE",
     ],
 )
-def test_tokens_may_be_given_in_any_of_the_usual_ways(
+def test_extend_command_accepts_tokens_in_every_common_form(
     source: Path, tmp_path: Path, order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -241,7 +243,7 @@ def test_tokens_may_be_given_in_any_of_the_usual_ways(
     assert captured.err == f"{out}: 322 tokens, 2 of them new\n"
 
 
-def test_encode_and_decode_commands_give_special_tokens_back(
+def test_encode_and_decode_commands_round_trip_special_tokens(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def output(*words: str, stdin: str = "") -> str:
@@ -263,7 +265,7 @@ def test_encode_and_decode_commands_give_special_tokens_back(
     assert "'320' is not a token id of" in capsys.readouterr().err
 
 
-def test_a_built_in_template_brings_the_tokens_it_needs(
+def test_extend_command_built_in_template_adds_its_tokens(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -281,7 +283,7 @@ def test_a_built_in_template_brings_the_tokens_it_needs(
         assert again.fingerprint == loaded.fingerprint
 
 
-def test_a_template_may_be_a_file_and_the_source_a_model_folder(
+def test_extend_command_accepts_template_file_and_model_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_gpt2_files(tmp_path)
@@ -323,7 +325,7 @@ def test_a_template_may_be_a_file_and_the_source_a_model_folder(
         ("SOURCE --chat-template WRONG --out OUT", 1, "the chat template doesn't compile: line 1"),
     ],
 )
-def test_what_can_not_be_extended_is_one_clear_error_and_writes_nothing(
+def test_extend_command_impossible_request_fails_and_writes_nothing(
     source: Path,
     tmp_path: Path,
     words: str,
@@ -348,7 +350,7 @@ def test_what_can_not_be_extended_is_one_clear_error_and_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_token_may_begin_with_a_dash(source: Path, tmp_path: Path) -> None:
+def test_extend_command_token_may_begin_with_dash(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["tokenizer", "extend", str(source), "--add=--x", "--out", str(out)]) == 0
     assert Tokenizer.from_pretrained(out).special_tokens["--x"] == 320
@@ -362,7 +364,7 @@ def test_a_token_may_begin_with_a_dash(source: Path, tmp_path: Path) -> None:
         ("", "renders a conversation as an empty text"),
     ],
 )
-def test_a_template_that_renders_no_conversation_is_refused(
+def test_extend_command_template_rendering_no_conversation_fails(
     template: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such mistakes don't show until it is used."""
@@ -374,7 +376,7 @@ def test_a_template_that_renders_no_conversation_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_template_may_refuse_ordinary_conversations(
+def test_extend_command_template_may_refuse_ordinary_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny("tokenizer.json").save_pretrained(tmp_path / "t")

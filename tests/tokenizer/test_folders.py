@@ -48,7 +48,7 @@ def write_other_files(folder: Path) -> None:
         ("pieces", "tokenizer.json"),
     ],
 )
-def test_the_one_tokenizer_of_a_folder_is_found(tmp_path: Path, kind: str, name: str) -> None:
+def test_tokenizer_folder_single_tokenizer_is_found(tmp_path: Path, kind: str, name: str) -> None:
     write_other_files(tmp_path)
     (tmp_path / name).write_bytes(CONTENTS[kind])
     assert Tokenizer.from_pretrained(tmp_path).fingerprint == tiny(kind).fingerprint
@@ -63,7 +63,7 @@ def test_the_one_tokenizer_of_a_folder_is_found(tmp_path: Path, kind: str, name:
         ("vocab.json", "vocab.bpe", ""),
     ],
 )
-def test_the_pair_of_gpt2_is_found_under_its_other_names(
+def test_tokenizer_folder_gpt2_pair_is_found_under_other_names(
     tmp_path: Path, vocabulary: str, merges: str, given: str
 ) -> None:
     write_gpt2_files(tmp_path)
@@ -74,7 +74,7 @@ def test_the_pair_of_gpt2_is_found_under_its_other_names(
     assert Tokenizer.from_pretrained(tmp_path / given).fingerprint == expected
 
 
-def test_of_two_pairs_each_file_goes_with_its_own(tmp_path: Path) -> None:
+def test_tokenizer_folder_two_pairs_match_files_correctly(tmp_path: Path) -> None:
     write_gpt2_files(tmp_path)
     (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
     (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
@@ -88,13 +88,13 @@ def test_of_two_pairs_each_file_goes_with_its_own(tmp_path: Path) -> None:
         assert Tokenizer.from_pretrained(tmp_path / name).encode("abc") == ids
 
 
-def test_merges_without_their_vocabulary_say_so(tmp_path: Path) -> None:
+def test_tokenizer_merges_without_vocabulary_raise(tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_bytes(b"#version: 0.2\na b\n")
     with pytest.raises(TokenizerError, match=r"some\.txt needs vocab\.json in the same folder"):
         Tokenizer.from_pretrained(tmp_path / "some.txt")
 
 
-def test_several_tokenizers_are_named(tmp_path: Path) -> None:
+def test_tokenizer_folder_with_several_tokenizers_names_them(tmp_path: Path) -> None:
     (tmp_path / "a.tiktoken").write_bytes(CONTENTS["ranks"])
     (tmp_path / "spm.model").write_bytes(CONTENTS["pieces"])
     (tmp_path / "._spm.model").write_bytes(b"of macOS")
@@ -104,7 +104,7 @@ def test_several_tokenizers_are_named(tmp_path: Path) -> None:
     assert Tokenizer.from_pretrained(tmp_path / "spm.model").eos_token == "</s>"
 
 
-def test_other_files_are_no_tokenizers(tmp_path: Path) -> None:
+def test_tokenizer_folder_without_tokenizer_raises(tmp_path: Path) -> None:
     write_other_files(tmp_path)
     with pytest.raises(TokenizerError, match=r"no tokenizer in .*: expected tokenizer\.json"):
         Tokenizer.from_pretrained(tmp_path)
@@ -119,7 +119,7 @@ def many_ranks(count: int) -> bytes:
     return rank_file(list(tokens))
 
 
-def test_as_many_ranks_as_gpt2_has_are_gpt2(tmp_path: Path) -> None:
+def test_tokenizer_ranks_as_many_as_gpt2_are_taken_for_gpt2(tmp_path: Path) -> None:
     path = tmp_path / "r50k_base.tiktoken"
     path.write_bytes(many_ranks(50_256))
     loaded = Tokenizer.from_pretrained(path)
@@ -137,7 +137,7 @@ def test_as_many_ranks_as_gpt2_has_are_gpt2(tmp_path: Path) -> None:
     "count, name",
     [(50_280, "p50k_base"), (100_256, "cl100k_base"), (151_643, "Qwen"), (199_998, "o200k_base")],
 )
-def test_ranks_of_other_known_vocabularies_are_refused(
+def test_tokenizer_ranks_of_other_known_vocabularies_raise(
     tmp_path: Path, count: int, name: str
 ) -> None:
     path = tmp_path / "tokenizer.model"
@@ -153,7 +153,7 @@ def test_ranks_of_other_known_vocabularies_are_refused(
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.pkl"])
-def test_nanochats_pickle_is_refused_with_a_way_to_a_tokenizer(tmp_path: Path, name: str) -> None:
+def test_tokenizer_nanochat_pickle_raises_with_alternative(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.pkl").write_bytes(b"\x80\x04.")
     (tmp_path / "token_bytes.pt").write_bytes(b"PK")
     with pytest.raises(TokenizerError, match=r"is a pickle, which could run code, and is not read"):

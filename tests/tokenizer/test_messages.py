@@ -31,12 +31,12 @@ _CALL = {"type": "function", "function": {"name": "find", "arguments": {"city": 
     ],
     ids=["openai", "sharegpt text", "texts", "bare", "one", "anthropic"],
 )
-def test_normalize_tools_of_any_spelling_gives_openai_spelling(value: Any) -> None:
+def test_normalize_tools_any_format_gives_openai_format(value: Any) -> None:
     assert normalize_tools(value) == [_TOOL]
 
 
 @pytest.mark.parametrize("value", ["find", [1], [{"function": "find"}], [{"type": "function"}]])
-def test_normalize_tools_without_names_is_error(value: Any) -> None:
+def test_normalize_tools_without_names_raises(value: Any) -> None:
     with pytest.raises(ValueError, match="`tools` is not a list of functions with names"):
         normalize_tools(value)
 
@@ -65,7 +65,7 @@ _TEXT = '{"name": "find", "arguments": {"city": "Rome"}}'
     ],
     ids=["objects", "texts", "text", "function_call", "sharegpt", "hermes", "python", "xlam"],
 )
-def test_normalize_message_with_call_of_any_spelling_gives_openai_spelling(
+def test_normalize_message_call_in_any_format_gives_openai_format(
     message: dict[str, Any],
 ) -> None:
     assert normalize_message(message, writes_calls=True) == {
@@ -75,7 +75,7 @@ def test_normalize_message_with_call_of_any_spelling_gives_openai_spelling(
     }
 
 
-def test_normalize_message_for_template_without_calls_keeps_written_calls_as_text() -> None:
+def test_normalize_message_template_without_calls_keeps_written_calls_as_text() -> None:
     message = {"role": "assistant", "content": f"<tool_call>{_TEXT}</tool_call>"}
     assert normalize_message(message, writes_calls=False) == message
 
@@ -86,7 +86,7 @@ def test_normalize_message_with_result_has_role_tool(role: str) -> None:
     assert normalize_message(message, writes_calls=True) == {**message, "role": "tool"}
 
 
-def test_normalize_message_with_call_without_name_is_error() -> None:
+def test_normalize_message_call_without_name_raises() -> None:
     with pytest.raises(ValueError, match="a tool call has no name"):
         normalize_message({"role": "function_call", "content": "find it"}, writes_calls=True)
 
@@ -100,7 +100,7 @@ def test_template_options_of_record_are_tools_and_variables() -> None:
     assert template_options({"tools": [_TOOL]}, [{"role": "system", "content": system}]) == {}
 
 
-def test_fit_messages_gives_results_ids_of_their_calls_in_order() -> None:
+def test_fit_messages_assigns_call_ids_to_results_in_order() -> None:
     calls = [{**_CALL, "id": name} for name in ("call_0123", "abcdefghi")]
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -118,7 +118,7 @@ def test_fit_messages_unwraps_result_that_template_wraps() -> None:
     assert fit_messages([result], "")[0] == result
 
 
-def test_fit_messages_writes_calls_for_template_that_only_asks_for_them() -> None:
+def test_fit_messages_writes_calls_as_text_for_template_that_requests_it() -> None:
     message = {"role": "assistant", "content": "So:", "tool_calls": [_CALL]}
     [fitted] = fit_messages([message], "Answer with <tool_call></tool_call>")
     text = json.dumps(_CALL["function"])

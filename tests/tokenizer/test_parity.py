@@ -34,7 +34,7 @@ _SMALL_VOCABULARIES = st.lists(
     vocabulary=_SMALL_VOCABULARIES,
     texts=st.lists(st.text("aabbc \né", max_size=30), min_size=1, max_size=5),
 )
-def test_any_ranks_give_the_ids_of_tiktoken(
+def test_ranks_give_same_ids_as_tiktoken(
     tmp_path_factory: pytest.TempPathFactory, vocabulary: list[str], texts: list[str]
 ) -> None:
     tokens = [token.encode() for token in vocabulary]
@@ -52,7 +52,7 @@ def test_any_ranks_give_the_ids_of_tiktoken(
     vocabulary=_SMALL_VOCABULARIES,
     texts=st.lists(st.text("aabbc \né▁\x00", max_size=30), min_size=1, max_size=5),
 )
-def test_any_pieces_give_the_ids_and_texts_of_sentencepiece(
+def test_pieces_give_same_ids_and_text_as_sentencepiece(
     tmp_path_factory: pytest.TempPathFactory, vocabulary: list[str], texts: list[str]
 ) -> None:
     pieces = [token.replace(" ", "▁") for token in vocabulary]
@@ -93,7 +93,7 @@ def real_gpt2(shared: Path) -> tuple[Tokenizer, Any]:
 
 
 @given(text=TEXTS)
-def test_llama3_files_give_the_ids_of_tiktoken(
+def test_llama3_tokenizer_gives_same_ids_as_tiktoken(
     real_llama3: tuple[Tokenizer, tiktoken.Encoding], text: str
 ) -> None:
     ours, theirs = real_llama3
@@ -102,7 +102,7 @@ def test_llama3_files_give_the_ids_of_tiktoken(
     assert ours.decode(ids) == text
 
 
-def test_gpt2_special_tokens_in_a_text_have_tiktokens_ids_and_come_back(
+def test_gpt2_special_tokens_in_text_give_same_ids_as_tiktoken(
     real_gpt2: tuple[Tokenizer, Any],
 ) -> None:
     """tiktoken's ids of this text with `allowed_special={"<|endoftext|>"}`."""
@@ -116,7 +116,7 @@ def test_gpt2_special_tokens_in_a_text_have_tiktokens_ids_and_come_back(
 
 
 @given(text=TEXTS)
-def test_llama2_files_give_the_ids_of_sentencepiece(
+def test_llama2_tokenizer_gives_same_ids_as_sentencepiece(
     real_llama2: tuple[Tokenizer, sentencepiece.SentencePieceProcessor], text: str
 ) -> None:
     ours, theirs = real_llama2
@@ -126,7 +126,7 @@ def test_llama2_files_give_the_ids_of_sentencepiece(
 
 
 @given(text=TEXTS)
-def test_gpt2_files_give_the_ids_of_transformers(
+def test_gpt2_tokenizer_gives_same_ids_as_transformers(
     real_gpt2: tuple[Tokenizer, Any], text: str
 ) -> None:
     ours, theirs = real_gpt2
@@ -135,7 +135,7 @@ def test_gpt2_files_give_the_ids_of_transformers(
     assert ours.decode(ids) == text
 
 
-def test_the_real_special_tokens_have_their_published_ids(
+def test_published_tokenizers_have_published_special_token_ids(
     real_llama3: tuple[Tokenizer, tiktoken.Encoding],
     real_llama2: tuple[Tokenizer, sentencepiece.SentencePieceProcessor],
     real_gpt2: tuple[Tokenizer, Any],
@@ -150,7 +150,7 @@ def test_the_real_special_tokens_have_their_published_ids(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_reads_what_is_saved(tmp_path: Path, kind: str) -> None:
+def test_saved_tokenizer_is_read_by_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
     ours = tiny(kind)

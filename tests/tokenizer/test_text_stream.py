@@ -53,7 +53,7 @@ def _draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_streamed_pieces_join_to_the_whole_text(kind: str, data: st.DataObject) -> None:
+def test_text_stream_pieces_join_to_whole_text(kind: str, data: st.DataObject) -> None:
     tokenizer = tiny(kind)
     ids = _draw_ids(data, tokenizer)
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
@@ -61,7 +61,7 @@ def test_streamed_pieces_join_to_the_whole_text(kind: str, data: st.DataObject) 
 
 @pytest.mark.parametrize("tokenizer", [_word_piece(), _end_of_word()], ids=["##", "</w>"])
 @given(data=st.data())
-def test_decoders_that_join_words_are_streamed_too(
+def test_text_stream_supports_decoders_that_join_words(
     tokenizer: Tokenizer, data: st.DataObject
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
@@ -71,7 +71,7 @@ def test_decoders_that_join_words_are_streamed_too(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=50)
 @given(data=st.data())
-def test_streaming_goes_on_from_any_prompt(kind: str, data: st.DataObject) -> None:
+def test_text_stream_continues_any_prompt(kind: str, data: st.DataObject) -> None:
     tokenizer = tiny(kind)
     prompt, ids = _draw_ids(data, tokenizer), _draw_ids(data, tokenizer)
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
@@ -82,7 +82,7 @@ def test_streaming_goes_on_from_any_prompt(kind: str, data: st.DataObject) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40)
 @given(prompt=TEXTS, text=TEXTS)
-def test_a_streamed_continuation_is_the_text_after_the_prompt(
+def test_text_stream_continuation_equals_text_after_prompt(
     kind: str, prompt: str, text: str
 ) -> None:
     tokenizer = tiny(kind)
@@ -97,13 +97,13 @@ def test_a_streamed_continuation_is_the_text_after_the_prompt(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS.filter(lambda text: "\ufffd" not in text))
-def test_no_piece_ever_holds_half_a_character(kind: str, text: str) -> None:
+def test_text_stream_piece_never_holds_half_a_character(kind: str, text: str) -> None:
     tokenizer = tiny(kind)
     assert "\ufffd" not in "".join(stream(tokenizer, tokenizer.encode(text)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_words_are_not_held_back(kind: str) -> None:
+def test_text_stream_does_not_hold_back_whole_words(kind: str) -> None:
     tokenizer = tiny(kind)
     *pieces, rest = stream(tokenizer, tokenizer.encode(" ab ab cc\n\nab"))
     if kind == "pieces":  # the newlines are bytes, which wait for the next token
@@ -113,7 +113,7 @@ def test_whole_words_are_not_held_back(kind: str) -> None:
     assert rest == ""
 
 
-def test_emoji_appear_with_their_last_byte() -> None:
+def test_text_stream_shows_emoji_with_its_last_byte() -> None:
     ranks = tiny("ranks")
     assert ranks.encode("🙂a") == [263, 0x99, 0x82, 0x61]
     assert stream(ranks, [263, 0x99, 0x82, 0x61]) == ["", "", "🙂", "a", ""]
@@ -122,7 +122,7 @@ def test_emoji_appear_with_their_last_byte() -> None:
     assert stream(ranks, [263, 0x61]) == ["", "\ufffda", ""]
 
 
-def test_a_special_token_before_the_text_does_not_swallow_its_space() -> None:
+def test_text_stream_special_token_keeps_following_space() -> None:
     tokenizer = tiny("pieces")
     ab = tokenizer.encode("ab")
     assert tokenizer.decode([*ab, 2, 1, *ab]) == "ab ab"
@@ -131,13 +131,13 @@ def test_a_special_token_before_the_text_does_not_swallow_its_space() -> None:
     assert stream(tokenizer, ab, [1]) == ["ab", ""]
 
 
-def test_special_tokens_are_not_streamed() -> None:
+def test_text_stream_omits_special_tokens() -> None:
     tokenizer = tiny("tokenizer.json")
     the = tokenizer.encode("the")
     assert "".join(stream(tokenizer, [0, *the, 0, *the, 0])) == "thethe"
 
 
-def test_a_stream_keeps_few_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_stream_keeps_few_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tiny("tokenizer.json")
     ids = tokenizer.encode("the light falls\n" * 100)
     longest = 0

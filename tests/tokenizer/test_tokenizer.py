@@ -38,7 +38,7 @@ from tokenizer_files import (
 
 
 @pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
-def test_vocab_and_merges_encode_as_worked_out_by_hand(tmp_path: Path, name: str) -> None:
+def test_tokenizer_vocab_and_merges_match_hand_computed_ids(tmp_path: Path, name: str) -> None:
     write_gpt2_files(tmp_path)
     loaded = Tokenizer.from_pretrained(tmp_path / name)
     # " abc": a b joins first, then ab c; what is left of the space has no merge with abc.
@@ -48,14 +48,14 @@ def test_vocab_and_merges_encode_as_worked_out_by_hand(tmp_path: Path, name: str
     assert loaded.vocab_size == 8
 
 
-def test_merges_with_windows_line_ends_are_the_same(tmp_path: Path) -> None:
+def test_tokenizer_merges_with_windows_line_endings_are_equivalent(tmp_path: Path) -> None:
     write_gpt2_files(tmp_path)
     expected = Tokenizer.from_pretrained(tmp_path).fingerprint
     write_gpt2_files(tmp_path, "#version: 0.2\r\na b\r\nab c\r\nĠ ab\r\n".encode())
     assert Tokenizer.from_pretrained(tmp_path).fingerprint == expected
 
 
-def test_ranks_encode_as_worked_out_by_hand() -> None:
+def test_tokenizer_ranks_match_hand_computed_ids() -> None:
     ranks = tiny("ranks")
     # " ab" joins from the space and "ab"; "the" has no two halves, but is a whole piece.
     assert ranks.encode(" ab ab") == [257, 257]
@@ -67,7 +67,7 @@ def test_ranks_encode_as_worked_out_by_hand() -> None:
     assert ranks.add_bos
 
 
-def test_pieces_encode_as_worked_out_by_hand() -> None:
+def test_tokenizer_pieces_match_hand_computed_ids() -> None:
     pieces = tiny("pieces")
     first = 3 + 256
     ids = {text: first + i for i, text in enumerate([*MERGED, *"▁abcdet"])}
@@ -82,7 +82,7 @@ def test_pieces_encode_as_worked_out_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["tokenizer.model", "any-name.bin"])
-def test_the_name_of_a_file_does_not_matter(tmp_path: Path, kind: str, name: str) -> None:
+def test_tokenizer_file_name_does_not_matter(tmp_path: Path, kind: str, name: str) -> None:
     contents = {
         "tokenizer.json": tiny(kind).backend.to_str().encode(),
         "ranks": rank_file(RANKED),
@@ -94,7 +94,7 @@ def test_the_name_of_a_file_does_not_matter(tmp_path: Path, kind: str, name: str
         assert Tokenizer.from_pretrained(str(tmp_path)).fingerprint == tiny(kind).fingerprint
 
 
-def test_a_folder_with_several_kinds_gives_its_tokenizer_json(
+def test_tokenizer_folder_with_several_kinds_uses_tokenizer_json(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write_gpt2_files(tmp_path)
@@ -105,7 +105,7 @@ def test_a_folder_with_several_kinds_gives_its_tokenizer_json(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saving_and_loading_changes_nothing(tmp_path: Path, kind: str) -> None:
+def test_tokenizer_saved_and_loaded_is_unchanged(tmp_path: Path, kind: str) -> None:
     before = tiny(kind)
     before.save_pretrained(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
@@ -122,7 +122,7 @@ def test_saving_and_loading_changes_nothing(tmp_path: Path, kind: str) -> None:
     assert after.encode_prompt(text) == before.encode_prompt(text)
 
 
-def test_further_entries_of_the_config_are_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_tokenizer_additional_config_entries_are_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save_pretrained(tmp_path)
     entries = {"chat_template": "{{ messages }}", "model_max_length": 77, "x": None}
     change_json(tmp_path / "tokenizer_config.json", lambda config: config.update(entries))
@@ -145,7 +145,7 @@ def test_further_entries_of_the_config_are_kept(tmp_path: Path, tokenizer: Token
         ({"bos_token": None, "eos_token": None}, "<s>", "</s>", True),
     ],
 )
-def test_the_config_decides_and_the_post_processor_fills_in(
+def test_tokenizer_config_overrides_post_processor(
     tmp_path: Path,
     config: dict[str, Any],
     bos: str,
@@ -182,14 +182,14 @@ def _end_with_end_of_text(backend: tokenizers.Tokenizer) -> None:
         ),
     ],
 )
-def test_a_token_that_ends_or_pads_texts_is_not_taken_for_one_that_begins_them(
+def test_tokenizer_end_or_pad_token_is_not_taken_for_bos(
     tmp_path: Path, tokenizer: Tokenizer, change: Callable[[tokenizers.Tokenizer], None]
 ) -> None:
     loaded = load_bytes(tmp_path, _with(tokenizer, change).to_str().encode(), "tokenizer.json")
     assert (loaded.bos_token, loaded.eos_token, loaded.add_bos) == (None, END_OF_TEXT, False)
 
 
-def test_an_end_token_is_no_beginning_where_no_letter_is_known(tmp_path: Path) -> None:
+def test_tokenizer_end_token_is_not_bos_where_no_letter_is_known(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab={END_OF_TEXT: 0, "日": 1}, merges=[]))
     backend.add_special_tokens([AddedToken(END_OF_TEXT, special=True)])
     _end_with_end_of_text(backend)
@@ -198,7 +198,7 @@ def test_an_end_token_is_no_beginning_where_no_letter_is_known(tmp_path: Path) -
     assert loaded.encode_prompt("日") == [1]
 
 
-def test_truncation_and_padding_in_a_tokenizer_json_are_ignored(
+def test_tokenizer_json_truncation_and_padding_are_ignored(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     def limit(backend: tokenizers.Tokenizer) -> None:
@@ -215,7 +215,7 @@ def test_truncation_and_padding_in_a_tokenizer_json_are_ignored(
     assert Tokenizer(tokenizers.Tokenizer.from_str(content)).encode(text) == tokenizer.encode(text)
 
 
-def test_the_vocabulary_reaches_to_the_highest_id(tmp_path: Path) -> None:
+def test_vocab_size_reaches_highest_id(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 41}, merges=[]))
     assert Tokenizer(backend).vocab_size == 42
     backend.add_special_tokens([AddedToken("<x>", special=True)])
@@ -227,7 +227,7 @@ def test_the_vocabulary_reaches_to_the_highest_id(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
-def test_any_text_comes_back_from_its_ids(kind: str, text: str) -> None:
+def test_tokenizer_decodes_encoded_text_unchanged(kind: str, text: str) -> None:
     if kind == "pieces":
         text = text.replace("▁", " ")  # sentencepiece writes a space so
     ids = tiny(kind).encode(text)
@@ -237,7 +237,7 @@ def test_any_text_comes_back_from_its_ids(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_written_in_a_text_stay_text(tmp_path: Path, kind: str) -> None:
+def test_encode_special_tokens_written_in_text_stay_text(tmp_path: Path, kind: str) -> None:
     tiny(kind).save_pretrained(tmp_path)
     for tokenizer in (tiny(kind), Tokenizer.from_pretrained(tmp_path)):
         special = [tokenizer.backend.id_to_token(i) for i in tokenizer.special_token_ids]
@@ -251,7 +251,7 @@ def test_special_tokens_written_in_a_text_stay_text(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_leaves_control_tokens_out(kind: str) -> None:
+def test_decode_omits_control_tokens(kind: str) -> None:
     tokenizer = tiny(kind)
     assert tokenizer.eos_token_id is not None
     ids = tokenizer.encode("the ab")
@@ -259,7 +259,7 @@ def test_decoding_leaves_control_tokens_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("text, place", [("\ud800", 0), ("ab\udcff", 2)])
-def test_text_that_is_no_unicode_is_one_clear_error(
+def test_encode_non_unicode_text_raises_input_error(
     tokenizer: Tokenizer, text: str, place: int
 ) -> None:
     message = f"the text is not valid Unicode at character {place}: "
@@ -271,7 +271,7 @@ def test_text_that_is_no_unicode_is_one_clear_error(
         train_tokenizer([text], 300)
 
 
-def test_prompts_begin_as_documents_do() -> None:
+def test_encode_prompt_begins_like_a_document() -> None:
     byte_level, ranks = tiny("tokenizer.json"), tiny("ranks")
     assert byte_level.encode_prompt("the") == byte_level.encode("the")
     assert byte_level.encode_prompt("") == [byte_level.eos_token_id]
@@ -279,7 +279,7 @@ def test_prompts_begin_as_documents_do() -> None:
     assert ranks.encode_prompt("") == [ranks.bos_token_id]
 
 
-def test_without_bos_and_eos_an_empty_prompt_says_what_to_set() -> None:
+def test_encode_prompt_empty_without_bos_and_eos_raises_with_advice() -> None:
     bare = Tokenizer(tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     assert bare.encode_prompt("a") == [0]
     with pytest.raises(TokenizerError, match=r"neither bos_token nor eos_token: set one"):
@@ -289,7 +289,7 @@ def test_without_bos_and_eos_an_empty_prompt_says_what_to_set() -> None:
 # The fingerprint
 
 
-def test_the_fingerprint_is_of_what_decides_ids() -> None:
+def test_fingerprint_depends_on_everything_that_decides_ids() -> None:
     tokenizer = tiny("tokenizer.json")
     assert len({tiny(kind).fingerprint for kind in KINDS}) == len(KINDS)
     state = json.loads(tokenizer.backend.to_str())
@@ -345,13 +345,13 @@ def _bytes_only(**arguments: Any) -> Any:
         ([pre_tokenizers.Whitespace()], False),
     ],
 )
-def test_only_known_splits_allow_cutting(steps: list[Any], allowed: bool) -> None:
+def test_encodes_in_pieces_only_with_known_splits(steps: list[Any], allowed: bool) -> None:
     assert _byte_level(*steps).encodes_in_pieces is allowed
     changed = _byte_level(*steps, normalizer=normalizers.NFC())
     assert not changed.encodes_in_pieces
 
 
-def test_other_models_and_added_words_forbid_cutting() -> None:
+def test_encodes_in_pieces_is_false_for_other_models_and_added_words() -> None:
     assert tiny("tokenizer.json").encodes_in_pieces
     assert tiny("ranks").encodes_in_pieces
     assert not tiny("pieces").encodes_in_pieces
@@ -360,7 +360,7 @@ def test_other_models_and_added_words_forbid_cutting() -> None:
     assert not Tokenizer(tokenizers.Tokenizer(models.BPE())).encodes_in_pieces
 
 
-def test_a_long_text_has_the_tokens_of_its_parts() -> None:
+def test_encode_long_text_equals_tokens_of_its_parts() -> None:
     """It is encoded by another function of the library."""
     text = "the light falls\n" * 1100
     assert len(text) > 2**14

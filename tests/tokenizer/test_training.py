@@ -22,13 +22,13 @@ from firstlight.tokenizer import (
 from firstlight.tokenizer.parts import in_thread
 
 
-def test_training_is_deterministic(texts: list[str]) -> None:
+def test_train_tokenizer_is_deterministic(texts: list[str]) -> None:
     first = train_tokenizer(texts, 400).files()
     assert train_tokenizer(iter(texts), 400).files() == first
     assert train_tokenizer(texts[::-1], 400).files() == first
 
 
-def test_training_merges_the_most_frequent_pair_first() -> None:
+def test_train_tokenizer_merges_most_frequent_pair_first() -> None:
     trained = train_tokenizer(["ab" + " ab" * 9 + " cd" * 3], 259)
     alphabet = 1 + 256
     merged = [trained.backend.id_to_token(i) for i in range(alphabet, trained.vocab_size)]
@@ -36,7 +36,7 @@ def test_training_merges_the_most_frequent_pair_first() -> None:
     assert trained.encode(" ab") == [alphabet + 1]
 
 
-def test_training_gives_exactly_the_size_asked_for(texts: list[str]) -> None:
+def test_train_tokenizer_gives_exactly_requested_size(texts: list[str]) -> None:
     for size in (257, 258, 300, 400):
         trained = train_tokenizer(texts, size)
         assert trained.vocab_size == size
@@ -45,14 +45,14 @@ def test_training_gives_exactly_the_size_asked_for(texts: list[str]) -> None:
         assert sorted(trained.backend.get_vocab().values()) == list(range(size))
 
 
-def test_a_small_corpus_gives_a_smaller_tokenizer_that_knows_every_byte() -> None:
+def test_train_tokenizer_small_corpus_gives_smaller_vocabulary_with_all_bytes() -> None:
     trained = train_tokenizer(["aaaa"], 1000)
     assert 257 < trained.vocab_size < 260
     text = "".join(map(chr, range(0x300)))
     assert trained.decode(trained.encode(text)) == text
 
 
-def test_no_token_crosses_the_pattern(texts: list[str]) -> None:
+def test_train_tokenizer_no_token_crosses_split_pattern(texts: list[str]) -> None:
     for pattern in (GPT2_PATTERN, LLAMA3_PATTERN):
         trained = train_tokenizer(texts, 600, pattern=pattern)
         splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -62,7 +62,9 @@ def test_no_token_crosses_the_pattern(texts: list[str]) -> None:
                 assert len(splitter.pre_tokenize_str(token)) == 1
 
 
-def test_special_tokens_are_the_first_ids_and_the_first_ends_documents(texts: list[str]) -> None:
+def test_train_tokenizer_special_tokens_come_first_and_first_ends_documents(
+    texts: list[str],
+) -> None:
     trained = train_tokenizer(texts, 300, special_tokens=("<end>", "<user>"))
     assert [trained.backend.id_to_token(i) for i in range(2)] == ["<end>", "<user>"]
     assert trained.eos_token == "<end>"
@@ -73,19 +75,19 @@ def test_special_tokens_are_the_first_ids_and_the_first_ends_documents(texts: li
 
 
 @pytest.mark.parametrize("size", [-1, 0, 256])
-def test_a_vocabulary_too_small_for_the_bytes_is_refused(size: int) -> None:
+def test_train_tokenizer_vocabulary_too_small_for_bytes_raises(size: int) -> None:
     with pytest.raises(TokenizerError, match=rf"vocab_size {size} is too small: .* at least 257"):
         train_tokenizer(["text"], size)
     assert train_tokenizer(["text"], 257).vocab_size == 257
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
-def test_an_empty_corpus_is_refused(texts: list[str]) -> None:
+def test_train_tokenizer_empty_corpus_raises(texts: list[str]) -> None:
     with pytest.raises(TokenizerError, match="the corpus is empty"):
         train_tokenizer(texts, 300)
 
 
-def test_an_error_of_the_texts_comes_through_unchanged() -> None:
+def test_train_tokenizer_error_of_texts_is_unchanged() -> None:
     def broken() -> Iterator[str]:
         yield "fine"
         raise InputError("file x is damaged")
@@ -97,7 +99,7 @@ def test_an_error_of_the_texts_comes_through_unchanged() -> None:
 # Long runs without a space, and signals
 
 
-def test_training_on_a_long_run_gives_tokens_of_bounded_length() -> None:
+def test_train_tokenizer_long_run_of_characters_gives_bounded_tokens() -> None:
     trained = train_tokenizer(["a" * 5000, "-" * 300], 300)
     longest = max(len(token) for token in trained.backend.get_vocab())
     assert longest == 256
@@ -107,7 +109,7 @@ def test_training_on_a_long_run_gives_tokens_of_bounded_length() -> None:
     assert len(trained.encode("a" * 1024)) == 4
 
 
-def test_training_of_which_the_texts_fail_raises_their_error_and_ends_its_thread() -> None:
+def test_train_tokenizer_failing_texts_raise_and_end_thread() -> None:
     def failing() -> Iterator[str]:
         yield "a word " * 200_000
         raise KeyboardInterrupt
@@ -120,7 +122,7 @@ def test_training_of_which_the_texts_fail_raises_their_error_and_ends_its_thread
             assert not thread.is_alive()
 
 
-def test_call_of_the_library_is_left_when_a_signal_raises_an_exception() -> None:
+def test_train_tokenizer_library_call_is_left_on_signal() -> None:
     resume, ended = threading.Event(), threading.Event()
 
     def call() -> None:
@@ -161,7 +163,7 @@ sys.exit(143)
 """
 
 
-def test_process_that_ends_while_the_library_works_keeps_its_exit_code() -> None:
+def test_train_tokenizer_ended_process_keeps_exit_code() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ENDS_DURING_WORK], capture_output=True, text=True, timeout=60
     )
@@ -185,7 +187,7 @@ sys.exit(main.main())
 """
 
 
-def test_command_that_is_terminated_while_the_library_works_does_not_wait_for_it() -> None:
+def test_train_tokenizer_terminated_command_does_not_wait_for_library() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _COMMAND_ENDS_DURING_WORK],
         capture_output=True,
@@ -196,7 +198,7 @@ def test_command_that_is_terminated_while_the_library_works_does_not_wait_for_it
     assert done.stderr == "firstlight: error: terminated\n"
 
 
-def test_training_that_fails_in_the_library_leaves_the_other_texts_unread(
+def test_train_tokenizer_library_failure_leaves_other_texts_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed: Future[None] = Future()
@@ -208,6 +210,6 @@ def test_training_that_fails_in_the_library_leaves_the_other_texts_unread(
     assert len(list(texts)) == 2
 
 
-def test_error_of_the_library_in_another_thread_is_raised_here() -> None:
+def test_train_tokenizer_library_error_in_other_thread_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         in_thread(lambda: 1 // 0).result()

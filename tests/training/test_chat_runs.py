@@ -72,7 +72,7 @@ def records(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_on_conversations_learns_and_tells_what_it_sees(
+def test_chat_run_learns_and_reports_its_data(
     chat: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = train(chat, progress=True)
@@ -101,7 +101,7 @@ def test_a_run_on_conversations_learns_and_tells_what_it_sees(
     assert start["conversations"][0]["records"]["written"] == 60
 
 
-def test_the_validation_loss_is_that_of_the_assistants_tokens(chat: dict[str, Any]) -> None:
+def test_chat_run_validation_loss_covers_assistant_tokens(chat: dict[str, Any]) -> None:
     chat["evaluation"] |= {"max_rows": 0, "train_rows": 10**6}
     result = train(chat)
     beside = read_json_lines(folder_of(chat) / "metrics.jsonl")[-1]["train_eval/loss"]
@@ -128,7 +128,7 @@ def test_the_validation_loss_is_that_of_the_assistants_tokens(chat: dict[str, An
     assert again.bits_per_byte == pytest.approx(bits, rel=1e-12)
 
 
-def test_a_checkpoint_speaks_through_the_template_that_training_used(
+def test_chat_run_checkpoint_uses_training_template(
     chat: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "plain")
@@ -144,7 +144,7 @@ def test_a_checkpoint_speaks_through_the_template_that_training_used(
     assert dataset.example(0)[0].tolist() == saved.encode_chat(messages)
 
 
-def test_sample_prompts_are_messages_that_are_answered(chat: dict[str, Any]) -> None:
+def test_chat_run_sample_prompts_are_answered_as_messages(chat: dict[str, Any]) -> None:
     chat["evaluation"] |= {"sample_prompts": ["the light", ""], "sample_tokens": 6}
     chat["evaluation"]["temperature"] = 0
     result = train(chat)
@@ -169,7 +169,7 @@ def base(recipe: dict[str, Any], data: Path, tmp_path: Path) -> Path:
     return train({**recipe, "model": model, "data": text, "run": run}).checkpoint
 
 
-def test_tokens_of_the_template_are_added_to_a_tied_embedding_and_learned(
+def test_chat_run_template_tokens_are_added_to_tied_embedding_and_learned(
     chat: dict[str, Any], base: Path, tokenizer: Tokenizer
 ) -> None:
     del chat["model"]
@@ -190,7 +190,7 @@ def test_tokens_of_the_template_are_added_to_a_tied_embedding_and_learned(
     assert loaded.eos_token_ids == (tokenizer.eos_token_id, tokenizer.vocab_size + 1)
 
 
-def test_a_template_whose_tokens_are_missing_is_refused_before_anything(
+def test_chat_run_template_with_missing_tokens_raises_before_start(
     chat: dict[str, Any], base: Path
 ) -> None:
     del chat["data"]["tokenizer"]
@@ -208,7 +208,7 @@ def test_a_template_whose_tokens_are_missing_is_refused_before_anything(
     assert not folder_of(chat).exists() or not list(folder_of(chat).glob("checkpoints/*"))
 
 
-def test_held_out_answers_become_likelier_than_to_the_base_model(
+def test_chat_run_makes_held_out_answers_likelier(
     chat: dict[str, Any], base: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     del chat["data"]["tokenizer"]
@@ -225,7 +225,7 @@ def test_held_out_answers_become_likelier_than_to_the_base_model(
     assert result.evaluation.loss < before.loss - 0.2
 
 
-def test_lora_learns_conversations_and_is_resumed(chat: dict[str, Any], base: Path) -> None:
+def test_chat_run_with_lora_learns_and_resumes(chat: dict[str, Any], base: Path) -> None:
     del chat["data"]["tokenizer"]
     chat["data"]["template"] = "alpaca"
     del chat["model"]
@@ -241,7 +241,7 @@ def test_lora_learns_conversations_and_is_resumed(chat: dict[str, Any], base: Pa
 
 
 @pytest.mark.parametrize("stop", slow_but([9], [3, 5, 9]))
-def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
+def test_chat_run_resumed_equals_uninterrupted_run(
     chat: dict[str, Any], tmp_path: Path, stop: int
 ) -> None:
     whole = {**chat, "run": {**chat["run"], "dir": str(tmp_path / "whole")}}
@@ -267,7 +267,7 @@ def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
         ({"val_fraction": 0.2}, "the data's manifest_sha256 was"),
     ],
 )
-def test_a_run_does_not_go_on_with_other_examples(
+def test_chat_run_resumed_with_other_examples_raises(
     chat: dict[str, Any], change: dict[str, Any], message: str
 ) -> None:
     chat["schedule"]["max_steps"] = 2
@@ -277,7 +277,7 @@ def test_a_run_does_not_go_on_with_other_examples(
         train(chat, resume=True)
 
 
-def test_a_run_goes_on_without_its_tokenizers_folder(chat: dict[str, Any], tmp_path: Path) -> None:
+def test_chat_run_resumes_without_tokenizer_folder(chat: dict[str, Any], tmp_path: Path) -> None:
     chat["schedule"]["max_steps"] = 2
     train(chat)
     del chat["data"]["tokenizer"]
@@ -296,7 +296,7 @@ def prepared(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     return tmp_path / "prepared"
 
 
-def test_a_prepared_folder_is_trained_on_as_files_are(
+def test_chat_run_on_prepared_folder_equals_run_on_files(
     chat: dict[str, Any], prepared: Path, tmp_path: Path
 ) -> None:
     for kind in (None, "chat"):
@@ -306,7 +306,7 @@ def test_a_prepared_folder_is_trained_on_as_files_are(
         assert load_trainer_state(result.checkpoint)["recipe"]["data"]["document_masking"] is True
 
 
-def test_conversations_are_mixed_with_text(
+def test_chat_run_may_mix_conversations_with_text(
     chat: dict[str, Any], prepared: Path, data: Path, tokenizer: Tokenizer
 ) -> None:
     mix = [
@@ -325,7 +325,7 @@ def test_conversations_are_mixed_with_text(
     assert train(chat, resume=True).step == 14
 
 
-def test_long_conversations_are_refused_by_default_and_counted_by_choice(
+def test_chat_run_long_conversations_raise_or_are_dropped_by_setting(
     chat: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat["data"]["seq_len"] = 60
@@ -364,12 +364,12 @@ def test_long_conversations_are_refused_by_default_and_counted_by_choice(
         ({"kind": "chat", "files": "a", "long": "truncate"}, "'refuse', 'drop' or 'cut'"),
     ],
 )
-def test_keys_that_cannot_be_meant_are_refused(data: dict[str, Any], message: str) -> None:
+def test_chat_run_invalid_keys_raise_config_error(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_recipe({"data": data})
 
 
-def test_a_resolved_recipe_is_read_again() -> None:
+def test_chat_run_resolved_recipe_parses_again() -> None:
     data = {"kind": "chat", "files": "a.json", "val_files": ["b.json"], "template": "chatml"}
     recipe = parse_recipe({"data": data})
     assert recipe.data.files == ["a.json"]
@@ -377,7 +377,9 @@ def test_a_resolved_recipe_is_read_again() -> None:
     assert parse_recipe(recipe.model_dump()) == recipe
 
 
-def test_kind_and_folder_must_agree(chat: dict[str, Any], data: Path, prepared: Path) -> None:
+def test_chat_run_data_kind_contradicting_folder_raises(
+    chat: dict[str, Any], data: Path, prepared: Path
+) -> None:
     chat["data"] = {"dir": str(data), "kind": "chat"}
     with pytest.raises(DataError, match=r"data.kind is chat, and .* holds text: prepare it with"):
         train(chat)
@@ -391,13 +393,13 @@ def test_kind_and_folder_must_agree(chat: dict[str, Any], data: Path, prepared: 
         train(chat)
 
 
-def test_files_without_a_tokenizer_are_refused(chat: dict[str, Any]) -> None:
+def test_chat_run_without_tokenizer_raises_config_error(chat: dict[str, Any]) -> None:
     del chat["data"]["tokenizer"]
     with pytest.raises(ConfigError, match="conversations need a tokenizer"):
         train(chat)
 
 
-def test_a_malformed_file_ends_the_command_with_one_line(
+def test_chat_run_malformed_file_ends_command_with_one_line(
     chat: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write_lines(

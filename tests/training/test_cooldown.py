@@ -102,7 +102,7 @@ def copied(trunk: dict[str, Any], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
-def test_a_cooldown_is_bit_for_bit_the_end_of_one_wsd_run(
+def test_cooldown_is_bitwise_equal_to_end_of_wsd_run(
     trunk: dict[str, Any], tmp_path: Path, steps: int, shape: str
 ) -> None:
     place = copied(trunk, tmp_path)
@@ -129,7 +129,7 @@ def test_a_cooldown_is_bit_for_bit_the_end_of_one_wsd_run(
     assert state_of(last) == state_of(list_checkpoints(tmp_path / "whole")[-1])
 
 
-def test_a_disk_too_small_for_the_copy_of_the_trunk_is_refused(
+def test_cooldown_without_disk_space_for_trunk_copy_raises(
     trunk: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = checkpoint_folder(copied(trunk, tmp_path), 8)
@@ -142,7 +142,7 @@ def test_a_disk_too_small_for_the_copy_of_the_trunk_is_refused(
 
 
 @pytest.mark.parametrize("stopped_after", [9, 10, 11, 12])
-def test_a_cooldown_goes_on_bit_for_bit_after_a_stop(
+def test_cooldown_stopped_resumes_bit_for_bit(
     trunk: dict[str, Any], tmp_path: Path, stopped_after: int
 ) -> None:
     place = copied(trunk, tmp_path)
@@ -159,7 +159,7 @@ def test_a_cooldown_goes_on_bit_for_bit_after_a_stop(
     assert (broken / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
 
 
-def test_a_cooldown_that_was_killed_before_it_began_begins_with_the_same_command(
+def test_cooldown_killed_before_start_begins_with_same_command(
     trunk: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = checkpoint_folder(copied(trunk, tmp_path), 8)
@@ -175,7 +175,9 @@ def test_a_cooldown_that_was_killed_before_it_began_begins_with_the_same_command
     assert metrics(first) == metrics(second)
 
 
-def test_several_cooldowns_of_a_trunk_that_goes_on(trunk: dict[str, Any], tmp_path: Path) -> None:
+def test_cooldown_several_branches_of_continuing_trunk(
+    trunk: dict[str, Any], tmp_path: Path
+) -> None:
     place = copied(trunk, tmp_path)
     ends = [cool(checkpoint_folder(place, step), 2) for step in (4, 8)]
     assert cool(place, 2).run_folder.name == "trunk-cooldown-12"
@@ -194,7 +196,7 @@ def test_several_cooldowns_of_a_trunk_that_goes_on(trunk: dict[str, Any], tmp_pa
     assert (again.run_folder.name, again.step) == ("trunk-cooldown-8-cooldown-8", 11)
 
 
-def test_a_cooldown_of_a_wsd_run_keeps_its_shape_and_minimum(
+def test_cooldown_of_wsd_run_keeps_its_shape_and_minimum(
     trunk: dict[str, Any], tmp_path: Path
 ) -> None:
     schedule = {
@@ -219,7 +221,7 @@ def test_a_cooldown_of_a_wsd_run_keeps_its_shape_and_minimum(
         cooldown_recipe(place, 6)
 
 
-def test_a_cooldown_whose_loss_stays_has_not_diverged(trunk: dict[str, Any]) -> None:
+def test_cooldown_with_constant_loss_is_not_diverged(trunk: dict[str, Any]) -> None:
     """Its model was trained before: a loss that does not fall is no finding."""
     run = read_run(folder_of(trunk))
     losses = (np.arange(40), np.full(40, 3.0))
@@ -237,9 +239,7 @@ def refused(place: Path, kind: type[FirstlightError], says: str, *more: tuple[st
     assert "\n" not in str(error.value)
 
 
-def test_what_can_not_be_cooled_down_is_refused_in_one_line(
-    trunk: dict[str, Any], tmp_path: Path
-) -> None:
+def test_cooldown_impossible_request_prints_one_line(trunk: dict[str, Any], tmp_path: Path) -> None:
     place = copied(trunk, tmp_path)
     early = checkpoint_folder(place, 2)
     refused(early, ConfigError, "step 2 of .* is in the warm-up, which ends at step 3")
@@ -261,7 +261,7 @@ def test_what_can_not_be_cooled_down_is_refused_in_one_line(
     refused(tmp_path / "cosine", ConfigError, "schedule.kind cosine, whose learning")
 
 
-def test_the_command_line_takes_a_run_or_its_checkpoint(
+def test_cooldown_command_accepts_run_or_checkpoint(
     trunk: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

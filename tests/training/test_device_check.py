@@ -117,7 +117,7 @@ _QUICK = (
 
 
 @pytest.mark.parametrize("kernel", slow_but(_QUICK, _OPERATIONS))
-def test_device_with_a_wrong_kernel_names_its_operation(
+def test_device_check_wrong_kernel_names_operation(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
@@ -134,14 +134,14 @@ def test_device_with_a_wrong_kernel_names_its_operation(
     assert problem.endswith("off fp64 on the CPU (bound 0.1%): advice")
 
 
-def test_device_with_a_kernel_that_returns_nan_names_its_operation() -> None:
+def test_device_check_kernel_returning_nan_names_operation() -> None:
     with WrongKernels("aten::gelu", factor=math.nan):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert "torch.nn.functional.gelu is 100.0% off fp64" in problem
     assert problem.endswith(": use another version of torch")
 
 
-def test_device_without_a_kernel_reports_the_error() -> None:
+def test_device_check_missing_kernel_reports_error() -> None:
     class Missing(WrongKernels):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -158,13 +158,13 @@ def test_device_without_a_kernel_reports_the_error() -> None:
     )
 
 
-def test_wrong_attention_kernel_names_attention_that_passes() -> None:
+def test_device_check_wrong_attention_kernel_suggests_one_that_passes() -> None:
     with WrongKernels("aten::_scaled_dot_product_flash_attention_for_cpu"):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert problem.endswith(": use efficiency.attention: blockwise or another version of torch")
 
 
-def test_wrong_kernel_in_bf16_names_a_precision_that_passes() -> None:
+def test_device_check_wrong_bf16_kernel_suggests_precision_that_passes() -> None:
     class WrongInBf16(WrongKernels):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -179,7 +179,7 @@ def test_wrong_kernel_in_bf16_names_a_precision_that_passes() -> None:
     assert problem.endswith(": use efficiency.precision: fp32 or another version of torch")
 
 
-def test_wrong_index_in_bf16_names_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_check_wrong_index_in_bf16_names_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
     with WrongKernels("aten::argmax"):
         problem = check_device(CPU, CheckedKeys("bf16"))["problem"]
@@ -188,7 +188,7 @@ def test_wrong_index_in_bf16_names_its_operation(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("attention", ["sdpa", "plain", "blockwise"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_right_device_passes(precision: str, attention: str) -> None:
+def test_device_check_correct_device_passes(precision: str, attention: str) -> None:
     keys = CheckedKeys(precision, attention)
     random = torch.get_rng_state()
     assert check_device(CPU, keys)["problem"] is None
@@ -198,12 +198,12 @@ def test_right_device_passes(precision: str, attention: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_right_device_names_no_operation(precision: str) -> None:
+def test_device_check_correct_device_names_no_operation(precision: str) -> None:
     fault = device_check._wrong_operation(CPU, CheckedKeys(precision))
     assert fault.startswith("no single operation")
 
 
-def test_info_check_lists_each_device_and_fails_for_a_wrong_one(
+def test_info_check_lists_each_device_and_fails_for_wrong_one(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     passed = device_check._passed_file(CPU, CheckedKeys("fp32"))
@@ -237,7 +237,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gpu_of_a_run_is_checked_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_check_runs_until_gpu_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Any] = []
     problem = "the GPU computes wrong values: use another"
 
@@ -263,7 +263,7 @@ def test_gpu_of_a_run_is_checked_until_it_has_passed(monkeypatch: pytest.MonkeyP
     assert len(checked) == 2
 
 
-def test_file_of_a_passed_device_is_another_for_each_device_torch_and_setting(
+def test_device_check_cache_file_depends_on_device_torch_and_settings(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [
@@ -279,7 +279,7 @@ def test_file_of_a_passed_device_is_another_for_each_device_torch_and_setting(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_cache_that_can_not_be_read_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_check_unreadable_cache_does_not_end_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
@@ -287,7 +287,7 @@ def test_cache_that_can_not_be_read_does_not_end_a_run(monkeypatch: pytest.Monke
     assert not device_check._has_passed(GPU, CheckedKeys("fp32"))
 
 
-def test_device_without_free_memory_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_check_without_free_memory_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
@@ -299,7 +299,7 @@ def test_device_without_free_memory_is_said_to_have_none(monkeypatch: pytest.Mon
     )
 
 
-def test_gpu_that_torch_has_no_code_for_does_not_hide_the_others(
+def test_device_check_gpu_without_torch_kernels_does_not_hide_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def find(name: str) -> Hardware:
@@ -315,7 +315,7 @@ def test_gpu_that_torch_has_no_code_for_does_not_hide_the_others(
     assert found.count(None) == len(found) - 1 >= 2
 
 
-def test_run_on_a_wrong_gpu_is_refused_before_its_folder_is_made(
+def test_train_on_failing_gpu_raises_before_creating_folder(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:

@@ -155,7 +155,7 @@ def random_texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 # Which document a token belongs to
 
 
-def test_an_eos_opens_the_document_after_it(tmp_path: Path) -> None:
+def test_document_masking_eos_starts_next_document(tmp_path: Path) -> None:
     dataset = make_split(tmp_path, [[5, 6, 7], [8], [9, 10]], "eos")
     batch = batch_of(dataset, 8)
     assert batch.input_ids.tolist() == [[5, 6, 7, EOS, 8, EOS, 9, 10]]
@@ -164,7 +164,7 @@ def test_an_eos_opens_the_document_after_it(tmp_path: Path) -> None:
     assert batch.num_valid == 8
 
 
-def test_a_bos_is_not_predicted_from_the_document_before_it(tmp_path: Path) -> None:
+def test_document_masking_bos_is_not_predicted_from_previous_document(tmp_path: Path) -> None:
     dataset = make_split(tmp_path, [[5, 6], [8], [9]], "bos-eos")
     batch = batch_of(dataset, 9)
     assert batch.input_ids.tolist() == [[BOS, 5, 6, EOS, BOS, 8, EOS, BOS, 9]]
@@ -173,7 +173,7 @@ def test_a_bos_is_not_predicted_from_the_document_before_it(tmp_path: Path) -> N
     assert batch.num_valid == 7
 
 
-def test_without_separators_no_text_is_predicted_from_another(tmp_path: Path) -> None:
+def test_document_masking_without_separators_predicts_no_text_from_another(tmp_path: Path) -> None:
     dataset = make_split(tmp_path, [[5, 6, 7], [8], [9, 10]], "none")
     batch = batch_of(dataset, 5)
     assert batch.labels.tolist() == [[6, 7, -100, -100, 10]]
@@ -189,7 +189,7 @@ def test_without_separators_no_text_is_predicted_from_another(tmp_path: Path) ->
         (5, [[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]], None),
     ],
 )
-def test_documents_are_counted_from_the_beginning_of_each_row(
+def test_document_ids_restart_in_each_row(
     tmp_path: Path, seq_len: int, ids: list[list[int]], labels: list[list[int]] | None
 ) -> None:
     texts = [[3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
@@ -199,7 +199,9 @@ def test_documents_are_counted_from_the_beginning_of_each_row(
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 4, 5])
-def test_an_eos_at_the_edge_of_a_row_opens_the_next_one(tmp_path: Path, seq_len: int) -> None:
+def test_document_masking_eos_at_row_edge_starts_next_document(
+    tmp_path: Path, seq_len: int
+) -> None:
     dataset = make_split(tmp_path, [[5, 6, 7], [8, 9]], "eos")  # 5 6 7 eos 8 9 eos
     expected = {
         2: [[0, 0], [0, 1], [0, 0]],
@@ -212,14 +214,14 @@ def test_an_eos_at_the_edge_of_a_row_opens_the_next_one(tmp_path: Path, seq_len:
     assert batch.num_valid == 6
 
 
-def test_what_fills_the_last_row_is_a_document_of_its_own(tmp_path: Path) -> None:
+def test_document_masking_padding_of_last_row_is_own_document(tmp_path: Path) -> None:
     batch = batch_of(make_split(tmp_path, [[5, 6, 7], [8, 9]], "bos-eos"), 6, fill_id=30)
     assert batch.input_ids.tolist()[1] == [8, 9, 30, 30, 30, 30]
     assert batch.labels.tolist()[1] == [9, EOS, -100, -100, -100, -100]
     assert ids_of(batch)[1] == [0, 0, 1, 1, 1, 1]
 
 
-def test_empty_documents_change_nothing(tmp_path: Path) -> None:
+def test_document_masking_empty_documents_change_nothing(tmp_path: Path) -> None:
     texts = [[], [3, 4], [], [], [5], [6, 7, 8], []]
     for folder in ("with", "without"):
         (tmp_path / folder).mkdir()
@@ -236,7 +238,7 @@ def test_empty_documents_change_nothing(tmp_path: Path) -> None:
     shard_tokens=st.integers(1, 30),
     style=st.sampled_from(list(STYLES)),
 )
-def test_rows_hold_the_documents_one_by_one(
+def test_document_masking_labels_are_those_of_single_documents(
     lengths: list[int], seq_len: int, shard_tokens: int, style: str
 ) -> None:
     """Whatever the rows and shards cut, the labels that count are those of the documents."""
@@ -260,7 +262,7 @@ def test_rows_hold_the_documents_one_by_one(
     shard_tokens=st.integers(1, 20),
     data=st.data(),
 )
-def test_documents_begin_where_they_were_written(
+def test_document_starts_match_written_documents(
     lengths: list[int], shard_tokens: int, data: st.DataObject
 ) -> None:
     texts = [[3] * length for length in lengths]
@@ -277,7 +279,7 @@ def test_documents_begin_where_they_were_written(
     assert found == sorted(found)
 
 
-def test_finding_documents_takes_no_memory_in_proportion_to_the_corpus(tmp_path: Path) -> None:
+def test_document_search_memory_does_not_grow_with_corpus(tmp_path: Path) -> None:
     count = 200_000
     dataset = make_split(tmp_path, [[3]] * count, "eos")
     rows = [0, 77, 199]
@@ -292,14 +294,14 @@ def test_finding_documents_takes_no_memory_in_proportion_to_the_corpus(tmp_path:
     assert peak < 4 * count, "the offsets alone are eight bytes a document"
 
 
-def test_without_masking_there_are_no_document_ids(tmp_path: Path) -> None:
+def test_document_masking_disabled_gives_no_document_ids(tmp_path: Path) -> None:
     dataset = make_split(tmp_path, [[5, 6], [8], [9]], "bos-eos")
     batch = rows_to_batch(dataset, [0], 9, 0)
     assert batch.document_ids is None
     assert batch.labels.tolist() == [[5, 6, EOS, BOS, 8, EOS, BOS, 9, EOS]]
 
 
-def test_document_ids_go_where_the_batch_goes(tmp_path: Path) -> None:
+def test_document_ids_move_with_batch(tmp_path: Path) -> None:
     batch = batch_of(make_split(tmp_path, [[5, 6], [8]], "eos"), 4)
     assert batch.document_ids is not None
     assert batch.document_ids.dtype == torch.int32
@@ -313,7 +315,7 @@ def test_document_ids_go_where_the_batch_goes(tmp_path: Path) -> None:
 
 @models
 @styles
-def test_packed_documents_lose_what_they_lose_by_themselves(
+def test_document_masking_packed_losses_equal_those_of_single_documents(
     tmp_path: Path, config: ModelConfig, style: str
 ) -> None:
     """Losses and gradients are those of a forward pass for each document."""
@@ -340,7 +342,9 @@ def test_packed_documents_lose_what_they_lose_by_themselves(
 
 
 @models
-def test_without_masking_documents_do_see_each_other(tmp_path: Path, config: ModelConfig) -> None:
+def test_document_masking_disabled_lets_documents_see_each_other(
+    tmp_path: Path, config: ModelConfig
+) -> None:
     batch = batch_of(make_split(tmp_path, random_texts(14, 12), "eos"), 16)
     model = ready(config)
     masked = loss_in_fp64(model, batch.input_ids, batch.labels, batch.document_ids)
@@ -349,7 +353,9 @@ def test_without_masking_documents_do_see_each_other(tmp_path: Path, config: Mod
 
 
 @models
-def test_a_token_has_no_influence_beyond_its_document(tmp_path: Path, config: ModelConfig) -> None:
+def test_document_masking_token_does_not_influence_other_documents(
+    tmp_path: Path, config: ModelConfig
+) -> None:
     batch = batch_of(make_split(tmp_path, [[5, 6, 7], [8, 9, 10], [11, 12]], "eos"), 10)
     assert ids_of(batch) == [[0, 0, 0, 1, 1, 1, 1, 2, 2, 2]]
     model = ready(config)
@@ -368,7 +374,7 @@ def test_a_token_has_no_influence_beyond_its_document(tmp_path: Path, config: Mo
 
 @models
 @styles
-def test_evaluation_measures_documents_by_themselves(
+def test_evaluate_with_document_masking_equals_single_documents(
     tmp_path: Path, config: ModelConfig, style: str
 ) -> None:
     texts, seq_len = random_texts(14, 12), 16
@@ -394,7 +400,7 @@ def test_evaluation_measures_documents_by_themselves(
         assert result.bits_per_byte == pytest.approx(bits / dataset.text_bytes, rel=1e-12)
 
 
-def test_a_checkpoint_is_evaluated_as_it_was_trained(
+def test_evaluate_checkpoint_uses_document_masking_of_training(
     tmp_path: Path, data: Path, tokenizer: Tokenizer
 ) -> None:
     config = LLAMA.model_copy(update={"vocab_size": 320})
@@ -410,7 +416,7 @@ def test_a_checkpoint_is_evaluated_as_it_was_trained(
     assert again.tokens == found[False].tokens == TokenDataset(data, "val").num_tokens
 
 
-def test_documents_of_one_token_leave_nothing_to_evaluate(tmp_path: Path) -> None:
+def test_evaluate_documents_of_one_token_raises_data_error(tmp_path: Path) -> None:
     dataset = make_split(tmp_path, [[5], [6], [7]], "none")
     with pytest.raises(
         DataError, match=r"no token to predict, because .* without document masking"

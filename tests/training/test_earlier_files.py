@@ -45,9 +45,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["text", "chat", "mix", "pairs"])
-def test_a_run_of_an_earlier_tree_is_gone_on_with(
-    earlier: Path, maker: ModuleType, name: str
-) -> None:
+def test_earlier_run_is_resumed(earlier: Path, maker: ModuleType, name: str) -> None:
     recipe = maker.recipe(earlier, name, maker.data_of(earlier, name))
     cached = sorted((earlier / "cache").rglob("*.json"))
     train(recipe, resume=True)
@@ -61,15 +59,13 @@ def test_a_run_of_an_earlier_tree_is_gone_on_with(
 
 
 @pytest.mark.parametrize("name, loss", [("text", 5.5972556), ("chat", 5.5923127)])
-def test_a_checkpoint_of_an_earlier_tree_is_loaded_and_evaluated(
-    earlier: Path, name: str, loss: float
-) -> None:
+def test_earlier_checkpoint_is_loaded_and_evaluated(earlier: Path, name: str, loss: float) -> None:
     folder = earlier / f"{name}-run"
     assert load_model(folder / "checkpoints" / "step-00000003").tokenizer is not None
     assert evaluate(folder, earlier / name, device="cpu").loss == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_rows_of_earlier_shards_are_the_same(earlier: Path) -> None:
+def test_earlier_shards_yield_same_rows(earlier: Path) -> None:
     expected = {"text": (384, 10648995), "chat": (134, 3526984), "pairs": (64, 1387588)}
     found: dict[str, Any] = {}
     for name in expected:
@@ -83,7 +79,7 @@ def test_the_rows_of_earlier_shards_are_the_same(earlier: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["text", "chat", "pairs"])
-def test_the_same_sources_are_prepared_to_the_same_bytes(
+def test_earlier_sources_are_prepared_to_same_bytes(
     earlier: Path, maker: ModuleType, name: str
 ) -> None:
     maker.write_sources(earlier)

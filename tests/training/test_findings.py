@@ -77,19 +77,19 @@ def falling(count: int, first: float = 7.0, last: float = 3.0) -> list[float]:
         ({}, None),
     ],
 )
-def test_overfitting_is_a_validation_loss_that_rose(
+def test_findings_rising_validation_loss_is_overfitting(
     tmp_path: Path, val: dict[int, float], since: int | None
 ) -> None:
     folder = run_of(tmp_path / "run", falling(60), val=val)
     assert found_in(folder) == ([] if since is None else [("overfitting", since)])
 
 
-def test_where_the_training_loss_rose_too_it_is_no_overfitting(tmp_path: Path) -> None:
+def test_findings_rising_training_loss_is_not_overfitting(tmp_path: Path) -> None:
     losses = [*falling(40), *([6.0] * 20)]
     assert found_in(run_of(tmp_path / "run", losses, val={40: 4.0, 60: 6.0})) == []
 
 
-def test_overfitting_says_what_helps(tmp_path: Path) -> None:
+def test_findings_overfitting_gives_advice(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "run", falling(60), val={40: 4.0, 60: 4.25}, epoch=4.7)
     (found,) = findings_of(read_run(folder))
     assert found.text == "validation loss rose since step 40 (from 4.0000 to 4.2500): overfitting"
@@ -142,21 +142,21 @@ _RISING = [_UNIFORM, *([7.1] * 59)]
         ([], {}, None),
     ],
 )
-def test_a_run_diverged_whose_loss_ends_above_guessing_or_never_fell(
+def test_findings_loss_above_guessing_or_never_falling_is_diverged(
     tmp_path: Path, losses: list[float], options: dict[str, Any], expected: int | None
 ) -> None:
     folder = run_of(tmp_path / "run", losses, **options)
     assert found_in(folder) == ([] if expected is None else [("diverged", expected)])
 
 
-def test_a_run_that_diverged_does_not_overfit(tmp_path: Path) -> None:
+def test_findings_diverged_run_is_not_overfitting(tmp_path: Path) -> None:
     losses = [*falling(30), *([5000.0] * 30)]
     assert found_in(run_of(tmp_path / "run", losses, val={30: 4.0, 60: 900.0})) == [
         ("diverged", 31)
     ]
 
 
-def test_a_run_without_a_line_of_its_warm_up_is_judged_by_its_recipe(tmp_path: Path) -> None:
+def test_findings_run_without_warmup_lines_uses_recipe(tmp_path: Path) -> None:
     losses = [6.95] * 60
     known = {"starts": [{"step": 0, "max_steps": 60}]}
     records = [record(step, **{"train/loss": loss}) for step, loss in enumerate(losses, 1)]
@@ -167,7 +167,7 @@ def test_a_run_without_a_line_of_its_warm_up_is_judged_by_its_recipe(tmp_path: P
 
 
 @pytest.mark.slow
-def test_reports_say_it(tmp_path: Path) -> None:
+def test_findings_are_shown_in_reports(tmp_path: Path) -> None:
     over = run_of(tmp_path / "over", falling(60), val={40: 4.0, 60: 4.25})
     lost = run_of(tmp_path / "lost", [6.9, *([5000.0] * 59)])
     good = run_of(tmp_path / "good", falling(60), val={40: 4.0, 60: 3.9})
@@ -228,7 +228,7 @@ def kept(recipe: dict[str, Any]) -> list[int]:
     return [one.step for one in saved_checkpoints(Path(recipe["run"]["dir"]))]
 
 
-def test_the_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None:
+def test_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None:
     result = train(scripted)
     folder = Path(scripted["run"]["dir"])
     assert kept(scripted) == [6, 12]
@@ -257,7 +257,7 @@ def test_the_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None
         ({"every_steps": 0}, [12]),
     ],
 )
-def test_how_many_of_the_best_are_kept(
+def test_best_checkpoints_are_kept_up_to_requested_number(
     scripted: dict[str, Any], config: dict[str, int], steps: list[int]
 ) -> None:
     scripted["checkpoint"] |= config
@@ -267,7 +267,7 @@ def test_how_many_of_the_best_are_kept(
     assert result.best_checkpoint == checkpoint_folder(result.run_folder, kept(scripted)[0])
 
 
-def test_a_resumed_run_knows_its_best(scripted: dict[str, Any]) -> None:
+def test_best_checkpoint_is_known_after_resume(scripted: dict[str, Any]) -> None:
     def stop(record: Any) -> None:
         if record["step"] == 11:
             raise InterruptedError
@@ -281,7 +281,7 @@ def test_a_resumed_run_knows_its_best(scripted: dict[str, Any]) -> None:
     assert state["best_val_loss"] == 4.0
 
 
-def test_a_run_without_validation_has_no_best(
+def test_best_checkpoint_without_validation_is_none(
     recipe: dict[str, Any], tmp_path: Path, corpus: Path, tokenizer: Tokenizer
 ) -> None:
     prepare([corpus], tokenizer, tmp_path / "data", val_fraction=0)
@@ -299,7 +299,7 @@ def run_main(recipe: dict[str, Any], *options: str) -> int:
     return main(["train", str(path), "--json", *options])
 
 
-def test_overfitting_is_said_and_is_no_failure(
+def test_train_overfitting_is_reported_with_exit_code_0(
     scripted: dict[str, Any], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     assert run_main(scripted) == 0
@@ -311,7 +311,7 @@ def test_overfitting_is_said_and_is_no_failure(
     assert b"what helps: use more text" in err
 
 
-def test_a_run_that_diverged_has_its_own_exit_code(
+def test_train_diverged_run_exits_with_76(
     recipe: dict[str, Any],
     capfdbinary: pytest.CaptureFixture[bytes],
     monkeypatch: pytest.MonkeyPatch,
@@ -332,7 +332,7 @@ def test_a_run_that_diverged_has_its_own_exit_code(
     assert run_main(recipe, "--resume") == 76
 
 
-def test_a_run_that_the_guard_ended_has_it_too(
+def test_train_run_ended_by_guard_exits_with_76(
     recipe: dict[str, Any],
     capfdbinary: pytest.CaptureFixture[bytes],
     monkeypatch: pytest.MonkeyPatch,

@@ -34,7 +34,7 @@ def lines(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any
     return read_json_lines(Path(folder) / name)
 
 
-def test_the_untrained_model_is_step_0_and_training_is_as_without(
+def test_first_evaluation_is_step_0_and_leaves_training_unchanged(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """In a model with dropout, whose random numbers come as they do without."""
@@ -63,7 +63,7 @@ def test_the_untrained_model_is_step_0_and_training_is_as_without(
     assert {one["step"] for one in lines(with_it.run_folder, "samples.jsonl")} == {6, 12}
 
 
-def test_a_run_evaluated_at_its_end_alone_has_no_step_0(
+def test_first_evaluation_is_skipped_if_evaluated_only_at_end(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     values = with_start(recipe, tmp_path / "end", every_steps=0)
@@ -71,7 +71,7 @@ def test_a_run_evaluated_at_its_end_alone_has_no_step_0(
     assert [line["step"] for line in lines(train(values).run_folder)] == [1, 2]
 
 
-def test_a_run_of_no_steps_evaluates_and_saves_and_goes_on_as_any_other(
+def test_run_of_zero_steps_evaluates_saves_and_can_be_extended(
     recipe: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -112,7 +112,7 @@ def test_a_run_of_no_steps_evaluates_and_saves_and_goes_on_as_any_other(
         assert [own.get(key) for key in same] == [other.get(key) for key in same]
 
 
-def test_a_model_to_start_from_is_evaluated_and_saved_as_it_is(
+def test_run_of_zero_steps_saves_starting_model_unchanged(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe["schedule"] = {"max_steps": 3}
@@ -128,7 +128,7 @@ def test_a_model_to_start_from_is_evaluated_and_saved_as_it_is(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_run_that_ends_in_its_first_evaluation_does_it_when_it_goes_on(
+def test_run_ended_during_first_evaluation_repeats_it_on_resume(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = with_start(recipe, tmp_path / "run")
@@ -149,7 +149,7 @@ def test_a_run_that_ends_in_its_first_evaluation_does_it_when_it_goes_on(
         assert [own.get(key) for key in same] == [other.get(key) for key in same]
 
 
-def test_a_plan_of_no_steps_says_so(
+def test_plan_of_zero_steps_reports_no_steps(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe["schedule"] = {"max_steps": 0}
@@ -159,7 +159,7 @@ def test_a_plan_of_no_steps_says_so(
     assert "the recipe's run: no steps" in capsys.readouterr().out
 
 
-def test_a_run_ends_with_its_time(
+def test_train_summary_reports_total_time_and_median_rates(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe["schedule"] = {"max_steps": 3}

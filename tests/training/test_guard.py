@@ -24,7 +24,7 @@ def after(guard: Guard, values: list[float]) -> Guard:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused_with_and_without_a_z_score(bad: float) -> None:
+def test_guard_rejects_non_finite_values_with_and_without_z_score(bad: float) -> None:
     for config in (GuardConfig(), GuardConfig(spike_z_score=3.0)):
         guard = Guard(config)
         assert guard.accepts(2.0, 1.0)
@@ -38,12 +38,12 @@ def test_what_is_not_finite_is_refused_with_and_without_a_z_score(bad: float) ->
         assert guard.skipped_in_a_row == 0
 
 
-def test_without_a_z_score_everything_finite_is_accepted() -> None:
+def test_guard_without_z_score_accepts_every_finite_value() -> None:
     guard = after(Guard(GuardConfig()), [1.0] * 200)
     assert guard.accepts(1e30, 1e30)
 
 
-def test_too_many_in_a_row_are_too_many() -> None:
+def test_guard_too_many_skipped_steps_raise_diverged_error() -> None:
     guard = Guard(GuardConfig(max_skipped_steps=3))
     for _ in range(2):
         assert not guard.accepts(math.nan, 1.0)
@@ -57,7 +57,7 @@ def test_too_many_in_a_row_are_too_many() -> None:
         guard.require_fit()
 
 
-def test_a_spike_is_refused_from_the_sixteenth_value_on() -> None:
+def test_guard_rejects_spike_from_sixteenth_value() -> None:
     quiet = [3.0 + 0.1 * (-1) ** n for n in range(15)]
     assert after(Guard(GuardConfig(spike_z_score=6.0)), quiet).accepts(100.0, 1.0)
     guard = after(Guard(GuardConfig(spike_z_score=6.0)), [*quiet, 3.1])
@@ -69,14 +69,14 @@ def test_a_spike_is_refused_from_the_sixteenth_value_on() -> None:
     assert guard.accepts(0.5, 0.0)
 
 
-def test_a_refused_value_does_not_make_the_next_look_ordinary() -> None:
+def test_guard_rejected_value_does_not_affect_later_decisions() -> None:
     guard = after(Guard(GuardConfig(spike_z_score=6.0)), [3.0 + 0.01 * (n % 7) for n in range(50)])
     before = guard.state_dict()["losses"]
     assert not any(guard.accepts(30.0, 1.0) for _ in range(300))
     assert guard.state_dict()["losses"] == before
 
 
-def test_only_the_window_is_looked_at() -> None:
+def test_guard_considers_only_its_window() -> None:
     config = GuardConfig(spike_z_score=6.0, spike_window=16)
     guard = after(Guard(config), [9.0 - 0.01 * n for n in range(40)])
     assert len(guard.state_dict()["losses"]) == 16
@@ -84,7 +84,7 @@ def test_only_the_window_is_looked_at() -> None:
 
 
 @given(st.lists(_NUMBERS, min_size=16, max_size=60), _NUMBERS)
-def test_the_z_score_is_that_of_the_statistics_module(before: list[float], value: float) -> None:
+def test_z_score_matches_statistics_module(before: list[float], value: float) -> None:
     mean = statistics.fmean(before)
     deviation = max(statistics.pstdev(before), 0.01 * abs(mean))
     found = z_score(value, deque(before))
@@ -93,7 +93,7 @@ def test_the_z_score_is_that_of_the_statistics_module(before: list[float], value
     assert z_score(value, deque(before[:15])) == 0
 
 
-def test_among_equal_values_a_small_change_is_no_spike() -> None:
+def test_z_score_of_small_change_among_equal_values_is_small() -> None:
     assert z_score(2.01, deque([2.0] * 20)) == pytest.approx(0.5)
     assert z_score(1e-9, deque([0.0] * 20)) == math.inf
     assert z_score(0.0, deque([0.0] * 20)) == 0
@@ -103,9 +103,7 @@ def test_among_equal_values_a_small_change_is_no_spike() -> None:
     st.lists(st.tuples(_NUMBERS | st.just(math.nan), st.floats(0, 1e9)), max_size=80),
     st.integers(0, 80),
 )
-def test_a_guard_goes_on_exactly_from_its_state_in_json(
-    values: list[tuple[float, float]], cut: int
-) -> None:
+def test_guard_resumes_exactly_from_json_state(values: list[tuple[float, float]], cut: int) -> None:
     config = GuardConfig(spike_z_score=2.0, spike_window=16)
     whole, first, second = Guard(config), Guard(config), Guard(config)
     decisions = [whole.accepts(*value) for value in values]
@@ -115,7 +113,7 @@ def test_a_guard_goes_on_exactly_from_its_state_in_json(
     assert second.state_dict() == whole.state_dict()
 
 
-def test_a_guard_of_nothing_has_seen_nothing_and_a_damaged_one_is_said() -> None:
+def test_guard_empty_state_is_new_and_damaged_state_raises() -> None:
     guard = after(Guard(GuardConfig()), [1.0] * 20)
     guard.load_state_dict({})
     assert guard.state_dict() == Guard(GuardConfig()).state_dict()
@@ -135,6 +133,6 @@ def test_a_guard_of_nothing_has_seen_nothing_and_a_damaged_one_is_said() -> None
         ({"spike_zscore": 6.0}, "did you mean 'spike_z_score'"),
     ],
 )
-def test_what_cant_be_meant_is_refused(values: dict[str, object], said: str) -> None:
+def test_guard_invalid_settings_raise_config_error(values: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_recipe({"data": {"dir": "x"}, "guard": values})

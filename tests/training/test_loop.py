@@ -127,7 +127,7 @@ def refused(recipe: dict[str, Any], kind: type[FirstlightError], said: str, **op
 # --- what a run does and writes --------------------------------------------------------------
 
 
-def test_training_lowers_the_loss(recipe: dict[str, Any]) -> None:
+def test_train_lowers_loss(recipe: dict[str, Any]) -> None:
     recipe = changed(
         recipe,
         schedule={"max_steps": 60},
@@ -142,7 +142,7 @@ def test_training_lowers_the_loss(recipe: dict[str, Any]) -> None:
     assert result.evaluation.loss < 4.2
 
 
-def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) -> None:
+def test_train_logs_one_complete_line_per_step(recipe: dict[str, Any]) -> None:
     result = train(recipe)
     records = metrics(recipe)
     assert [record["step"] for record in records] == list(range(1, 13))
@@ -176,7 +176,7 @@ def test_every_step_has_one_line_with_all_its_figures(recipe: dict[str, Any]) ->
     assert result.evaluation.loss == records[-1]["val/loss"]
 
 
-def test_samples_at_epoch_are_written_with_the_step_that_ends_each_epoch(
+def test_train_samples_at_epoch_are_written_with_last_step_of_epoch(
     recipe: dict[str, Any], corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     prepare(sorted(corpus.iterdir())[:9], tokenizer, tmp_path / "few", val_fraction=0.2)
@@ -197,7 +197,7 @@ def test_samples_at_epoch_are_written_with_the_step_that_ends_each_epoch(
     assert [r["step"] for r in metrics(recipe) if "val/loss" in r] == [steps[1] + 1]
 
 
-def test_on_step_sees_what_is_logged_when_it_is_logged(recipe: dict[str, Any]) -> None:
+def test_train_on_step_receives_logged_values_immediately(recipe: dict[str, Any]) -> None:
     seen: list[dict[str, Any]] = []
 
     def on_step(record: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ def test_on_step_sees_what_is_logged_when_it_is_logged(recipe: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("frozen_before", [0, 5])
-def test_objects_of_the_first_step_are_not_searched_for_garbage_until_the_run_ends(
+def test_train_excludes_first_step_objects_from_garbage_collection(
     recipe: dict[str, Any], frozen_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
@@ -228,7 +228,7 @@ def test_objects_of_the_first_step_are_not_searched_for_garbage_until_the_run_en
     assert called == ["step 1", *frozen, "step 2", *ended]
 
 
-def test_a_run_folder_holds_what_the_documentation_says(
+def test_train_run_folder_contents_match_documentation(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
@@ -256,9 +256,7 @@ def test_a_run_folder_holds_what_the_documentation_says(
     ]
 
 
-def test_the_resolved_recipe_makes_the_same_run_again(
-    recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_train_resolved_recipe_repeats_run(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe["data"].pop("seq_len")
     first = train(recipe)
     saved = run_folder(recipe) / "recipe.yaml"
@@ -273,7 +271,9 @@ def test_the_resolved_recipe_makes_the_same_run_again(
     assert weights(again.checkpoint) == weights(first.checkpoint)
 
 
-def test_a_recipe_may_be_values_a_file_or_an_object(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_accepts_recipe_as_values_file_or_object(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
     recipe["schedule"] = {"max_steps": 2, "warmup_steps": 0}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
@@ -284,7 +284,7 @@ def test_a_recipe_may_be_values_a_file_or_an_object(recipe: dict[str, Any], tmp_
     assert len(found) == 1
 
 
-def test_the_seed_decides_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_same_seed_repeats_run(recipe: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for number, seed in enumerate((1, 1, 2)):
         values = changed(
@@ -298,9 +298,7 @@ def test_the_seed_decides_the_run(recipe: dict[str, Any], tmp_path: Path) -> Non
     assert all(a != b for a, b in zip(found[0], found[2], strict=True))
 
 
-def test_accumulation_gives_the_same_steps_as_a_large_batch(
-    recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_train_accumulation_equals_large_batch(recipe: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for number, batch in enumerate(
         (
@@ -324,7 +322,7 @@ def test_accumulation_gives_the_same_steps_as_a_large_batch(
             assert (b["tokens_seen"], b["epoch"]) == (a["tokens_seen"], a["epoch"])
 
 
-def test_the_same_training_rows_are_evaluated_beside_validation(
+def test_train_evaluates_same_training_rows_beside_validation(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a model with dropout, which they leave as it was."""
@@ -359,7 +357,7 @@ def test_the_same_training_rows_are_evaluated_beside_validation(
     assert first == second
 
 
-def test_a_run_without_max_steps_is_one_epoch(recipe: dict[str, Any]) -> None:
+def test_train_without_max_steps_runs_one_epoch(recipe: dict[str, Any]) -> None:
     values = changed(recipe, batch={"micro_batch_size": 32}, evaluation={"every_steps": 0})
     values["schedule"] = {}
     train(values)
@@ -368,7 +366,7 @@ def test_a_run_without_max_steps_is_one_epoch(recipe: dict[str, Any]) -> None:
     assert len(before) >= 3
 
 
-def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
+def test_train_for_epochs_uses_absolute_rates_and_resumes(
     recipe: dict[str, Any], data: Path
 ) -> None:
     values = changed(
@@ -393,7 +391,7 @@ def test_a_run_of_epochs_has_its_rates_by_value_and_goes_on_with_them(
     assert set(rates[8:]) == {2e-4}
 
 
-def test_a_run_says_its_schedule_and_its_groups_of_parameters(
+def test_train_prints_schedule_and_parameter_groups(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of adapters, where only they are trained."""
@@ -423,9 +421,7 @@ def test_a_run_says_its_schedule_and_its_groups_of_parameters(
     assert last_start(result.run_folder)["weight_decay"]["decayed_parameters"] == 256
 
 
-def test_a_recipes_init_section_and_z_loss_reach_the_run(
-    recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path: Path) -> None:
     """The first step's loss is the logarithm of the vocabulary, plus its squared z times it."""
     values = changed(
         recipe,
@@ -444,7 +440,7 @@ def test_a_recipes_init_section_and_z_loss_reach_the_run(
         train(changed(values, model={"tie_word_embeddings": True}))
 
 
-def test_the_last_checkpoints_are_averaged_and_evaluated(
+def test_train_average_of_last_checkpoints_is_saved_and_evaluated(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a run that is resumed as well, without a step left to do."""
@@ -481,7 +477,7 @@ def test_the_last_checkpoints_are_averaged_and_evaluated(
 
 
 @pytest.mark.parametrize("validates", [True, False])
-def test_which_steps_are_averaged_is_said(
+def test_train_prints_averaged_steps(
     recipe: dict[str, Any],
     tmp_path: Path,
     corpus: Path,
@@ -503,7 +499,9 @@ def test_which_steps_are_averaged_is_said(
     assert said in capsys.readouterr().err
 
 
-def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_average_excludes_checkpoints_saved_on_stop(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
     """The regular checkpoints stay as long as an average may need them."""
     values = changed(
         recipe,
@@ -535,7 +533,7 @@ def test_what_a_stop_saves_is_not_averaged(recipe: dict[str, Any], tmp_path: Pat
         ({"average_last": 2, "sharded": True}, "average_last reads full checkpoints"),
     ],
 )
-def test_an_average_that_can_not_be_made_is_refused(
+def test_train_impossible_average_raises_config_error(
     recipe: dict[str, Any], checkpoint: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -543,17 +541,17 @@ def test_an_average_that_can_not_be_made_is_refused(
 
 
 @pytest.mark.parametrize("key", ["min_learning_rate", "initial_learning_rate"])
-def test_a_rate_above_the_peak_is_refused(recipe: dict[str, Any], key: str) -> None:
+def test_train_initial_rate_above_peak_fails(recipe: dict[str, Any], key: str) -> None:
     values = changed(recipe, schedule={key: 1e-2})
     refused(values, ConfigError, f"{key} 0.01 is above optimizer.learning_rate 0.001")
 
 
-def test_clipping_after_the_warm_up_without_a_norm_is_refused(recipe: dict[str, Any]) -> None:
+def test_train_clipping_after_warmup_without_norm_fails(recipe: dict[str, Any]) -> None:
     values = changed(recipe, optimizer={"max_grad_norm": 0.0, "clip_after_warmup": True})
     refused(values, ConfigError, "clip_after_warmup requires a max_grad_norm above 0")
 
 
-def test_without_a_validation_split_there_is_no_validation_loss(
+def test_train_without_validation_split_logs_no_validation_loss(
     recipe: dict[str, Any],
     tmp_path: Path,
     corpus: Path,
@@ -568,7 +566,7 @@ def test_without_a_validation_split_there_is_no_validation_loss(
     assert "has no validation split: the run has no val/loss" in capsys.readouterr().err
 
 
-def test_nothing_is_said_unless_asked_for(
+def test_train_without_progress_prints_nothing(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(recipe)
@@ -581,7 +579,7 @@ def test_nothing_is_said_unless_asked_for(
     assert "step 12/12" in err
 
 
-def test_only_as_many_checkpoints_as_asked_for_stay(recipe: dict[str, Any]) -> None:
+def test_train_keeps_only_requested_number_of_checkpoints(recipe: dict[str, Any]) -> None:
     recipe["checkpoint"] = {"every_steps": 1, "keep_last": 1}
     result = train(recipe)
     assert list_checkpoints(run_folder(recipe)) == [result.checkpoint]
@@ -591,7 +589,7 @@ def test_only_as_many_checkpoints_as_asked_for_stay(recipe: dict[str, Any]) -> N
 # --- starting from weights -------------------------------------------------------------------
 
 
-def test_init_from_takes_weights_and_config(
+def test_train_init_from_loads_weights_and_config(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = train(recipe)
@@ -616,7 +614,7 @@ def test_init_from_takes_weights_and_config(
     assert state["init_from"] == str(run_folder(recipe))
 
 
-def test_starting_weights_with_a_nan_are_named_by_training_and_info(
+def test_train_starting_weights_with_nan_are_named_by_train_and_info(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = train(recipe)
@@ -638,7 +636,7 @@ def test_starting_weights_with_a_nan_are_named_by_training_and_info(
     assert "UNUSABLE" not in capsys.readouterr().out
 
 
-def test_init_from_needs_no_model_in_the_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_init_from_needs_no_model_in_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
     first = train(recipe)
     start = changed(recipe, run={"dir": str(tmp_path / "second")})
     del start["model"]
@@ -650,7 +648,7 @@ def test_init_from_needs_no_model_in_the_recipe(recipe: dict[str, Any], tmp_path
 
 # GPT-NeoX' files call the head otherwise than its model.
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_a_run_started_from_weights_resumes_exactly(
+def test_train_run_started_from_weights_resumes_exactly(
     family: str, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     heads = recipe["model"]["num_attention_heads"]
@@ -669,7 +667,7 @@ def test_a_run_started_from_weights_resumes_exactly(
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
-def test_init_from_of_another_tokenizer_or_nowhere_is_refused(
+def test_train_init_from_other_tokenizer_or_missing_folder_fails(
     recipe: dict[str, Any], tmp_path: Path, texts: list[str], corpus: Path
 ) -> None:
     first = train(recipe)
@@ -700,7 +698,7 @@ def gpt2_with_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
     return {**recipe, "model": model}
 
 
-def test_dropout_changes_a_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_dropout_changes_losses(recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = changed(recipe, schedule={"max_steps": 1, "warmup_steps": 0})
     train(gpt2_with_dropout(recipe))
     plain = changed(
@@ -720,7 +718,7 @@ def test_dropout_changes_a_run(recipe: dict[str, Any], tmp_path: Path) -> None:
         *(pytest.param("adamw", stop, marks=pytest.mark.slow) for stop in (4, 11)),
     ],
 )
-def test_a_run_with_dropout_resumes_to_the_last_bit(
+def test_train_with_dropout_resumes_bit_for_bit(
     recipe: dict[str, Any], tmp_path: Path, name: str, stop: int
 ) -> None:
     whole = changed(
@@ -742,7 +740,7 @@ def test_a_run_with_dropout_resumes_to_the_last_bit(
     assert samples[0] == samples[1]
 
 
-def test_a_second_resume_is_as_exact_as_the_first(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_second_resume_is_as_exact_as_first(recipe: dict[str, Any], tmp_path: Path) -> None:
     expected = train(recipe)
     broken = changed(recipe, run={"dir": str(tmp_path / "broken")})
     stop_after(broken, 5)
@@ -758,7 +756,7 @@ _RECORD = {"step": 8, "learning_rate": 0.1, "tokens_per_second": 9.0, "memory_by
 _LOGS = ("metrics.jsonl", "samples.jsonl", "starts.jsonl")
 
 
-def test_damaged_logs_never_keep_a_run_from_going_on(
+def test_train_damaged_logs_never_prevent_resume(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = train(recipe)
@@ -785,7 +783,7 @@ def test_damaged_logs_never_keep_a_run_from_going_on(
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
-def test_a_log_that_is_damaged_while_the_run_goes_on_does_not_end_it(
+def test_train_log_damaged_during_run_does_not_end_it(
     recipe: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -807,7 +805,7 @@ def test_a_log_that_is_damaged_while_the_run_goes_on_does_not_end_it(
     assert train(other, resume=True).summary.step_seconds is not None
 
 
-def test_report_without_memory_does_not_fail_a_finished_run(
+def test_train_report_out_of_memory_does_not_fail_finished_run(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_: Path) -> None:
@@ -858,7 +856,7 @@ def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         ({"rng.numpy": torch.full((624,), -1)}, "not 624 words of 32 bits"),
     ],
 )
-def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(
+def test_train_checkpoint_with_invalid_values_raises_one_line_error(
     recipe: dict[str, Any], stopped: Path, spoiled: dict[str, Any], message: str
 ) -> None:
     shutil.copytree(stopped, run_folder(recipe))
@@ -884,7 +882,7 @@ def test_a_sealed_checkpoint_of_bad_values_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_resuming_with_another_number_of_threads_is_said(
+def test_train_resumed_with_other_thread_count_warns(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_after(recipe, 5)
@@ -896,7 +894,7 @@ def test_resuming_with_another_number_of_threads_is_said(
     assert f"OMP_NUM_THREADS={count} sets the number" in said
 
 
-def test_resuming_a_complete_run_does_nothing(
+def test_train_resume_of_complete_run_does_nothing(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = train(recipe)
@@ -918,7 +916,7 @@ def test_resuming_a_complete_run_does_nothing(
     assert after.keys() == before.keys()
 
 
-def test_a_run_can_be_made_longer(recipe: dict[str, Any]) -> None:
+def test_train_run_can_be_extended(recipe: dict[str, Any]) -> None:
     train(recipe)
     before = metrics(recipe)
     result = train(changed(recipe, schedule={"max_steps": 15}), resume=True)
@@ -927,7 +925,7 @@ def test_a_run_can_be_made_longer(recipe: dict[str, Any]) -> None:
     assert [record["step"] for record in metrics(recipe)] == list(range(1, 16))
 
 
-def test_a_run_can_go_on_in_the_schedule_of_another_on_other_data(
+def test_train_continues_schedule_of_other_run_on_other_data(
     recipe: dict[str, Any],
     tmp_path: Path,
     corpus: Path,
@@ -960,7 +958,7 @@ def test_a_run_can_go_on_in_the_schedule_of_another_on_other_data(
     assert losses(again) == losses(further)
 
 
-def test_a_checkpoint_of_an_older_version_has_the_same_optimizer() -> None:
+def test_optimizer_settings_of_older_checkpoints_are_read_alike() -> None:
     """Which wrote false, or nothing, for embeddings_in_32_bits of an optimizer without 8 bits."""
     now = {"optimizer": {"name": "adamw", "embeddings_in_32_bits": None}, "run": {"seed": 1}}
     older = {**now, "optimizer": {"name": "adamw", "embeddings_in_32_bits": False}}
@@ -971,7 +969,7 @@ def test_a_checkpoint_of_an_older_version_has_the_same_optimizer() -> None:
     assert _as_written_now({}) == {}
 
 
-def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
+def test_train_impossible_schedule_continuation_fails(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     base = train(recipe).checkpoint
@@ -995,7 +993,7 @@ def test_a_schedule_that_can_not_be_gone_on_in_is_refused(
     refused(longer, CheckpointError, "has no optimizer state", init_from=plain)
 
 
-def test_resuming_what_was_never_begun_begins_it(
+def test_train_resume_without_checkpoint_starts_from_beginning(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(recipe, resume=True, progress=True)
@@ -1006,7 +1004,7 @@ def test_resuming_what_was_never_begun_begins_it(
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_the_lines_of_a_run_that_died_before_its_first_checkpoint_are_void(
+def test_train_lines_before_first_checkpoint_of_killed_run_are_discarded(
     recipe: dict[str, Any], resume: bool
 ) -> None:
     stop_after(recipe, 3)
@@ -1016,7 +1014,7 @@ def test_the_lines_of_a_run_that_died_before_its_first_checkpoint_are_void(
 
 
 @pytest.mark.parametrize("keep_last", [1, 3])
-def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
+def test_train_damaged_newest_checkpoint_repeats_only_its_steps(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], keep_last: int
 ) -> None:
     expected = train(recipe)
@@ -1040,7 +1038,7 @@ def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
         verify_checkpoint(folder)
 
 
-def test_only_new_models_have_the_settings_of_new_models(
+def test_train_new_model_defaults_apply_only_to_new_models(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def optimizer_of(one: dict[str, Any]) -> str:
@@ -1070,7 +1068,7 @@ def test_only_new_models_have_the_settings_of_new_models(
     assert losses(resumed) == losses(before)
 
 
-def test_a_changed_setting_is_said(
+def test_train_resumed_with_changed_setting_warns(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_after(recipe, 5)
@@ -1088,7 +1086,7 @@ def test_a_changed_setting_is_said(
 @pytest.mark.parametrize(
     "changes, warns", [({"max_steps": 20}, True), ({"max_steps": 20, "decay_steps": 12}, False)]
 )
-def test_longer_schedule_that_raises_the_rate_warns_with_both_rates(
+def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     recipe: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
     changes: dict[str, Any],
@@ -1108,7 +1106,7 @@ def test_longer_schedule_that_raises_the_rate_warns_with_both_rates(
     assert metrics(recipe)[4]["learning_rate"] == pytest.approx(longer if warns else was)
 
 
-def test_nothing_is_said_of_an_unchanged_recipe(
+def test_train_resumed_with_same_recipe_does_not_warn(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_after(recipe, 5)
@@ -1116,7 +1114,7 @@ def test_nothing_is_said_of_an_unchanged_recipe(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_another_model_data_or_row_length_is_not_resumed(
+def test_train_resume_with_other_model_data_or_row_length_fails(
     recipe: dict[str, Any], tmp_path: Path, corpus: Path, tokenizer: Tokenizer
 ) -> None:
     stop_after(recipe, 5)
@@ -1137,7 +1135,7 @@ def test_another_model_data_or_row_length_is_not_resumed(
     assert train(recipe, resume=True).step == 12
 
 
-def test_a_run_may_be_moved_with_its_data(
+def test_train_run_moved_with_its_data_resumes(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = train(recipe)
@@ -1157,12 +1155,12 @@ def test_a_run_may_be_moved_with_its_data(
 # --- what is refused before the first step ---------------------------------------------------
 
 
-def test_checkpoints_are_not_overwritten(recipe: dict[str, Any]) -> None:
+def test_train_does_not_overwrite_checkpoints(recipe: dict[str, Any]) -> None:
     train(recipe)
     refused(recipe, CheckpointError, "has checkpoints already: continue it with --resume")
 
 
-def test_two_runs_in_one_folder_are_refused(recipe: dict[str, Any]) -> None:
+def test_train_second_run_in_same_folder_raises_checkpoint_error(recipe: dict[str, Any]) -> None:
     recipe["schedule"]["max_steps"] = 3
     refusals = []
 
@@ -1178,7 +1176,7 @@ def test_two_runs_in_one_folder_are_refused(recipe: dict[str, Any]) -> None:
     assert len(list_checkpoints(run_folder(recipe))) == 1
 
 
-def test_the_folder_is_free_again_after_a_run_that_failed(recipe: dict[str, Any]) -> None:
+def test_train_failed_run_releases_its_folder(recipe: dict[str, Any]) -> None:
     stop_after(recipe, 1)
     assert train(recipe).step == 12
 
@@ -1186,19 +1184,19 @@ def test_the_folder_is_free_again_after_a_run_that_failed(recipe: dict[str, Any]
 @pytest.mark.parametrize(
     "vocab_size, relation", [(321, "larger"), (100_000, "larger"), (319, "smaller"), (1, "smaller")]
 )
-def test_another_vocabulary_than_the_tokenizers_is_refused(
+def test_train_vocabulary_other_than_tokenizer_fails(
     recipe: dict[str, Any], vocab_size: int, relation: str
 ) -> None:
     said = rf"model.vocab_size {vocab_size} is {relation} than .* the data's tokenizer, 320"
     refused(changed(recipe, model={"vocab_size": vocab_size}), DataError, said)
 
 
-def test_the_tokenizers_vocabulary_may_be_spelled_out(recipe: dict[str, Any]) -> None:
+def test_train_accepts_explicit_vocabulary_of_tokenizer(recipe: dict[str, Any]) -> None:
     result = train(changed(recipe, model={"vocab_size": 320}, schedule={"max_steps": 2}))
     assert load_model(result.checkpoint).model.config.vocab_size == 320
 
 
-def test_runs_that_cant_be_are_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_impossible_runs_fail(recipe: dict[str, Any], tmp_path: Path) -> None:
     for values, kind, said in (
         ({"data": {"seq_len": 65}}, ConfigError, r"seq_len 65 is more than .* 64"),
         (
@@ -1218,7 +1216,9 @@ def test_runs_that_cant_be_are_refused(recipe: dict[str, Any], tmp_path: Path) -
         refused(changed(recipe, **values), kind, said)
 
 
-def test_a_run_folder_that_is_a_file_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_run_folder_is_file_raises_config_error(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="is a file"):
         train(changed(recipe, run={"dir": str(tmp_path / "file")}))
@@ -1226,7 +1226,7 @@ def test_a_run_folder_that_is_a_file_is_refused(recipe: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_damaged_shards_are_refused(
+def test_train_damaged_shards_fail(
     recipe: dict[str, Any], tmp_path: Path, data: Path, verify: bool
 ) -> None:
     shutil.copytree(data, tmp_path / "data")
@@ -1242,7 +1242,7 @@ def test_damaged_shards_are_refused(
     refused(values, DataError, r"train-00000\.bin is missing")
 
 
-def test_a_tokenizer_that_the_shards_were_not_made_with_is_refused(
+def test_train_tokenizer_not_matching_shards_fails(
     recipe: dict[str, Any], tmp_path: Path, data: Path, texts: list[str]
 ) -> None:
     shutil.copytree(data, tmp_path / "data")
@@ -1251,7 +1251,7 @@ def test_a_tokenizer_that_the_shards_were_not_made_with_is_refused(
     refused(values, DataError, r"tokenizer\.json is not the tokenizer of the shards")
 
 
-def test_a_disk_too_small_for_the_checkpoints_is_refused(
+def test_train_without_disk_space_for_checkpoints_fails(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type(shutil.disk_usage("/"))
@@ -1259,7 +1259,7 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused(
     refused(recipe, StorageError, r"0 MB free, but the run's checkpoints need about \d MB")
 
 
-def test_checkpoints_folder_that_is_not_writable_is_refused_before_step_1(
+def test_train_checkpoint_folder_not_writable_fails_before_first_step(
     recipe: dict[str, Any],
 ) -> None:
     folder = run_folder(recipe)
@@ -1273,7 +1273,7 @@ def test_checkpoints_folder_that_is_not_writable_is_refused_before_step_1(
 # --- runs that go wrong ----------------------------------------------------------------------
 
 
-def test_a_run_that_diverges_stops_and_leaves_the_good_checkpoint(recipe: dict[str, Any]) -> None:
+def test_train_diverged_run_stops_and_keeps_good_checkpoint(recipe: dict[str, Any]) -> None:
     recipe["evaluation"]["every_steps"] = 0
     stop_after(recipe, 5)
     (good,) = list_checkpoints(run_folder(recipe))
@@ -1291,7 +1291,7 @@ def test_a_run_that_diverges_stops_and_leaves_the_good_checkpoint(recipe: dict[s
 
 
 @pytest.mark.parametrize("prompts", [[""], []])
-def test_weights_that_an_update_ruined_are_noticed_at_the_evaluation(
+def test_train_weights_ruined_by_update_are_detected_at_evaluation(
     recipe: dict[str, Any], prompts: list[str]
 ) -> None:
     values = changed(
@@ -1305,7 +1305,7 @@ def test_weights_that_an_update_ruined_are_noticed_at_the_evaluation(
     assert list_checkpoints(run_folder(values)) == []
 
 
-def test_ruined_weights_are_not_saved_as_the_last_checkpoint(
+def test_train_ruined_weights_are_not_saved_as_last_checkpoint(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last update can ruin them when no loss follows that would show it."""
@@ -1327,7 +1327,7 @@ def test_ruined_weights_are_not_saved_as_the_last_checkpoint(
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
-def test_a_home_folder_is_expanded(
+def test_train_expands_home_folder(
     recipe: dict[str, Any], tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -1344,7 +1344,7 @@ def test_a_home_folder_is_expanded(
 # --- a padded vocabulary ---------------------------------------------------------------------
 
 
-def test_a_padded_vocabulary_trains_the_same_model_and_is_never_saved(
+def test_train_padded_vocabulary_gives_same_model_and_is_not_saved(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe["efficiency"] = {"precision": "fp32"}
@@ -1366,7 +1366,7 @@ def test_a_padded_vocabulary_trains_the_same_model_and_is_never_saved(
     assert average[320:].count_nonzero() == 0
 
 
-def test_a_run_with_a_padded_vocabulary_resumes_to_the_last_bit(
+def test_train_padded_vocabulary_resumes_bit_for_bit(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe["efficiency"] = {"vocab_multiple": 128}
@@ -1377,7 +1377,7 @@ def test_a_run_with_a_padded_vocabulary_resumes_to_the_last_bit(
     assert weights(found.checkpoint) == weights(whole.checkpoint)
 
 
-def test_the_rows_that_pad_a_vocabulary_are_zero_before_anything_is_loaded(
+def test_padded_vocabulary_rows_are_zero_before_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Memory may hold anything, and 0 * NaN would reach the gradients."""
@@ -1397,7 +1397,7 @@ def test_the_rows_that_pad_a_vocabulary_are_zero_before_anything_is_loaded(
         assert model.state_dict()[embedding_name(model)][10:].count_nonzero() == 0
 
 
-def test_a_checkpoint_without_its_manifest_is_named_and_passed_over(
+def test_train_checkpoint_without_manifest_is_named_and_ignored(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     *_, older, last = list_checkpoints(train(recipe).run_folder)
@@ -1411,7 +1411,7 @@ def test_a_checkpoint_without_its_manifest_is_named_and_passed_over(
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_run_killed_before_its_first_checkpoint_keeps_what_auto_came_to(
+def test_train_run_killed_before_first_checkpoint_keeps_auto_choices(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, resumes: bool
 ) -> None:
     """What is measured may come out otherwise on another day, in the middle of a run."""
@@ -1430,7 +1430,7 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_what_auto_came_to(
     assert found == ("bf16" if resumes else "fp32")
 
 
-def test_a_qwen2_model_with_another_split_is_warned_of(
+def test_train_qwen2_model_with_other_split_warns(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers would read its tokenizer otherwise."""

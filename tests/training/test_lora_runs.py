@@ -58,7 +58,7 @@ ROWS = {"trainable_token_indices": [5, 3], "targets": ["v_proj"]}
         ({"targets": ["embed_tokens", "up_proj"]}, "fp32"),
     ],
 )
-def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(
+def test_lora_run_resumed_equals_uninterrupted_run(
     lora: dict[str, Any], precision: str, recipe: dict[str, Any], base: Path
 ) -> None:
     settings = lora_recipe(recipe, **lora)
@@ -72,9 +72,7 @@ def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(
     assert (whole / ADAPTER_WEIGHTS_NAME).read_bytes() == expected
 
 
-def test_a_checkpoint_of_adapters_is_one_of_a_model(
-    recipe: dict[str, Any], base: Path, tmp_path: Path
-) -> None:
+def test_lora_checkpoint_loads_as_model(recipe: dict[str, Any], base: Path, tmp_path: Path) -> None:
     settings = lora_recipe(recipe, dropout=0.0)
     settings["optimizer"] = {"learning_rate": 0.02}
     settings["schedule"] = {**recipe["schedule"], "max_steps": 24}
@@ -101,7 +99,7 @@ def test_a_checkpoint_of_adapters_is_one_of_a_model(
     train(parse_recipe({**again, "lora": None}), init_from=folder)
 
 
-def test_generation_config_of_the_start_is_kept_by_training_resuming_and_export(
+def test_lora_run_keeps_generation_config_through_resume_and_export(
     recipe: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     start = tmp_path / "start"
@@ -128,7 +126,7 @@ def test_generation_config_of_the_start_is_kept_by_training_resuming_and_export(
     assert load_model(folder).generation == expected
 
 
-def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
+def test_lora_run_requires_unchanged_base(
     recipe: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="name it with --init-from"):
@@ -150,7 +148,7 @@ def test_the_base_of_a_run_is_asked_for_and_must_stay_the_same(
 
 
 @pytest.mark.parametrize("lora", [{"targets": ["q_proj"], "use_rslora": True}, WIDE, ROWS])
-def test_adapter_trained_further_keeps_its_base_and_settings(
+def test_lora_adapter_trained_further_keeps_base_and_settings(
     lora: dict[str, Any],
     recipe: dict[str, Any],
     base: Path,
@@ -195,7 +193,7 @@ def test_adapter_trained_further_keeps_its_base_and_settings(
     "lora, tied",
     [({}, False), ({}, True), ({"modules_to_save": ["embed_tokens", "lm_head"]}, True)],
 )
-def test_tokens_that_the_base_lacks_are_trained_as_rows_of_their_own(
+def test_lora_run_trains_rows_of_tokens_missing_in_base(
     lora: dict[str, Any],
     tied: bool,
     recipe: dict[str, Any],
@@ -238,7 +236,7 @@ def test_tokens_that_the_base_lacks_are_trained_as_rows_of_their_own(
     assert torch.equal(merged.model(ids), load_model(folder).model(ids))
 
 
-def test_a_run_beside_4_bits_learns_and_goes_on(recipe: dict[str, Any], base: Path) -> None:
+def test_lora_run_in_4_bits_learns_and_resumes(recipe: dict[str, Any], base: Path) -> None:
     pytest.importorskip("bitsandbytes")
     settings = lora_recipe(recipe, quantize="nf4", dropout=0.0)
     settings["schedule"] = {**recipe["schedule"], "max_steps": 24}

@@ -60,11 +60,11 @@ def overflowing(model: GPT2, limit: float) -> Callable[..., Tensor]:
 # --- the scale -------------------------------------------------------------------------------
 
 
-def test_the_scale_starts_at_two_to_the_sixteenth() -> None:
+def test_loss_scale_starts_at_2_to_the_16() -> None:
     assert LossScaler().state_dict() == {"scale": 65536.0, "good_steps": 0, "skipped_steps": 0}
 
 
-def test_two_thousand_good_steps_in_a_row_double_the_scale() -> None:
+def test_loss_scale_doubles_after_2000_good_steps() -> None:
     scaler = LossScaler(8.0)
     for _ in range(1999):
         scaler.update(finite=True)
@@ -73,7 +73,7 @@ def test_two_thousand_good_steps_in_a_row_double_the_scale() -> None:
     assert (scaler.scale, scaler.good_steps) == (16.0, 0)
 
 
-def test_an_overflow_halves_the_scale_and_begins_the_count_anew() -> None:
+def test_loss_scale_overflow_halves_scale_and_resets_count() -> None:
     scaler = LossScaler(8.0)
     for _ in range(1999):
         scaler.update(finite=True)
@@ -83,7 +83,7 @@ def test_an_overflow_halves_the_scale_and_begins_the_count_anew() -> None:
     assert scaler.state_dict() == {"scale": 4.0, "good_steps": 1, "skipped_steps": 1}
 
 
-def test_a_scale_that_no_step_survives_ends_the_run() -> None:
+def test_loss_scale_exhausted_raises_training_error() -> None:
     scaler = LossScaler()
     # From 2^16 to 2^-14, fp16's smallest normal number, are 30 halvings.
     for _ in range(30):
@@ -94,7 +94,7 @@ def test_a_scale_that_no_step_survives_ends_the_run() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30))
-def test_the_scale_stays_a_power_of_two_and_every_skipped_step_is_counted(
+def test_loss_scale_stays_power_of_two_and_counts_skipped_steps(
     steps: list[bool],
 ) -> None:
     scaler = LossScaler()
@@ -120,7 +120,7 @@ def test_the_scale_stays_a_power_of_two_and_every_skipped_step_is_counted(
         {"scale": -2.0, "good_steps": 0, "skipped_steps": 0},
     ],
 )
-def test_a_damaged_state_is_refused_and_changes_nothing(state: dict[str, Any]) -> None:
+def test_loss_scale_damaged_state_raises_and_changes_nothing(state: dict[str, Any]) -> None:
     scaler = LossScaler(4.0)
     with pytest.raises(CheckpointError, match="loss scale is damaged"):
         scaler.load_state_dict(state)
@@ -131,7 +131,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(state: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
-def test_a_scale_changes_neither_the_step_nor_what_it_reports(max_grad_norm: float) -> None:
+def test_loss_scale_changes_neither_step_nor_reported_values(max_grad_norm: float) -> None:
     outcomes = []
     for scaler in (None, LossScaler(1024.0), LossScaler(2.0**-10)):
         model, optimizer = model_and_optimizer(max_grad_norm=max_grad_norm)
@@ -141,7 +141,7 @@ def test_a_scale_changes_neither_the_step_nor_what_it_reports(max_grad_norm: flo
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-def test_an_overflow_skips_the_step_and_changes_no_bit() -> None:
+def test_loss_scale_overflow_skips_step_and_changes_no_bit() -> None:
     model, optimizer = model_and_optimizer()
     scaler = LossScaler(1024.0)
     train_step(model, optimizer, batches(), scaler)
@@ -155,7 +155,7 @@ def test_an_overflow_skips_the_step_and_changes_no_bit() -> None:
     assert scaler.state_dict() == {"scale": 512.0, "good_steps": 0, "skipped_steps": 1}
 
 
-def test_the_steps_go_on_once_the_scale_fits() -> None:
+def test_loss_scale_steps_continue_once_scale_fits() -> None:
     model, optimizer = model_and_optimizer()
     scaler = LossScaler(1024.0)
     loss_sum = overflowing(model, 128.0)
@@ -169,7 +169,7 @@ def test_the_steps_go_on_once_the_scale_fits() -> None:
     assert everything(model, optimizer) == everything(plain, other)
 
 
-def test_a_loss_that_is_no_number_is_skipped_too_until_no_scale_helps() -> None:
+def test_loss_scale_nan_loss_is_skipped_until_scale_is_exhausted() -> None:
     model, optimizer = model_and_optimizer()
 
     def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -184,7 +184,7 @@ def test_a_loss_that_is_no_number_is_skipped_too_until_no_scale_helps() -> None:
     assert everything(model, optimizer) == before
 
 
-def test_a_step_in_the_backward_pass_refuses_a_scale() -> None:
+def test_loss_scale_with_optimizer_in_backward_raises_config_error() -> None:
     model = model_and_optimizer()[0]
     optimizer = Optimizer(model, OptimizerConfig(max_grad_norm=0.0), in_backward=True)
     with pytest.raises(ConfigError, match="can't take scaled gradients"):

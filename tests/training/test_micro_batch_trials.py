@@ -63,12 +63,14 @@ def recipe_of(rows: int = 1, total: int = 12, **sections: Any) -> ResolvedRecipe
         (30, [30, 15, 6, 3, 1]),
     ],
 )
-def test_sizes_are_halved_where_that_cuts_the_batch_evenly(total: int, expected: list[int]) -> None:
+def test_micro_batch_sizes_are_halved_where_batch_divides_evenly(
+    total: int, expected: list[int]
+) -> None:
     assert list(cuts(total)) == expected
 
 
 @given(st.integers(1, 5000))
-def test_every_size_divides_the_batch_and_is_at_most_half_of_the_one_before(total: int) -> None:
+def test_micro_batch_sizes_divide_batch_and_at_least_halve(total: int) -> None:
     found = list(cuts(total))
     assert found[0] == total
     assert found[-1] == 1
@@ -97,7 +99,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], str]) -> 
     return asked
 
 
-def test_the_largest_micro_batch_that_fits_is_found_by_halving(
+def test_largest_micro_batch_is_found_by_halving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = answering(monkeypatch, lambda rows: "" if rows <= 4 else "MemoryError")
@@ -107,26 +109,28 @@ def test_the_largest_micro_batch_that_fits_is_found_by_halving(
     assert told == ["micro-batch of 3 rows: the largest that fits of a step's 12"]
 
 
-def test_a_process_that_the_system_killed_needed_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_micro_batch_killed_process_counts_as_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answering(monkeypatch, lambda rows: "" if rows == 1 else "Killed")
     assert largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None) == 1
 
 
-def test_no_row_that_fits_is_an_error_with_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_micro_batch_no_fit_raises_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, lambda rows: "MemoryError")
     with pytest.raises(ConfigError, match="not even a micro-batch of one row of 16 tokens fits"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
     assert asked == [4, 2, 1]
 
 
-def test_a_refusal_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_micro_batch_config_error_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, lambda rows: "ConfigError")
     with pytest.raises(ConfigError, match=r"^Words: the last line$"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
     assert asked == [4]
 
 
-def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_micro_batch_other_failure_shows_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, lambda rows: "Failed")
     with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(set a number"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
@@ -147,7 +151,9 @@ def test_any_other_failure_says_its_last_line(monkeypatch: pytest.MonkeyPatch) -
         ({"global_batch_tokens": 4}, "use 16$"),
     ],
 )
-def test_auto_needs_a_batch_to_cut(batch: dict[str, Any], said: str) -> None:
+def test_micro_batch_auto_without_batch_size_raises_config_error(
+    batch: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         largest_micro_batch(recipe_of(batch=batch), _CPU, lambda _: None)
 
@@ -156,7 +162,7 @@ def test_auto_needs_a_batch_to_cut(batch: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("rows,expected", [(4, 1), (2, 2), (1, 2)])
-def test_a_try_holds_what_a_step_of_several_micro_batches_does(
+def test_micro_batch_trial_holds_memory_of_accumulated_step(
     monkeypatch: pytest.MonkeyPatch, rows: int, expected: int
 ) -> None:
     seen: list[list[tuple[int, ...]]] = []
@@ -171,7 +177,7 @@ def test_a_try_holds_what_a_step_of_several_micro_batches_does(
     assert seen == [[(rows, 16)] * expected] * 2
 
 
-def test_a_try_takes_documents_padding_and_adapters_along() -> None:
+def test_micro_batch_trial_includes_documents_padding_and_adapters() -> None:
     trial = try_step(
         recipe_of(
             2,
@@ -185,7 +191,7 @@ def test_a_try_takes_documents_padding_and_adapters_along() -> None:
     assert trial.step_seconds > 0
 
 
-def test_methods_that_cant_work_together_are_refused_by_the_process_itself() -> None:
+def test_micro_batch_trial_incompatible_methods_raise_config_error() -> None:
     recipe = recipe_of(efficiency={"precision": "fp32", "optimizer_in_backward": True})
     with pytest.raises(ConfigError, match=r"set optimizer\.max_grad_norm to 0"):
         largest_micro_batch(recipe, _CPU, lambda _: None)
@@ -207,7 +213,7 @@ answer(measure, sys.stdin.read())
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux alone says VmData")
-def test_where_memory_is_short_a_smaller_micro_batch_is_found(
+def test_micro_batch_trial_limited_memory_finds_smaller_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: 0.7 GB hold
@@ -242,7 +248,7 @@ def test_where_memory_is_short_a_smaller_micro_batch_is_found(
     assert rows in (1, 2)
 
 
-def test_a_run_with_auto_takes_the_whole_batch_where_there_is_room(recipe: dict[str, Any]) -> None:
+def test_train_micro_batch_auto_uses_whole_batch_if_it_fits(recipe: dict[str, Any]) -> None:
     recipe["batch"] = {"micro_batch_size": "auto", "global_batch_tokens": 128}
     recipe["schedule"] = {"max_steps": 2, "warmup_steps": 0}
     recipe["efficiency"] = {"precision": "fp32"}

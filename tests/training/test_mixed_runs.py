@@ -85,7 +85,7 @@ def rows_in(folder: Path) -> int:
     return num_rows(TokenDataset(folder, "train").num_tokens, 32)
 
 
-def test_a_resumed_run_on_a_mix_is_the_same_run(mixed: dict[str, Any], tmp_path: Path) -> None:
+def test_mixed_run_resumed_equals_uninterrupted_run(mixed: dict[str, Any], tmp_path: Path) -> None:
     whole = train(mixed)
     again = copy.deepcopy(mixed)
     again["run"]["dir"] = str(tmp_path / "again")
@@ -97,7 +97,7 @@ def test_a_resumed_run_on_a_mix_is_the_same_run(mixed: dict[str, Any], tmp_path:
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_mix_trains_on_both_corpora_and_says_how_much_of_each(
+def test_mixed_run_trains_on_both_corpora_and_reports_shares(
     mixed: dict[str, Any], data: Path, small: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(mixed, progress=True)
@@ -114,7 +114,7 @@ def test_a_mix_trains_on_both_corpora_and_says_how_much_of_each(
     assert re.search(r"small 30\.0% \(14 rows, 0\.\d+ of its epochs\)", told)
 
 
-def test_the_loss_on_a_mix_is_the_mean_by_weight(mixed: dict[str, Any]) -> None:
+def test_mixed_run_validation_loss_is_weighted_mean(mixed: dict[str, Any]) -> None:
     mixed["evaluation"]["train_rows"] = 2
     train(mixed)
     evaluated = [record for record in records(mixed) if "val/loss" in record]
@@ -130,7 +130,7 @@ def test_the_loss_on_a_mix_is_the_mean_by_weight(mixed: dict[str, Any]) -> None:
         assert parts[0] != parts[1]
 
 
-def test_a_corpus_without_a_validation_split_is_left_out_of_the_loss(
+def test_mixed_run_corpus_without_validation_split_is_left_out_of_loss(
     mixed: dict[str, Any], tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = prepared(tmp_path / "bare", make_texts(9, seed=6), tokenizer, val_fraction=0)
@@ -144,7 +144,7 @@ def test_a_corpus_without_a_validation_split_is_left_out_of_the_loss(
     assert last["epoch/bare"] > 0
 
 
-def test_a_run_without_max_steps_is_as_many_rows_as_there_are(
+def test_mixed_run_without_max_steps_covers_all_rows(
     mixed: dict[str, Any], data: Path, small: Path
 ) -> None:
     mixed["schedule"] = {}
@@ -152,7 +152,7 @@ def test_a_run_without_max_steps_is_as_many_rows_as_there_are(
     assert train(mixed).step == math.ceil((rows_in(data) + rows_in(small)) / 64)
 
 
-def test_other_weights_are_other_data(mixed: dict[str, Any]) -> None:
+def test_mixed_run_resumed_with_other_weights_raises(mixed: dict[str, Any]) -> None:
     stop_after(mixed, 5)
     with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is 1:1 now"):
         train(with_weights(mixed, 1, 1), resume=True)
@@ -168,7 +168,7 @@ def test_other_weights_are_other_data(mixed: dict[str, Any]) -> None:
     assert train(with_weights(mixed, 70, 30), resume=True).step == 12
 
 
-def test_other_corpora_with_the_same_weights_are_other_data(
+def test_mixed_run_resumed_with_other_corpora_raises(
     mixed: dict[str, Any], tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     stop_after(mixed, 5)
@@ -178,7 +178,7 @@ def test_other_corpora_with_the_same_weights_are_other_data(
         train(mixed, resume=True)
 
 
-def test_corpora_of_two_tokenizers_are_refused(
+def test_mixed_run_corpora_with_different_tokenizers_raise_data_error(
     mixed: dict[str, Any], tmp_path: Path, texts: list[str], data: Path
 ) -> None:
     other = prepared(tmp_path / "other", make_texts(20), train_tokenizer(texts, 300))
@@ -189,7 +189,7 @@ def test_corpora_of_two_tokenizers_are_refused(
     assert not run_folder(mixed).exists()
 
 
-def test_a_checkpoint_of_a_mix_is_evaluated_on_a_corpus_that_is_named(
+def test_mixed_run_checkpoint_is_evaluated_on_named_corpus(
     mixed: dict[str, Any], data: Path, small: Path
 ) -> None:
     run = train(mixed)
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_a_mix_is_evaluated_on_a_corpus_that_is_named(
     assert main(["info", str(run.checkpoint)]) == 0
 
 
-def test_data_behind_a_url_is_the_same_data(
+def test_run_on_data_behind_url_equals_run_on_local_data(
     recipe: dict[str, Any],
     data: Path,
     tmp_path: Path,
@@ -224,7 +224,7 @@ def test_data_behind_a_url_is_the_same_data(
     assert json.loads(capfdbinary.readouterr().out)["loss"] == expected
 
 
-def test_a_mix_may_lie_in_two_places(
+def test_mixed_run_corpora_may_lie_in_different_locations(
     mixed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -254,7 +254,7 @@ def evaluation(loss: float, bits_per_byte: float, tokens: int) -> Evaluation:
     )
 
 
-def test_a_mixed_evaluation_has_known_values() -> None:
+def test_mixed_evaluation_matches_known_values() -> None:
     # Corpora of 4 and 2 bytes a token, that is 1 / (4 ln 2) and 1 / (2 ln 2) bits a nat.
     bits = [1 / (4 * math.log(2)), 1 / (2 * math.log(2))]
     found = mixed_evaluation(
@@ -301,7 +301,7 @@ ONE = {"dir": "a", "weight": 1}
         ),
     ],
 )
-def test_mixes_that_can_not_be_meant_are_refused(data: dict[str, Any], said: str) -> None:
+def test_mixed_run_invalid_mixes_raise_config_error(data: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         parse_recipe({"data": data})
 
@@ -315,13 +315,13 @@ def test_mixes_that_can_not_be_meant_are_refused(data: dict[str, Any], said: str
         ({"dir": "/"}, "/"),
     ],
 )
-def test_corpora_are_called_by_their_folders(entry: dict[str, Any], label: str) -> None:
+def test_mix_corpora_are_labelled_by_folder(entry: dict[str, Any], label: str) -> None:
     mix = parse_recipe({"data": {"mix": [{**entry, "weight": 2}]}}).data.mix
     assert mix is not None
     assert [corpus.label for corpus in mix] == [label]
 
 
-def test_a_mix_can_be_given_on_the_command_line(
+def test_mixed_run_mix_is_accepted_on_command_line(
     mixed: dict[str, Any],
     tmp_path: Path,
     data: Path,

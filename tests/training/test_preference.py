@@ -72,7 +72,7 @@ def draw_pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
 # Records
 
 
-def test_all_forms_of_a_record_are_one_pair() -> None:
+def test_preference_record_formats_yield_same_pair() -> None:
     answers = [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
     forms: list[dict[str, Any]] = [
         {"prompt": "well?", "chosen": "yes", "rejected": "no"},
@@ -111,7 +111,7 @@ def test_all_forms_of_a_record_are_one_pair() -> None:
     assert pair.rejected.messages == say("well?", "no", system="Be short.")
 
 
-def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
+def test_preference_answers_within_prompt_are_not_learned() -> None:
     before = say("a", "b", "c")
     named = {"prompt": before, "chosen": "d", "rejected": "e"}
     for record in (named, {"chosen": say("a", "b", "c", "d"), "rejected": say("a", "b", "c", "e")}):
@@ -154,7 +154,7 @@ def test_answers_that_are_part_of_the_prompt_are_not_learned() -> None:
         ),
     ],
 )
-def test_what_is_no_pair_is_refused(record: Any, message: str) -> None:
+def test_preference_invalid_record_raises_bad_record_error(record: Any, message: str) -> None:
     with pytest.raises(BadRecordError, match=message):
         to_pair(record)
 
@@ -167,7 +167,7 @@ def prepared(
     return prepare_chat([path], with_template(tokenizer, "chatml"), folder, options=chosen)
 
 
-def test_malformed_pairs_are_refused_with_file_and_line_or_counted(
+def test_preference_malformed_pairs_raise_with_line_or_are_counted(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     records = draw_pairs(6)
@@ -180,7 +180,7 @@ def test_malformed_pairs_are_refused_with_file_and_line_or_counted(
     assert json.loads(line)["line"] == 4
 
 
-def test_pairs_lie_whole_in_rows_and_only_their_answers_are_learned(
+def test_preference_pairs_stay_whole_and_only_answers_are_learned(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     prepared(tmp_path / "pairs", tokenizer, draw_pairs(30))
@@ -202,7 +202,9 @@ def test_pairs_lie_whole_in_rows_and_only_their_answers_are_learned(
     assert sorted(seen) == list(range(dataset.num_documents))
 
 
-def test_pairs_of_one_prompt_are_on_one_side(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_preference_pairs_of_same_prompt_share_one_split(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     records = [
         {"prompt": f"question {n // 4}", "chosen": f"dawn {n}", "rejected": f"stone {n}"}
         for n in range(60)
@@ -262,7 +264,7 @@ def gradients(model: Model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("rows", [8, 4, 1])
-def test_loss_and_gradient_are_those_of_the_formula_however_the_batch_is_cut(
+def test_preference_loss_and_gradient_match_formula_for_any_batch_split(
     split: PreferenceDataset, smoothing: float, rows: int
 ) -> None:
     model, beta = pair_model(), 0.3
@@ -303,7 +305,7 @@ def test_loss_and_gradient_are_those_of_the_formula_however_the_batch_is_cut(
     assert objective.take("train") == {}
 
 
-def test_rows_without_as_many_pairs_count_for_what_they_have(split: PreferenceDataset) -> None:
+def test_preference_short_rows_are_weighted_by_their_pairs(split: PreferenceDataset) -> None:
     objective = PreferenceObjective(PreferenceConfig(beta=1.0))
     model = pair_model()
 
@@ -374,7 +376,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_model(folder, dtype=torch.float32).model.state_dict())
 
 
-def test_a_run_begins_at_log_2_and_learns_what_is_preferred(
+def test_preference_run_starts_at_log_2_and_learns(
     pairs: dict[str, Any], base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs["evaluation"] = {**pairs.get("evaluation", {}), "train_rows": 10**6}
@@ -412,7 +414,7 @@ def test_a_run_begins_at_log_2_and_learns_what_is_preferred(
         evaluate(folder_of(pairs))
 
 
-def test_accumulated_batches_give_the_same_run(
+def test_preference_accumulated_batches_give_same_run(
     pairs: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     pairs["schedule"]["max_steps"] = 4
@@ -437,7 +439,7 @@ def test_accumulated_batches_give_the_same_run(
     ],
     ids=["compiled", "checkpointing", "bf16", "bf16_params"],
 )
-def test_efficiency_methods_give_the_run_without_them(
+def test_preference_run_with_efficiency_methods_matches_run_without(
     pairs: dict[str, Any], base: Path, tmp_path: Path, efficiency: dict[str, Any], bound: float
 ) -> None:
     pairs["schedule"]["max_steps"] = 4
@@ -454,7 +456,7 @@ def test_efficiency_methods_give_the_run_without_them(
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
+def test_preference_run_resumed_equals_uninterrupted_run(
     pairs: dict[str, Any], base: Path, tmp_path: Path, lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs["lora"] = lora
@@ -476,7 +478,7 @@ def test_a_run_that_is_gone_on_with_is_the_run_that_was_not_stopped(
         assert torch.equal(tensor, weights(found.checkpoint)[name])
 
 
-def test_references_are_those_of_the_checkpoint_that_was_loaded(
+def test_preference_references_are_those_of_loaded_checkpoint(
     pairs: dict[str, Any], base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the run to start from saves a newer one meanwhile."""
@@ -498,7 +500,7 @@ def test_references_are_those_of_the_checkpoint_that_was_loaded(
     assert reference == {"name": str(folder), "sha256": base_identity(folder)}
 
 
-def test_references_are_kept_verified_and_made_again(
+def test_preference_references_are_cached_verified_and_recomputed(
     pairs: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
     pairs["schedule"]["max_steps"] = 2
@@ -523,7 +525,7 @@ def test_references_are_kept_verified_and_made_again(
         train(pairs, resume=True)
 
 
-def test_a_prepared_folder_is_trained_on_as_files_are(
+def test_preference_run_on_prepared_folder_equals_run_on_files(
     pairs: dict[str, Any], base: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     prepared(tmp_path / "folder", tokenizer, draw_pairs(40))
@@ -549,14 +551,14 @@ def test_a_prepared_folder_is_trained_on_as_files_are(
         ({"batch": {"micro_batch_size": "auto", "global_batch_tokens": 512}}, "support preference"),
     ],
 )
-def test_what_pairs_do_not_work_with_is_refused(
+def test_preference_unsupported_settings_raise_config_error(
     pairs: dict[str, Any], base: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train({**pairs, **change}, init_from=base)
 
 
-def test_a_run_on_pairs_needs_a_model_to_start_from(
+def test_preference_run_without_starting_model_raises_config_error(
     pairs: dict[str, Any], tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     prepared(tmp_path / "folder", tokenizer, draw_pairs(9))
@@ -565,7 +567,7 @@ def test_a_run_on_pairs_needs_a_model_to_start_from(
         train(pairs)
 
 
-def test_long_pairs_are_refused_or_dropped(pairs: dict[str, Any], base: Path) -> None:
+def test_preference_long_pairs_raise_or_are_dropped(pairs: dict[str, Any], base: Path) -> None:
     pairs["data"]["seq_len"] = 70
     with pytest.raises(DataError, match=r"pairs of '\w+' are longer than a row.*pairs.jsonl:\d+:"):
         train(pairs, init_from=base)
@@ -576,7 +578,7 @@ def test_long_pairs_are_refused_or_dropped(pairs: dict[str, Any], base: Path) ->
     assert 0 < start["conversations"][0]["dropped"] < 36
 
 
-def test_the_section_is_for_pairs_only(recipe: dict[str, Any]) -> None:
+def test_preference_section_without_pairs_raises_config_error(recipe: dict[str, Any]) -> None:
     recipe["preference"] = {"beta": 0.2}
     with pytest.raises(ConfigError, match="the preference section is for pairs of answers"):
         train(recipe)
@@ -601,6 +603,6 @@ def test_the_section_is_for_pairs_only(recipe: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_keys_that_cannot_be_meant_are_refused(data: dict[str, Any], message: str) -> None:
+def test_preference_invalid_keys_raise_config_error(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_recipe({"data": {"kind": "preference", **data}})

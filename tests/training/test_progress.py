@@ -47,7 +47,7 @@ def progress_of(
 # The curve
 
 
-def test_a_curve_keeps_means_of_equally_many_steps() -> None:
+def test_curve_keeps_means_of_equally_many_steps() -> None:
     curve = LossCurve()
     for step in range(1, 2 * curve.most + 2):
         curve.add(step, float(step))
@@ -59,7 +59,7 @@ def test_a_curve_keeps_means_of_equally_many_steps() -> None:
     assert curve.last_step == 2 * curve.most + 1
 
 
-def test_a_curve_falls_from_its_upper_left_to_its_lower_right() -> None:
+def test_curve_of_falling_values_is_drawn_from_upper_left_to_lower_right() -> None:
     curve = LossCurve()
     for step in range(8):
         curve.add(step + 1, 7.0 - step)
@@ -71,7 +71,7 @@ def test_a_curve_falls_from_its_upper_left_to_its_lower_right() -> None:
 @given(
     st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=700), st.integers(1, 90), st.integers(1, 9)
 )
-def test_a_curve_fits_its_place_and_reaches_both_edges(
+def test_curve_fits_its_area_and_reaches_both_edges(
     losses: list[float], columns: int, rows: int
 ) -> None:
     curve = LossCurve()
@@ -93,7 +93,7 @@ def test_a_curve_fits_its_place_and_reaches_both_edges(
 
 
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(0, 40))
-def test_the_view_fits_every_terminal(columns: int, rows: int, steps: int) -> None:
+def test_progress_view_fits_every_terminal(columns: int, rows: int, steps: int) -> None:
     shown = progress_of(steps)
     shown.sample(steps, "def f", "(x):\n\treturn 1" * 20)
     lines = list(shown.lines(columns, rows))
@@ -104,7 +104,7 @@ def test_the_view_fits_every_terminal(columns: int, rows: int, steps: int) -> No
     assert all("\t" not in line and "\x1b" not in line for line in lines)
 
 
-def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
+def test_progress_view_shows_loss_speed_memory_time_and_last_sample() -> None:
     shown = progress_of(40, max_minutes=2.0)
     shown.predicted_bytes = 3 << 30
     shown.step(record(41, 3.25, **{"val/loss": 3.5}))
@@ -119,7 +119,7 @@ def test_the_view_has_loss_speed_memory_time_and_the_last_sample() -> None:
     assert lines[-4].split() == ["step", "1", "41"]
 
 
-def test_a_sample_begins_with_the_continuation_and_keeps_its_prompt() -> None:
+def test_progress_sample_starts_with_continuation_and_keeps_prompt() -> None:
     shown = progress_of(1)
     assert shown.sample_lines(30, 4) == []
     shown.sample(9, "import os\n\nfrom pathlib import", "\n    Path, PurePath\n\nx = 1\ny\nz")
@@ -135,7 +135,7 @@ def test_a_sample_begins_with_the_continuation_and_keeps_its_prompt() -> None:
     assert len(shown.sample_lines(48)) == 5
 
 
-def test_time_left_is_that_of_the_last_steps() -> None:
+def test_progress_time_left_follows_last_steps() -> None:
     # The first ones, which compile, do not count.
     shown = progress_of(3)
     assert shown.seconds_left is None
@@ -144,7 +144,7 @@ def test_time_left_is_that_of_the_last_steps() -> None:
     assert "left" not in progress_of(100).time
 
 
-def test_a_run_in_minutes_ends_with_its_limit_of_steps() -> None:
+def test_progress_timed_run_ends_at_its_step_limit() -> None:
     """Passes end after 300 steps of a second, of which the decay takes 60, in 30 minutes."""
     now, steps, limit = 0.0, 1800, 300
     shown = RunProgress(
@@ -174,7 +174,7 @@ def test_a_run_in_minutes_ends_with_its_limit_of_steps() -> None:
     assert [shown.seconds_left, shown.share] == pytest.approx([10, 179 / 180])
 
 
-def test_the_time_left_does_not_jump_at_an_evaluation() -> None:
+def test_progress_time_left_does_not_jump_at_evaluation() -> None:
     now = 0.0
     shown = RunProgress(lambda: 400, 0, clock=lambda: now)
     lefts = []
@@ -188,7 +188,7 @@ def test_the_time_left_does_not_jump_at_an_evaluation() -> None:
         assert at < 1.5 * before
 
 
-def test_the_mean_follows_a_machine_that_becomes_slower() -> None:
+def test_progress_time_left_follows_slower_machine() -> None:
     now = 0.0
     shown = RunProgress(lambda: 400, 0, clock=lambda: now)
     for step in range(1, 201):
@@ -197,7 +197,7 @@ def test_the_mean_follows_a_machine_that_becomes_slower() -> None:
     assert shown.seconds_left == pytest.approx(200 * 0.875, rel=0.02)
 
 
-def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
+def test_progress_80_columns_show_loss_speed_memory_and_time_left() -> None:
     shown = progress_of(40, max_minutes=30.0)
     shown.predicted_bytes = 1299 << 20
     rates = {"tokens_per_second": 12082.0, "samples_per_second": 47.19}
@@ -212,7 +212,7 @@ def test_80_columns_show_loss_speed_memory_and_time_left() -> None:
     assert list(shown.lines(80, 3))[1:] == figures[:1]
 
 
-def test_figures_of_a_gpu_show_reserved_memory_and_what_the_driver_reports() -> None:
+def test_progress_on_gpu_shows_reserved_memory_and_driver_values() -> None:
     shown = progress_of(40)
     gpu = {"reserved_bytes": 1400 << 20, "device_used_bytes": 2 << 30, "gpu_utilization": 0.97}
     shown.step(record(41, 3.654, **gpu))
@@ -220,7 +220,7 @@ def test_figures_of_a_gpu_show_reserved_memory_and_what_the_driver_reports() -> 
     assert "GPU 97% busy, 2.00 GiB used" in shown.figures
 
 
-def test_a_validation_loss_of_zero_is_one() -> None:
+def test_progress_validation_loss_of_zero_is_shown() -> None:
     shown = RunProgress(lambda: 100, 0)
     shown.step({**record(1), "val/loss": 2.0})
     shown.step(record(2))
@@ -229,7 +229,7 @@ def test_a_validation_loss_of_zero_is_one() -> None:
     assert "2.000" not in "\n".join(shown.lines(80, 24))
 
 
-def test_a_number_of_steps_that_changes_on_the_way_is_followed() -> None:
+def test_progress_follows_changed_step_count() -> None:
     steps = 100
     shown = RunProgress(lambda: steps, 0)
     shown.step(record(50))
@@ -239,14 +239,14 @@ def test_a_number_of_steps_that_changes_on_the_way_is_followed() -> None:
     assert next(shown.lines(80, 24)).startswith("step 50/200   25%")
 
 
-def test_a_step_without_a_loss_is_an_overflow() -> None:
+def test_progress_step_without_loss_is_shown_as_overflow() -> None:
     shown = progress_of(5)
     shown.step(record(6, None, skipped=True))
     assert shown.figures[0] == "loss overflow  (skipped)"
     assert shown.curve.last_step == 5
 
 
-def test_the_live_line_fits_every_terminal_and_ends_with_the_time_left() -> None:
+def test_progress_live_line_fits_every_terminal_and_ends_with_time_left() -> None:
     shown = progress_of(40)
     for columns in range(1, 200):
         assert "\n" not in shown.live_line(columns)
@@ -279,7 +279,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return terminal
 
 
-def test_a_terminal_is_left_as_it_was_whatever_ends_the_run(
+def test_progress_terminal_is_restored_however_run_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = on_terminal(monkeypatch)
@@ -301,7 +301,7 @@ def test_a_terminal_is_left_as_it_was_whatever_ends_the_run(
     assert written.rindex("step 1/100") > written.index("step 1: 'To be'")
 
 
-def test_a_log_has_a_line_a_minute_and_the_last_step(
+def test_progress_log_has_one_line_per_minute_and_last_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
@@ -333,7 +333,7 @@ def test_a_log_has_a_line_a_minute_and_the_last_step(
     assert lines[-1].endswith("…")
 
 
-def test_nothing_is_shown_where_nobody_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with TrainingProgress(progress_of(0), shown=False) as bar:
         bar.step(record(100))
         bar.message("a message")
@@ -361,7 +361,9 @@ class Output:
         self.shown.append(content)
 
 
-def test_a_notebook_updates_one_output_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_in_notebook_updates_one_output_per_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     output = Output()
@@ -389,7 +391,7 @@ def test_a_notebook_updates_one_output_once_a_second(monkeypatch: pytest.MonkeyP
     assert '630.0,140.0" fill="none"' in last["text/html"]
 
 
-def test_outside_of_a_notebook_messages_are_on_stderr(
+def test_progress_outside_notebook_writes_messages_to_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert notebook_display() is None

@@ -94,7 +94,7 @@ def stop_after(recipe: dict[str, Any], step: int, *, resume: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", slow_but(("cosine", "wsd", "initial rate"), SCHEDULES))
-def test_a_run_of_any_schedule_goes_on_bit_for_bit(recipe: dict[str, Any], kind: str) -> None:
+def test_schedule_run_of_any_kind_resumes_bit_for_bit(recipe: dict[str, Any], kind: str) -> None:
     whole = named(recipe, "whole", schedule=SCHEDULES[kind])
     broken = named(recipe, "broken", schedule=SCHEDULES[kind])
     train(whole)
@@ -106,7 +106,7 @@ def test_a_run_of_any_schedule_goes_on_bit_for_bit(recipe: dict[str, Any], kind:
     assert end(broken) == end(whole)
 
 
-def test_run_with_the_study_notes_keys_equals_their_loop(recipe: dict[str, Any]) -> None:
+def test_run_with_keys_of_study_notes_equals_their_loop(recipe: dict[str, Any]) -> None:
     """The loop of appendix D of "Build a Large Language Model (From Scratch)": a warm-up from
     `initial_lr`, half a cosine to `min_lr`, and clipping only after the warm-up. The run is stopped
     in the warm-up and after it, and resumed."""
@@ -164,7 +164,7 @@ def test_run_with_the_study_notes_keys_equals_their_loop(recipe: dict[str, Any])
     assert min(norms) > 0.05  # each step is one that clipping changes
 
 
-def test_the_position_in_the_data_is_a_function_of_the_step(recipe: dict[str, Any]) -> None:
+def test_batch_ramp_data_position_depends_only_on_step(recipe: dict[str, Any]) -> None:
     train(recipe)
     batch = BatchSchedule(16, 4, 6)
     for folder in list_checkpoints(Path(recipe["run"]["dir"])):
@@ -175,7 +175,7 @@ def test_the_position_in_the_data_is_a_function_of_the_step(recipe: dict[str, An
     assert [line["tokens_seen"] for line in found] == [32 * sum(ROWS[:n]) for n in range(1, 10)]
 
 
-def test_each_step_of_a_ramp_is_that_of_a_run_of_its_size(
+def test_batch_ramp_step_equals_that_of_run_with_its_batch_size(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe["model"]["embd_pdrop"] = 0.0
@@ -204,7 +204,7 @@ def test_each_step_of_a_ramp_is_that_of_a_run_of_its_size(
     ]
 
 
-def test_an_epoch_of_a_ramp_has_more_steps(recipe: dict[str, Any]) -> None:
+def test_batch_ramp_epoch_has_more_steps(recipe: dict[str, Any]) -> None:
     recipe["schedule"] = {"epochs": 1}
     result = train(recipe)
     rows = -(-result.tokens_seen // 32)
@@ -214,7 +214,7 @@ def test_an_epoch_of_a_ramp_has_more_steps(recipe: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_report_draws_rate_and_batch(recipe: dict[str, Any]) -> None:
+def test_report_draws_learning_rate_and_batch_size(recipe: dict[str, Any]) -> None:
     plain = named(recipe, "plain")
     plain["batch"] = {"micro_batch_size": 2}
     for one in (recipe, plain):
@@ -240,7 +240,7 @@ def test_the_report_draws_rate_and_batch(recipe: dict[str, Any]) -> None:
         ({"micro_batch_size": 8}, "ramp_start_tokens 128 is not a multiple of micro_batch_size"),
     ],
 )
-def test_a_ramp_that_does_not_come_out_even_is_refused(
+def test_batch_ramp_indivisible_sizes_raise_config_error(
     recipe: dict[str, Any], batch: dict[str, Any], says: str
 ) -> None:
     recipe["batch"] |= batch
@@ -249,7 +249,7 @@ def test_a_ramp_that_does_not_come_out_even_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_updates_in_the_backward_pass_are_refused_with_a_ramp(recipe: dict[str, Any]) -> None:
+def test_batch_ramp_with_optimizer_in_backward_raises_config_error(recipe: dict[str, Any]) -> None:
     recipe["efficiency"]["optimizer_in_backward"] = True
     recipe["optimizer"] = {"max_grad_norm": 0.0}
     with pytest.raises(ConfigError, match=r"batch\.ramp_start_tokens raises the number of passes"):
@@ -257,7 +257,7 @@ def test_updates_in_the_backward_pass_are_refused_with_a_ramp(recipe: dict[str, 
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_an_open_micro_batch_size_cuts_the_first_step_evenly(recipe: dict[str, Any]) -> None:
+def test_batch_ramp_auto_micro_batch_divides_first_step(recipe: dict[str, Any]) -> None:
     for size in (None, "auto"):
         again = named(recipe, f"open-{size}", batch={"micro_batch_size": size})
         train(again)

@@ -110,7 +110,7 @@ _ROWS = [8, 1, 5, 0, 8, 2, 3]
 
 
 @pytest.mark.parametrize("sizes", [[1] * 7, [2, 2, 2, 1], [3, 3, 1], [1, 6], [6, 1]])
-def test_any_cut_into_micro_batches_gives_the_gradient_of_one_big_batch(sizes: list[int]) -> None:
+def test_train_step_any_micro_batches_match_gradient_of_one_batch(sizes: list[int]) -> None:
     batch = make_batch(_ROWS)
     whole, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
     accumulated, found = gradients(gpt2(), cut(batch, sizes), max_grad_norm=0.0)
@@ -122,7 +122,7 @@ def test_any_cut_into_micro_batches_gives_the_gradient_of_one_big_batch(sizes: l
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, _SEQ_LEN), min_size=2, max_size=6).filter(any), st.data())
-def test_any_numbers_of_labels_and_any_cut_give_the_same_gradient(
+def test_train_step_any_label_counts_and_splits_give_same_gradient(
     rows: list[int], data: st.DataObject
 ) -> None:
     batch = make_batch(rows, seed=3)
@@ -132,7 +132,7 @@ def test_any_numbers_of_labels_and_any_cut_give_the_same_gradient(
     assert largest_difference(found, expected) < 1e-12
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_valid_labels() -> None:
+def test_train_step_gradient_is_that_of_mean_over_all_valid_labels() -> None:
     batch, model = make_batch(_ROWS), gpt2()
     mean = loss_in_its_own_dtype(model)(batch.input_ids, batch.labels) / sum(_ROWS)
     expected = dict(
@@ -147,7 +147,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_valid_labels() -> None:
     assert result.loss == pytest.approx(float(mean.detach()), rel=1e-13)
 
 
-def test_a_mean_of_micro_batch_means_would_be_noticed() -> None:
+def test_train_step_mean_of_micro_batch_means_differs_measurably() -> None:
     # The fault that this guards against moves the gradient by far more than the tolerance.
     batch, model = make_batch(_ROWS), gpt2()
     _, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
@@ -158,7 +158,7 @@ def test_a_mean_of_micro_batch_means_would_be_noticed() -> None:
     assert largest_difference(wrong, expected) > 1e-3
 
 
-def test_the_models_own_loss_accumulates_too() -> None:
+def test_train_step_accumulates_built_in_loss_of_model() -> None:
     batch = make_batch(_ROWS)
     results = []
     for batches in ([batch], cut(batch, [2, 2, 3])):
@@ -172,7 +172,7 @@ def test_the_models_own_loss_accumulates_too() -> None:
     assert largest_difference(grads_b, grads_a) < 1e-7
 
 
-def test_gradients_of_the_step_before_dont_count() -> None:
+def test_train_step_ignores_gradients_of_previous_step() -> None:
     batch = make_batch(_ROWS)
     model = gpt2()
     _, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
@@ -182,7 +182,7 @@ def test_gradients_of_the_step_before_dont_count() -> None:
     assert largest_difference(found, expected) == 0
 
 
-def test_a_batch_without_any_label_is_refused_and_changes_nothing() -> None:
+def test_train_step_without_labels_raises_and_changes_nothing() -> None:
     model = gpt2()
     before = bits(model)
     with pytest.raises(TrainingError, match="a global batch has no labels"):
@@ -196,7 +196,7 @@ def test_a_batch_without_any_label_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_loss_that_is_no_number_raises_and_changes_no_bit(
+def test_train_step_non_finite_loss_raises_and_changes_no_bit(
     value: float, micro_batch: int, name: Any
 ) -> None:
     model = gpt2(torch.float32)
@@ -223,7 +223,7 @@ def test_a_loss_that_is_no_number_raises_and_changes_no_bit(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_one_gradient_that_is_no_number_raises_and_changes_no_bit(
+def test_train_step_one_non_finite_gradient_raises_and_changes_no_bit(
     value: float, max_grad_norm: float
 ) -> None:
     model = gpt2(torch.float32)
@@ -241,7 +241,7 @@ def test_one_gradient_that_is_no_number_raises_and_changes_no_bit(
     assert math.isfinite(train_step(model, optimizer, [make_batch(_ROWS)]).loss)
 
 
-def test_opposite_infinities_in_two_micro_batches_dont_cancel_out() -> None:
+def test_train_step_opposite_infinities_in_micro_batches_raise() -> None:
     model = gpt2(torch.float32)
     before = bits(model)
     values = iter([math.inf, -math.inf])
@@ -256,7 +256,7 @@ def test_opposite_infinities_in_two_micro_batches_dont_cancel_out() -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_running_out_of_memory_before_the_update_changes_no_bit_and_leaves_no_gradient(
+def test_train_step_out_of_memory_before_update_changes_no_bit_and_leaves_no_gradient(
     in_backward: bool,
 ) -> None:
     model = gpt2(torch.float32)
@@ -279,7 +279,7 @@ def test_running_out_of_memory_before_the_update_changes_no_bit_and_leaves_no_gr
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
+def test_train_step_other_error_is_not_taken_for_out_of_memory() -> None:
     model = gpt2(torch.float32)
 
     def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -364,7 +364,7 @@ _SKIPPING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("losses", [[1.0, 2.0, 0.001], _BAD, [math.nan, 1.0]])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("keys", _SKIPPING.values(), ids=_SKIPPING)
-def test_an_update_that_has_begun_is_the_update(
+def test_train_step_update_begun_early_equals_regular_update(
     losses: list[float], scaled: bool, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without clipping, by whose factor the two divide and multiply.
@@ -378,7 +378,7 @@ def test_an_update_that_has_begun_is_the_update(
 
 @pytest.mark.parametrize("keys", _SKIPPING.values(), ids=_SKIPPING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_update_that_has_begun_changes_no_bit(
+def test_train_step_skipped_early_update_changes_no_bit(
     keys: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also negative zeros, where the loss alone is infinite, and the gradients are not."""
@@ -411,7 +411,7 @@ def test_a_skipped_update_that_has_begun_changes_no_bit(
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_gradients_clipped_in_the_update_are_those_of_a_pass_to_rounding(
+def test_train_step_clipping_in_update_equals_separate_pass_up_to_rounding(
     name: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def moments(**keys: Any) -> dict[str, Tensor]:
@@ -425,7 +425,9 @@ def test_gradients_clipped_in_the_update_are_those_of_a_pass_to_rounding(
         assert not value.dim() or not torch.allclose(free[key], value, rtol=0.5, atol=0)
 
 
-def test_no_update_begins_before_spikes_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_step_with_spike_guard_begins_no_early_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     losses = [*(1.0 + 0.001 * (i % 3) for i in range(20)), 1000.0, 1.0]
     expected = state_after(losses, z_score=6.0, max_grad_norm=0.0)
     begun = run_ahead(monkeypatch)
@@ -445,7 +447,7 @@ def test_no_update_begins_before_spikes_are_looked_for(monkeypatch: pytest.Monke
         {"implementation": "foreach"},
     ],
 )
-def test_only_updates_that_read_found_inf_get_it(
+def test_optimizer_reads_found_inf_only_if_supported(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for keys in _SKIPPING.values():
@@ -463,7 +465,7 @@ def norm(found: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(gradient.pow(2).sum()) for gradient in found.values()))
 
 
-def test_gradients_are_scaled_down_to_the_limit_over_all_parameters_together() -> None:
+def test_train_step_clipping_scales_all_gradients_together() -> None:
     free, expected = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=0.0)
     limit = free.grad_norm / 4
     result, found = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=limit)
@@ -475,21 +477,21 @@ def test_gradients_are_scaled_down_to_the_limit_over_all_parameters_together() -
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e6])
-def test_gradients_below_the_limit_are_left_alone(limit: float) -> None:
+def test_train_step_gradients_below_limit_are_unchanged(limit: float) -> None:
     free, expected = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=0.0)
     assert norm(expected) == pytest.approx(free.grad_norm, rel=1e-12)
     _, found = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=limit)
     assert largest_difference(found, expected) == 0
 
 
-def test_clipping_looks_at_the_whole_step_and_not_at_micro_batches() -> None:
+def test_train_step_clipping_applies_to_accumulated_gradient() -> None:
     batch = make_batch(_ROWS)
     _, expected = gradients(gpt2(), [batch], max_grad_norm=0.1)
     _, found = gradients(gpt2(), cut(batch, [1] * 7), max_grad_norm=0.1)
     assert largest_difference(found, expected) < 1e-12
 
 
-def test_a_tied_weight_counts_once_in_the_norm() -> None:
+def test_train_step_grad_norm_counts_tied_weight_once() -> None:
     model = gpt2()
     assert model.lm_head.weight is model.transformer.wte.weight
     result, found = gradients(model, [make_batch(_ROWS)], max_grad_norm=0.0)

@@ -44,7 +44,7 @@ def send(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", _SIGNALS)
-def test_a_signal_is_a_reason_and_the_second_does_what_it_did_before(
+def test_stopping_first_signal_is_reason_and_second_acts_as_before(
     number: signal.Signals,
 ) -> None:
     with Stopping(None) as stopping:
@@ -61,12 +61,12 @@ def test_a_signal_is_a_reason_and_the_second_does_what_it_did_before(
         assert signal.getsignal(signal.SIGUSR1) is _raise
 
 
-def test_before_a_step_is_done_signals_do_what_they_did() -> None:
+def test_stopping_before_first_step_signals_act_as_before() -> None:
     with Stopping(None), pytest.raises(HeardError):
         send(signal.SIGTERM)
 
 
-def test_a_signal_whose_exception_was_swallowed_is_not_forgotten() -> None:
+def test_stopping_signal_with_swallowed_exception_is_remembered() -> None:
     """As one in a destructor is. Where it comes once more after that, it is no second one."""
     with Stopping(None) as stopping:
         with pytest.raises(HeardError):
@@ -79,7 +79,7 @@ def test_a_signal_whose_exception_was_swallowed_is_not_forgotten() -> None:
             send(signal.SIGTERM)
 
 
-def test_after_the_run_signals_do_what_they_did() -> None:
+def test_stopping_after_run_signals_act_as_before() -> None:
     with Stopping(None) as stopping:
         stopping.watch()
         stopping.watch()
@@ -87,7 +87,7 @@ def test_after_the_run_signals_do_what_they_did() -> None:
         send(signal.SIGINT)
 
 
-def test_signal_before_a_run_is_replaced_does_what_it_did() -> None:
+def test_stopping_signal_before_handlers_are_replaced_acts_as_before() -> None:
     def run() -> None:
         with Stopping(None) as stopping:
             stopping.watch()
@@ -98,7 +98,7 @@ def test_signal_before_a_run_is_replaced_does_what_it_did() -> None:
         run()
 
 
-def test_a_signal_that_is_ignored_stays_so() -> None:
+def test_stopping_ignored_signal_stays_ignored() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Stopping(None) as stopping:
         stopping.watch()
@@ -109,7 +109,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def test_in_another_thread_only_time_counts() -> None:
+def test_stopping_in_other_thread_observes_time_limit_only() -> None:
     found = []
 
     def run() -> None:
@@ -123,7 +123,7 @@ def test_in_another_thread_only_time_counts() -> None:
     assert found == ["max_minutes"]
 
 
-def test_time_counts_from_the_start_but_only_once_a_step_is_done(
+def test_stopping_time_limit_counts_from_start_but_applies_after_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
@@ -156,7 +156,7 @@ with Stopping(None, shown=True) as stopping:
 
 @pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("name, code", [("SIGTERM", -15), ("SIGUSR1", -10), ("SIGINT", -2)])
-def test_without_handlers_the_second_signal_is_the_end(name: str, code: int) -> None:
+def test_stopping_without_handlers_second_signal_ends_process(name: str, code: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _DEFAULTS, name], capture_output=True, text=True, check=False
     )

@@ -85,7 +85,7 @@ def written(run: Path) -> Path:
     return path
 
 
-def test_every_number_of_every_step_is_there_exactly(recipe: dict[str, Any]) -> None:
+def test_tensorboard_contains_every_value_of_every_step_exactly(recipe: dict[str, Any]) -> None:
     recipe = with_tensorboard(recipe)
     recipe["evaluation"]["sample_prompts"] = ["the light", "``` a\n"]
     run = train(recipe).run_folder
@@ -107,7 +107,7 @@ def test_every_number_of_every_step_is_there_exactly(recipe: dict[str, Any]) -> 
         ]
 
 
-def test_it_changes_nothing_of_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_tensorboard_does_not_change_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
     plain = train(recipe)
     other = train(with_tensorboard(recipe, dir=str(tmp_path / "other")))
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -120,7 +120,7 @@ def test_it_changes_nothing_of_the_run(recipe: dict[str, Any], tmp_path: Path) -
     assert not (plain.run_folder / TENSORBOARD_NAME).exists()
 
 
-def test_steps_that_are_done_again_are_there_once(recipe: dict[str, Any]) -> None:
+def test_tensorboard_repeated_steps_appear_once(recipe: dict[str, Any]) -> None:
     recipe = with_tensorboard(recipe)
     run = Path(recipe["run"]["dir"])
     stop_after(recipe, 7)
@@ -134,7 +134,7 @@ def test_steps_that_are_done_again_are_there_once(recipe: dict[str, Any]) -> Non
     assert written(run).name > before
 
 
-def test_an_open_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
+def test_tensorboard_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
     tracker = TensorboardTracker()
     tracker.open(None, tmp_path, {})
     tracker.write([({"step": step, "train/loss": 1.0}, []) for step in range(1, 9)])
@@ -151,7 +151,7 @@ def test_an_open_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Pat
     assert scalars(tmp_path / TENSORBOARD_NAME) == {"train/loss": values}
 
 
-def test_it_can_be_switched_on_later(recipe: dict[str, Any]) -> None:
+def test_tensorboard_can_be_enabled_later(recipe: dict[str, Any]) -> None:
     stop_after(recipe, 6)
     recipe = with_tensorboard(recipe)
     train(recipe, resume=True)
@@ -159,7 +159,7 @@ def test_it_can_be_switched_on_later(recipe: dict[str, Any]) -> None:
     assert scalars(run / TENSORBOARD_NAME) == expected_scalars(run)
 
 
-def test_a_file_that_a_kill_cut_short_is_made_again(recipe: dict[str, Any]) -> None:
+def test_tensorboard_file_truncated_by_kill_is_rewritten(recipe: dict[str, Any]) -> None:
     recipe = with_tensorboard(recipe)
     run = Path(recipe["run"]["dir"])
     stop_after(recipe, 6)
@@ -180,7 +180,7 @@ def mirrored(run: Path, records: list[dict[str, Any]], *samples: dict[str, Any])
     return run / TENSORBOARD_NAME
 
 
-def test_times_of_events_are_those_of_training_after_a_resumption(tmp_path: Path) -> None:
+def test_tensorboard_event_times_after_resume_are_those_of_training(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"step": 1, "seconds": 2.0, "save_stall_seconds": 0.5},
         {"step": 2, "seconds": 1.0, "save_stall_seconds": None},
@@ -197,14 +197,14 @@ def test_times_of_events_are_those_of_training_after_a_resumption(tmp_path: Path
     assert times == [began + 2.5, began + 3.5]
 
 
-def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
+def test_tensorboard_non_numeric_values_are_omitted(tmp_path: Path) -> None:
     record = {"step": 1, "a": None, "b": True, "c": "text", "d": float("nan"), "e": 7, "f": 1e300}
     folder = mirrored(tmp_path / "run", [record], {"step": 1, "prompt": "\ud800", "text": "x"})
     assert scalars(folder) == {"e": [(1, 7.0)], "f": [(1, float("inf"))]}
     assert texts(folder)["samples/0"] == [(1, "```\n?x\n```")]
 
 
-def test_a_link_in_place_of_an_event_file_is_not_followed(tmp_path: Path) -> None:
+def test_tensorboard_link_in_place_of_event_file_is_not_followed(tmp_path: Path) -> None:
     folder = tmp_path / "run" / TENSORBOARD_NAME
     folder.mkdir(parents=True)
     (tmp_path / "mine").write_text("mine", encoding="utf-8")
@@ -215,7 +215,7 @@ def test_a_link_in_place_of_an_event_file_is_not_followed(tmp_path: Path) -> Non
     assert (folder / link.name.replace("7.", "8.")).is_file()
 
 
-def test_run_whose_event_file_can_not_be_written_trains_without_it(
+def test_tensorboard_event_file_not_writable_does_not_stop_training(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = with_tensorboard(recipe)
@@ -230,7 +230,7 @@ def test_run_whose_event_file_can_not_be_written_trains_without_it(
     assert scalars(run / TENSORBOARD_NAME) == expected_scalars(run)
 
 
-def test_without_the_package_a_run_is_refused_before_anything_is_written(
+def test_tensorboard_missing_package_raises_before_writing(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -240,7 +240,7 @@ def test_without_the_package_a_run_is_refused_before_anything_is_written(
     assert not Path(recipe["run"]["dir"]).exists()
 
 
-def test_the_command_line_has_the_switch(
+def test_tensorboard_is_enabled_from_command_line(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "recipe.yaml"

@@ -194,7 +194,7 @@ def spent(
         st.builds(Periodic, st.integers(0, 30), st.integers(0, 30), st.integers(0, 40)), max_size=3
     ),
 )
-def test_the_most_steps_that_fit_are_taken(
+def test_time_budget_takes_most_steps_that_fit(
     seconds: int, step: int, second: int, ramp: int, periodic: list[Periodic]
 ) -> None:
     batch = BatchSchedule(4, 1 if ramp else 4, ramp)
@@ -204,7 +204,7 @@ def test_the_most_steps_that_fit_are_taken(
     assert spent(step, steps + 1, second, batch, periodic) > seconds
 
 
-def test_the_speed_is_that_of_the_last_steps_without_pauses() -> None:
+def test_mean_sequence_seconds_uses_last_steps_without_pauses() -> None:
     steady = [(4, 2.0)] * 50
     assert mean_sequence_seconds(steady, 20.0) == 0.5
     # A machine that has become slower: half as far back as is looked ahead.
@@ -219,7 +219,7 @@ def test_the_speed_is_that_of_the_last_steps_without_pauses() -> None:
     assert mean_sequence_seconds([(1, 0.5), (2, 1.0), (4, 2.0)], 99.0) == 0.5
 
 
-def test_parts_of_a_step_are_kept_apart() -> None:
+def test_step_times_separate_parts_of_a_step() -> None:
     machine = Machine()
     times = LoopTimes(lambda: machine.now)
     for _ in range(4):
@@ -243,7 +243,7 @@ def test_parts_of_a_step_are_kept_apart() -> None:
     assert times.compile_seconds == 60.0
 
 
-def test_an_evaluation_that_is_broken_off_is_no_step_and_no_evaluation() -> None:
+def test_step_times_interrupted_evaluation_counts_as_neither() -> None:
     machine = Machine()
     times = LoopTimes(lambda: machine.now)
     times.begin_step()
@@ -273,7 +273,7 @@ def schedule_of(config: ScheduleConfig, length: PredictedLength) -> Schedule:
     ratio=st.sampled_from([None, 0.0, 0.1, 0.5]),
     shape=st.sampled_from([None, "1-sqrt"]),
 )
-def test_no_step_before_a_correction_depends_on_it(
+def test_corrected_schedule_leaves_earlier_steps_unchanged(
     kind: Any, decided_at: int, steps: list[int], ratio: float | None, shape: Any
 ) -> None:
     shape = shape if kind == "wsd" else None
@@ -296,7 +296,7 @@ def test_no_step_before_a_correction_depends_on_it(
         before = after
 
 
-def test_a_corrected_decay_falls_from_the_rate_that_it_has_reached() -> None:
+def test_corrected_decay_continues_from_reached_rate() -> None:
     config = ScheduleConfig(kind="wsd", max_minutes=1.0, warmup_steps=10)
     slower = schedule_of(config, DecidedLength(100, 150, 100, [(200, 120)]))
     assert [slower.lr_scale(step) for step in (99, 109, 119)] == pytest.approx([1.0, 0.9, 0.8])
@@ -316,7 +316,7 @@ def test_a_corrected_decay_falls_from_the_rate_that_it_has_reached() -> None:
     more=st.integers(1, 200),
     ratio=st.sampled_from([None, 0.0, 0.1, 0.5]),
 )
-def test_no_step_before_the_decision_depends_on_it(
+def test_decided_schedule_leaves_earlier_steps_unchanged(
     kind: Any, predicted: int, decided_at: int, more: int, ratio: float | None
 ) -> None:
     config = ScheduleConfig(kind=kind, max_minutes=1.0, warmup_ratio=ratio)
@@ -333,7 +333,7 @@ def test_no_step_before_the_decision_depends_on_it(
         assert decided.lr_scale(decided.max_steps - 1) == pytest.approx(decided.min_lr_ratio)
 
 
-def test_the_warm_up_is_a_share_of_the_predicted_steps() -> None:
+def test_timed_schedule_warmup_is_fraction_of_predicted_steps() -> None:
     config = ScheduleConfig(max_minutes=5.0)
     assert schedule_of(config, PredictedLength(100)).warmup_steps == 5
     assert schedule_of(config, DecidedLength(100, 400, 30)) == Schedule(
@@ -344,7 +344,7 @@ def test_the_warm_up_is_a_share_of_the_predicted_steps() -> None:
     )
 
 
-def test_a_decision_falls_when_the_decay_has_to_begin() -> None:
+def test_length_decision_is_due_when_decay_must_begin() -> None:
     def due(left: int, **keys: Any) -> bool:
         config = ScheduleConfig.model_validate({"max_minutes": 1.0, **keys})
         return config.decides_length(80, 10, left)
@@ -370,7 +370,7 @@ def test_a_decision_falls_when_the_decay_has_to_begin() -> None:
         ({"max_minutes": 0.0}, "schedule.max_minutes: .*greater than 0"),
     ],
 )
-def test_a_length_that_can_not_be_is_refused_in_one_line(
+def test_timed_run_impossible_lengths_raise_config_error(
     recipe: dict[str, Any], keys: dict[str, Any], says: str
 ) -> None:
     recipe["schedule"] |= keys
@@ -394,7 +394,7 @@ def _slow(*rows: tuple[str, float]) -> list[Any]:
         *_slow(("cosine", 2.6), ("linear", 2.6), ("constant", 2.6), ("wsd", 1.4)),
     ],
 )
-def test_a_run_ends_in_time_at_any_speed(
+def test_timed_run_ends_in_time_at_any_speed(
     recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
 ) -> None:
     machine.step = step_seconds
@@ -420,7 +420,7 @@ def test_a_run_ends_in_time_at_any_speed(
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_time_of_compiling_is_part_of_the_runs_time_and_is_remembered(
+def test_timed_run_includes_and_remembers_compile_time(
     recipe: dict[str, Any],
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
@@ -453,7 +453,7 @@ def test_time_of_compiling_is_part_of_the_runs_time_and_is_remembered(
         *_slow(("cosine", 0.001), ("constant", 0.001), ("inverse_sqrt", 0.001), ("cosine", 2.6)),
     ],
 )
-def test_a_run_ends_at_the_first_of_two_limits(
+def test_timed_run_ends_at_first_of_two_limits(
     recipe: dict[str, Any], machine: Machine, kind: str, step_seconds: float
 ) -> None:
     machine.step = step_seconds
@@ -475,7 +475,7 @@ def test_a_run_ends_at_the_first_of_two_limits(
         assert train(recipe, resume=True).step == 70
 
 
-def test_the_time_left_ends_with_the_passes(
+def test_timed_run_time_left_ends_with_epochs(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1.5 passes take a few seconds of the 3 minutes."""
@@ -506,7 +506,7 @@ def test_the_time_left_ends_with_the_passes(
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
-def test_the_share_that_is_done_never_falls(
+def test_timed_run_progress_never_falls(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A machine that becomes faster in the decay makes more steps than were decided."""
@@ -534,7 +534,7 @@ def test_the_share_that_is_done_never_falls(
     assert read_length(folder_of(recipe))["replaced"]
 
 
-def test_passes_limit_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_is_limited_by_epochs(recipe: dict[str, Any], machine: Machine) -> None:
     machine.step = 0.01
     recipe["schedule"]["epochs"] = 1.5
     step = train(recipe).step
@@ -543,7 +543,7 @@ def test_passes_limit_a_run_in_minutes(recipe: dict[str, Any], machine: Machine)
     assert train(recipe).step == step
 
 
-def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
+def test_timed_run_slowdown_before_decay_ends_in_time(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     def on_step(record: Mapping[str, Any]) -> None:
@@ -567,7 +567,7 @@ def test_a_machine_that_becomes_slower_before_the_decay_ends_in_time(
         ),
     ],
 )
-def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
+def test_timed_run_speed_change_in_decay_ends_in_time(
     recipe: dict[str, Any],
     machine: Machine,
     kind: str,
@@ -611,9 +611,7 @@ def test_a_machine_whose_speed_changes_in_the_decay_ends_in_time(
     assert told[1].endswith(f"the run will have {numbers[1]} steps instead of {first}, {why}")
 
 
-def test_a_steady_machine_keeps_its_number_of_steps(
-    recipe: dict[str, Any], machine: Machine
-) -> None:
+def test_timed_run_steady_speed_keeps_step_count(recipe: dict[str, Any], machine: Machine) -> None:
     recipe["schedule"]["decay_fraction"] = 0.65
 
     def on_step(record: Mapping[str, Any]) -> None:
@@ -623,7 +621,7 @@ def test_a_steady_machine_keeps_its_number_of_steps(
     assert "replaced" not in read_length(folder_of(recipe))
 
 
-def test_a_limit_of_steps_is_not_raised_by_a_correction(
+def test_timed_run_correction_does_not_raise_step_limit(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     recipe["schedule"] |= {"decay_fraction": 0.65, "max_steps": 80}
@@ -636,7 +634,9 @@ def test_a_limit_of_steps_is_not_raised_by_a_correction(
     assert "replaced" not in read_length(folder_of(recipe))
 
 
-def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_pause_does_not_end_decay_immediately(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
     recipe["schedule"]["decay_fraction"] = 0.65
 
     def on_step(record: Mapping[str, Any]) -> None:
@@ -652,7 +652,7 @@ def test_a_pause_does_not_end_the_decay_at_once(recipe: dict[str, Any], machine:
         assert number - at == (before + 1) // 2
 
 
-def test_run_with_samples_at_its_end_only_ends_in_time(
+def test_timed_run_with_samples_only_at_end_ends_in_time(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sample text takes 45 s, 5 of them for copying the weights, and the only save 30 s. The
@@ -678,7 +678,7 @@ def test_run_with_samples_at_its_end_only_ends_in_time(
     assert 0.95 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 180
 
 
-def test_start_of_a_resumed_process_leaves_a_decided_number_of_steps_as_it_is(
+def test_timed_run_resumed_process_start_keeps_decided_step_count(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     recipe["schedule"]["decay_fraction"] = 0.65
@@ -690,7 +690,7 @@ def test_start_of_a_resumed_process_leaves_a_decided_number_of_steps_as_it_is(
     assert length["seconds_used"] > 180 + 20  # the start counts
 
 
-def test_time_of_an_averaged_checkpoint_is_left_at_the_end(
+def test_timed_run_reserves_time_for_averaged_checkpoint(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.step = 9.3
@@ -701,7 +701,7 @@ def test_time_of_an_averaged_checkpoint_is_left_at_the_end(
     assert 0.95 * 180 < machine.now - 1000.0 <= 1.001 * 180
 
 
-def test_seconds_before_the_first_step_of_each_process_count_with_a_given_begin(
+def test_timed_run_seconds_before_first_step_of_each_process_count(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     stop_after(recipe, 11, began=time.time() - 20)
@@ -711,7 +711,7 @@ def test_seconds_before_the_first_step_of_each_process_count_with_a_given_begin(
     assert used - (machine.now - 1000.0) > 59.9
 
 
-def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
+def test_timed_run_slow_first_generation_is_not_extrapolated(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU loads kernels at the first generation of each process, whose text is not kept."""
@@ -734,7 +734,7 @@ def test_a_slow_first_generation_is_not_taken_for_the_time_of_all(
     assert generated == [1, 3, 1 + len(texts)]
 
 
-def test_samples_at_epoch_are_in_the_time_of_the_budget(
+def test_timed_run_samples_at_epoch_are_within_budget(
     recipe: dict[str, Any],
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
@@ -756,7 +756,9 @@ def test_samples_at_epoch_are_in_the_time_of_the_budget(
     assert 0.9 * 180 < read_length(folder_of(recipe))["seconds_used"] <= 1.02 * 180
 
 
-def test_few_slow_steps_are_enough(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_few_slow_steps_suffice_for_decision(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
     machine.step = 25.0
     for name, kind in (("a", "wsd"), ("b", "cosine")):
         one = changed(recipe, name, schedule={"kind": kind})
@@ -788,7 +790,7 @@ def decide_as(found: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
         *(pytest.param("wsd", [step], marks=pytest.mark.slow) for step in (3, 72)),
     ],
 )
-def test_a_killed_run_is_the_whole_run_with_its_decision(
+def test_timed_run_killed_and_resumed_keeps_decision(
     recipe: dict[str, Any],
     machine: Machine,
     kind: str,
@@ -814,7 +816,7 @@ def test_a_killed_run_is_the_whole_run_with_its_decision(
     assert end(recipe) == end(whole)
 
 
-def test_a_resumed_run_keeps_a_corrected_number(
+def test_timed_run_resumed_keeps_corrected_step_count(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe["schedule"]["decay_fraction"] = 0.65
@@ -843,7 +845,7 @@ def test_a_resumed_run_keeps_a_corrected_number(
     assert end(broken) == end(whole)
 
 
-def test_time_that_was_used_before_a_kill_counts(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_time_used_before_kill_counts(recipe: dict[str, Any], machine: Machine) -> None:
     whole = train(changed(recipe, "whole")).step
     recipe = changed(recipe, "broken")
     # Steps 31 to 39 are made twice: they took time the first time, too.
@@ -862,7 +864,7 @@ def test_time_that_was_used_before_a_kill_counts(recipe: dict[str, Any], machine
     assert read_length(folder_of(early))["max_steps"] == pytest.approx(whole - 9, abs=2)
 
 
-def test_a_budget_that_is_used_up_ends_the_run_with_one_more_step(
+def test_timed_run_used_up_budget_ends_after_one_more_step(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     stop_after(recipe, 35)
@@ -873,7 +875,7 @@ def test_a_budget_that_is_used_up_ends_the_run_with_one_more_step(
     assert result.stopped_by is None
 
 
-def test_another_number_of_minutes_goes_on_for_longer(
+def test_timed_run_resumed_with_more_minutes_runs_longer(
     recipe: dict[str, Any], machine: Machine
 ) -> None:
     first = train(recipe).step
@@ -886,7 +888,7 @@ def test_another_number_of_minutes_goes_on_for_longer(
     assert read_length(folder_of(recipe)) == {}
 
 
-def test_a_new_run_in_the_folder_begins_anew(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_new_run_in_folder_starts_over(recipe: dict[str, Any], machine: Machine) -> None:
     recipe["checkpoint"]["every_steps"] = 999
     recipe["evaluation"]["every_steps"] = 0
     stop_after(recipe, 50)
@@ -894,7 +896,7 @@ def test_a_new_run_in_the_folder_begins_anew(recipe: dict[str, Any], machine: Ma
     assert read_length(folder_of(recipe))["max_steps"] > 80
 
 
-def test_a_cooldown_branches_off_a_run_in_minutes(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_can_branch_into_cooldown(recipe: dict[str, Any], machine: Machine) -> None:
     stop_after(recipe, 30)
     cooled, checkpoint = cooldown_recipe(folder_of(recipe), 5)
     assert cooled.schedule.max_minutes is None
@@ -903,7 +905,9 @@ def test_a_cooldown_branches_off_a_run_in_minutes(recipe: dict[str, Any], machin
     assert read_length(result.run_folder) == {}
 
 
-def test_a_checkpoint_alone_knows_the_decision(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_decision_is_restored_from_checkpoint(
+    recipe: dict[str, Any], machine: Machine
+) -> None:
     recipe["checkpoint"]["every_steps"] = 2
     stop_after(recipe, 74)
     decision = read_length(folder_of(recipe))
@@ -912,7 +916,7 @@ def test_a_checkpoint_alone_knows_the_decision(recipe: dict[str, Any], machine: 
 
 
 @pytest.mark.slow
-def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_report_shows_decision(recipe: dict[str, Any], machine: Machine) -> None:
     stop_after(recipe, 30)
     run = read_run(folder_of(recipe))
     assert run.max_steps is None
@@ -939,7 +943,7 @@ def test_the_report_tells_the_decision(recipe: dict[str, Any], machine: Machine)
         ('{"max_steps": 9, "decided_at": 1, "replaced": 3}', "replaced is 3"),
     ],
 )
-def test_a_damaged_record_is_named(
+def test_timed_run_damaged_record_is_named(
     recipe: dict[str, Any], machine: Machine, content: str, says: str
 ) -> None:
     stop_after(recipe, 30)
@@ -949,7 +953,7 @@ def test_a_damaged_record_is_named(
     assert "length.json" in str(error.value)
 
 
-def test_a_plan_predicts_the_steps_of_the_minutes(recipe: dict[str, Any]) -> None:
+def test_planned_run_predicts_steps_of_minutes(recipe: dict[str, Any]) -> None:
     here = find_machine()
     resolved = resolve_for(parse_recipe(recipe), here)
     assert planned_run(resolved, here) is None
@@ -963,7 +967,7 @@ def test_a_plan_predicts_the_steps_of_the_minutes(recipe: dict[str, Any]) -> Non
     assert run.tokens == 1800 * 128
 
 
-def test_a_result_is_a_plain_result(recipe: dict[str, Any], machine: Machine) -> None:
+def test_timed_run_result_has_regular_fields(recipe: dict[str, Any], machine: Machine) -> None:
     result: TrainResult = train(recipe)
     assert math.isfinite(result.train_loss or math.nan)
     starts = read_json_lines(folder_of(recipe) / "starts.jsonl")
@@ -971,7 +975,7 @@ def test_a_result_is_a_plain_result(recipe: dict[str, Any], machine: Machine) ->
     assert starts[0]["warmup_steps"] == 4
 
 
-def test_seconds_that_are_no_numbers_count_as_none(tmp_path: Path) -> None:
+def test_recorded_length_ignores_non_numeric_seconds(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"seconds": 2.5},
         {"seconds": "x"},

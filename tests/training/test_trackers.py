@@ -108,7 +108,7 @@ def state(folder: Path) -> TrackerProgress:
     return read_progress(folder / "trackers" / "wandb.jsonl")
 
 
-def test_tracker_gets_steps_with_their_samples_while_they_are_written(tmp_path: Path) -> None:
+def test_tracker_receives_steps_with_samples_during_run(tmp_path: Path) -> None:
     tracker = Recorder()
     (tmp_path / "report.html").write_text("x", encoding="utf-8")
 
@@ -124,7 +124,7 @@ def test_tracker_gets_steps_with_their_samples_while_they_are_written(tmp_path: 
     assert state(tmp_path) == TrackerProgress("id-1", 5, 5)
 
 
-def test_tracker_of_resumed_run_continues_the_same_run_without_doubled_steps(
+def test_tracker_of_resumed_run_continues_same_run_without_duplicate_steps(
     tmp_path: Path,
 ) -> None:
     tracker, metrics = Recorder(), tmp_path / "metrics.jsonl"
@@ -141,7 +141,7 @@ def test_tracker_of_resumed_run_continues_the_same_run_without_doubled_steps(
 
 
 @pytest.mark.parametrize("is_mirror", [False, True])
-def test_tracker_of_run_that_goes_back_gets_steps_once_or_anew(
+def test_tracker_of_rolled_back_run_receives_steps_once_or_again(
     tmp_path: Path, is_mirror: bool
 ) -> None:
     tracker = Recorder(is_mirror=is_mirror)
@@ -157,7 +157,7 @@ def test_tracker_of_run_that_goes_back_gets_steps_once_or_anew(
     assert len(tracker.opened) == (3 if is_mirror else 1)
 
 
-def test_tracker_that_fails_gets_the_steps_of_that_call_no_second_time(tmp_path: Path) -> None:
+def test_tracker_failure_does_not_resend_steps_of_that_call(tmp_path: Path) -> None:
     tracker = Recorder(fails_at=60)
     write_lines(tmp_path / "metrics.jsonl", [line(n) for n in range(1, 131)])
     assert follow(tmp_path, tracker) == "ConnectionError: the server is gone"
@@ -209,7 +209,7 @@ class Failing(Recorder):
         (Hanging, "warning: wandb has not ended after 0 s and is given up (it has no step; --res"),
     ],
 )
-def test_run_with_a_tracker_that_fails_or_hangs_trains_the_same(
+def test_tracker_failing_or_hanging_does_not_change_training(
     recipe: dict[str, Any],
     plain_run: Path,
     library: type[Recorder],
@@ -232,7 +232,7 @@ def test_run_with_a_tracker_that_fails_or_hangs_trains_the_same(
     assert said in error
 
 
-def test_trackers_that_hang_are_waited_for_at_the_same_time(
+def test_trackers_hanging_are_waited_for_simultaneously(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, clock, said = ["mlflow", "trackio", "wandb"], [100.0], list[str]()
@@ -279,7 +279,7 @@ sys.exit(main.main())
 """
 
 
-def test_command_whose_tracker_hangs_does_not_wait_for_its_library(tmp_path: Path) -> None:
+def test_tracker_hanging_at_exit_does_not_block_command(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _COMMAND_WITH_HANGING_TRACKER],
         cwd=tmp_path,
@@ -302,7 +302,7 @@ def print_nothing(_: str) -> None:
     """Take a message."""
 
 
-def test_prints_of_a_tracker_library_go_to_stderr(
+def test_tracker_library_output_goes_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(LIBRARIES, "wandb", Printing)
@@ -319,7 +319,7 @@ def test_trackers_without_names_start_nothing(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_refused_before_anything_is_written(
+def test_tracker_missing_package_raises_before_writing(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
@@ -328,7 +328,7 @@ def test_a_missing_package_is_refused_before_anything_is_written(
     assert not Path(recipe["run"]["dir"]).exists()
 
 
-def test_the_key_takes_the_one_of_earlier_recipes() -> None:
+def test_trackers_key_replaces_tensorboard_key_of_earlier_recipes() -> None:
     def of(**run: Any) -> Sequence[str]:
         return parse_recipe({"data": {"dir": "d"}, "run": run}).run.trackers
 
@@ -426,7 +426,7 @@ def expected() -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_mlflow_has_each_number_of_a_resumed_run_once(
+def test_mlflow_has_each_value_of_resumed_run_once(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracked_run("mlflow", offline, monkeypatch)
@@ -447,7 +447,7 @@ def test_mlflow_has_each_number_of_a_resumed_run_once(
     assert stored == {"report.html", "model.safetensors", *texts}
 
 
-def test_trackio_has_each_number_of_a_resumed_run_once(
+def test_trackio_has_each_value_of_resumed_run_once(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracked_run("trackio", offline, monkeypatch)
@@ -484,7 +484,7 @@ def wandb_records(path: Path) -> list[Any]:
     return found
 
 
-def test_wandb_has_each_number_of_a_resumed_run_once(
+def test_wandb_has_each_value_of_resumed_run_once(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracked_run("wandb", offline, monkeypatch)
@@ -508,9 +508,7 @@ def test_wandb_has_each_number_of_a_resumed_run_once(
     assert f"checkpoint-{run_id}" in stored
 
 
-def test_wandb_leaves_a_run_of_the_caller_open(
-    offline: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_leaves_run_of_caller_open(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     with wandb.init(mode="offline", dir=str(offline)) as own:
         tracked_run("wandb", offline, monkeypatch)

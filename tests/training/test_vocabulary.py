@@ -60,7 +60,7 @@ def rows(model: Model) -> list[Tensor]:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("copied_from", [None, 7])
 @pytest.mark.parametrize("multiple", [1, 64])
-def test_new_rows_are_the_mean_or_a_copy_and_old_logits_stay(
+def test_new_rows_are_mean_or_copy_and_old_logits_are_kept(
     name: str, copied_from: int | None, multiple: int
 ) -> None:
     model = some_model(name)
@@ -78,14 +78,14 @@ def test_new_rows_are_the_mean_or_a_copy_and_old_logits_stay(
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_new_token_is_as_likely_as_the_average_old_one() -> None:
+def test_new_token_is_initially_as_likely_as_average_old_one() -> None:
     model = some_model("untied")
     grow_vocabulary(model, 50, 51)
     found = logits(model)
     torch.testing.assert_close(found[..., 50], found[..., :50].mean(-1))
 
 
-def test_rows_that_padded_the_old_vocabulary_become_those_of_new_tokens() -> None:
+def test_new_rows_replace_padding_rows_of_old_vocabulary() -> None:
     """Some models have more rows than their tokenizer has tokens."""
     model = some_model("tied")
     old = rows(model)[0].clone()
@@ -107,7 +107,7 @@ def extended(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> tuple[Tokeni
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("new_rows", ["mean", "copy:<|endoftext|>"])
-def test_a_run_from_a_model_takes_the_tokens_of_an_extended_tokenizer(
+def test_train_from_model_adds_tokens_of_extended_tokenizer(
     tied: bool,
     new_rows: str,
     recipe: dict[str, Any],
@@ -134,7 +134,7 @@ def test_a_run_from_a_model_takes_the_tokens_of_an_extended_tokenizer(
     assert new.tokenizer.encode("<|user|>", special_tokens=True) == [320]
 
 
-def test_a_resumed_run_keeps_its_new_tokens(
+def test_train_resumed_run_keeps_new_tokens(
     recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tmp_path: Path
 ) -> None:
     recipe["schedule"] = {"max_steps": 2}
@@ -145,7 +145,7 @@ def test_a_resumed_run_keeps_its_new_tokens(
     assert load(train(recipe, resume=True).checkpoint).model.config.vocab_size == 322
 
 
-def test_a_grown_vocabulary_is_padded_and_goes_on_after_a_stop(
+def test_train_extended_vocabulary_is_padded_and_resumes(
     recipe: dict[str, Any],
     extended: tuple[Tokenizer, Path],
     tmp_path: Path,
@@ -174,7 +174,7 @@ def test_a_grown_vocabulary_is_padded_and_goes_on_after_a_stop(
         train(recipe, resume=True)
 
 
-def test_tokens_that_the_old_model_had_no_rows_for_are_new_ones_too(
+def test_train_tokens_without_rows_in_old_model_are_initialized_as_new(
     recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """A tokenizer that was lengthened without its model."""
@@ -197,9 +197,7 @@ def test_tokens_that_the_old_model_had_no_rows_for_are_new_ones_too(
 
 
 @pytest.mark.parametrize("vocab_size, hidden_size", [(257, 64), (512, 64), (2003, 96)])
-def test_old_logits_stay_to_the_rounding_of_another_products_size(
-    vocab_size: int, hidden_size: int
-) -> None:
+def test_new_rows_keep_old_logits_up_to_rounding(vocab_size: int, hidden_size: int) -> None:
     config = LlamaConfig(**{**_LLAMA, "vocab_size": vocab_size, "hidden_size": hidden_size})
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(3))
@@ -209,7 +207,7 @@ def test_old_logits_stay_to_the_rounding_of_another_products_size(
 
 
 @pytest.mark.parametrize("new_rows", ["median", "copy", "copy:", "copy:<|no such|>"])
-def test_new_rows_that_cannot_be_meant_are_refused(
+def test_train_invalid_new_row_setting_raises_config_error(
     new_rows: str, recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tmp_path: Path
 ) -> None:
     recipe["schedule"] = {"max_steps": 1}
@@ -220,13 +218,13 @@ def test_new_rows_that_cannot_be_meant_are_refused(
     assert not (tmp_path / "second").exists()
 
 
-def test_new_rows_without_a_model_to_start_from_are_refused(recipe: dict[str, Any]) -> None:
+def test_train_new_rows_without_starting_model_raise_config_error(recipe: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="with the model to start from"):
         train(recipe, new_rows="copy:the")
     assert not Path(recipe["run"]["dir"]).exists()
 
 
-def test_a_tokenizer_that_is_no_extension_is_still_refused(
+def test_train_tokenizer_that_is_no_extension_raises_data_error(
     recipe: dict[str, Any], extended: tuple[Tokenizer, Path], data: Path, tmp_path: Path
 ) -> None:
     """The other way round: data of the shorter tokenizer for the model of the longer one."""

@@ -65,7 +65,7 @@ def small(**sections: Any) -> Recipe:
         ("schedule.kind=linear, wsd", SearchKey("schedule.kind", ("linear", "wsd"))),
     ],
 )
-def test_a_search_is_a_range_or_values(text: str, expected: SearchKey) -> None:
+def test_parse_search_accepts_range_or_values(text: str, expected: SearchKey) -> None:
     assert parse_search(text) == expected
 
 
@@ -87,12 +87,12 @@ def test_a_search_is_a_range_or_values(text: str, expected: SearchKey) -> None:
         ("schedule.max_steps=1,2", "see the same number of tokens"),
     ],
 )
-def test_a_wrong_search_is_refused(text: str, message: str) -> None:
+def test_parse_search_invalid_text_raises_config_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_search(text)
 
 
-def test_without_a_search_rates_decay_and_warm_up_are_around_the_recipes_own() -> None:
+def test_default_search_spans_rates_decay_and_warmup_around_recipe() -> None:
     recipe = small(optimizer={"name": "muon", "learning_rate": 0.01, "weight_decay": 0.0})
     found = {one.key: (one.low, one.high) for one in default_search(recipe)}
     assert found == {
@@ -108,7 +108,7 @@ def test_without_a_search_rates_decay_and_warm_up_are_around_the_recipes_own() -
 
 
 @given(st.floats(1e-5, 1e-1))
-def test_a_value_is_rounded_to_three_digits_inside_its_range(value: float) -> None:
+def test_search_value_is_rounded_to_three_digits_within_range(value: float) -> None:
     found = SearchKey(_RATE, (), 1.2345e-5, 0.098765, log=True).rounded(value)
     assert isinstance(found, float)
     assert 1.2345e-5 <= found <= 0.098765
@@ -119,7 +119,7 @@ def test_a_value_is_rounded_to_three_digits_inside_its_range(value: float) -> No
 # The recipe of a trial.
 
 
-def test_a_trial_has_the_whole_schedule_in_short() -> None:
+def test_trial_recipe_compresses_whole_schedule() -> None:
     schedule = {"kind": "wsd", "max_steps": 1000, "warmup_steps": 100, "cooldown_steps": 400}
     recipe = small(
         schedule=schedule,
@@ -140,7 +140,7 @@ def test_a_trial_has_the_whole_schedule_in_short() -> None:
     assert (found.checkpoint.every_steps, found.checkpoint.average_last) == (0, 0)
 
 
-def test_trials_of_other_batches_see_as_many_tokens() -> None:
+def test_trials_with_other_batch_sizes_see_same_number_of_tokens() -> None:
     recipe = small(batch={"micro_batch_size": 8})
     values, steps = trial_recipe(recipe, {"batch.micro_batch_size": "2"}, 100, 1000, 32)
     assert steps == parse_recipe(values).schedule.max_steps == 400
@@ -150,14 +150,14 @@ def test_trials_of_other_batches_see_as_many_tokens() -> None:
     assert with_values(epochs, {"batch.micro_batch_size": "2"}, 32).schedule.epochs == 3
 
 
-def test_a_key_that_says_the_same_otherwise_gives_way() -> None:
+def test_trial_value_replaces_equivalent_key() -> None:
     recipe = small(schedule={"max_steps": 1000, "warmup_steps": 100})
     found = with_values(recipe, {"schedule.warmup_ratio": 0.02}, 32).schedule
     assert (found.warmup_steps, found.warmup_ratio) == (None, 0.02)
 
 
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda p: str(p.stem))
-def test_a_recipe_without_other_values_stays_as_it_is(path: Path) -> None:
+def test_with_values_without_changes_returns_same_recipe(path: Path) -> None:
     recipe = load_recipe(path)
     assert with_values(recipe, {}, 32) == recipe
 
@@ -165,7 +165,7 @@ def test_a_recipe_without_other_values_stays_as_it_is(path: Path) -> None:
 # Early ends.
 
 
-def test_only_the_worst_quarter_ends_early_and_not_before_a_third() -> None:
+def test_pruning_ends_only_worst_quarter_after_a_third() -> None:
     curves = [[[p, p, p, 10.0 - p + i] for p in range(1, POINTS + 1)] for i in range(8)]
 
     def ended(worse: float, among: int = 8) -> list[bool]:
@@ -232,7 +232,7 @@ def lines_of(result: TuneResult) -> list[dict[str, Any]]:
     return [{**line, "wall_seconds": 0} for line in result.trials]
 
 
-def test_a_search_finds_the_best_rate_and_ends_the_hopeless(
+def test_study_finds_best_rate_and_ends_hopeless_trials(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     in_process(bowl)
@@ -262,7 +262,7 @@ def test_a_search_finds_the_best_rate_and_ends_the_hopeless(
     assert rows[-1][-1] == "failed"
 
 
-def test_a_recipe_that_names_no_settings_is_searched_around_those_of_new_models(
+def test_study_of_recipe_without_settings_searches_around_new_model_defaults(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     trained: list[Recipe] = []
@@ -284,7 +284,7 @@ def test_a_recipe_that_names_no_settings_is_searched_around_those_of_new_models(
     assert trained[0].init.residual_projections == "zero"
 
 
-def test_a_study_that_was_killed_goes_on_as_if_it_was_not(
+def test_study_killed_and_resumed_equals_uninterrupted_study(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     in_process(bowl)
@@ -320,7 +320,7 @@ def test_a_study_that_was_killed_goes_on_as_if_it_was_not(
     assert lines_of(more)[:15] == lines_of(whole)
 
 
-def test_a_folder_with_another_study_is_refused(
+def test_study_folder_of_other_study_raises(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     in_process(bowl)
@@ -343,7 +343,7 @@ def test_a_folder_with_another_study_is_refused(
         tune(small(), tmp_path / "s", search=search, trials=3)
 
 
-def test_a_trial_that_would_not_end_in_the_budget_is_not_begun(
+def test_study_starts_no_trial_that_exceeds_budget(
     tmp_path: Path, in_process: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -362,7 +362,7 @@ def test_a_trial_that_would_not_end_in_the_budget_is_not_begun(
         tune(small(), tmp_path / "t", search=search, budget_minutes=0.5)
 
 
-def test_a_budget_that_ends_within_the_first_steps_is_refused(
+def test_study_budget_ending_within_first_steps_raises_config_error(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     in_process(lambda *_: error_of("TimeoutError", "took more than 6 s"))
@@ -371,7 +371,7 @@ def test_a_budget_that_ends_within_the_first_steps_is_refused(
     assert not (tmp_path / "s").exists()
 
 
-def test_trials_on_a_gpu_are_processes_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_trials_on_gpu_run_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("firstlight.tuning.search.ask", lambda *given: asked.append(given))
     with trial_processes(torch.device("cuda")) as asker:
@@ -382,7 +382,7 @@ def test_trials_on_a_gpu_are_processes_from_nothing(monkeypatch: pytest.MonkeyPa
     assert "PATH" in environment
 
 
-def test_all_combinations_of_a_few_values_are_tried_once(
+def test_study_of_few_values_tries_all_combinations_once(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     in_process(bowl)
@@ -394,7 +394,7 @@ def test_all_combinations_of_a_few_values_are_tried_once(
     assert found.best["values"][_RATE] == "2e-3"
 
 
-def test_values_that_fail_together_are_a_failed_trial_and_the_recipes_own_an_error(
+def test_study_failing_values_fail_trial_and_failing_recipe_raises(
     tmp_path: Path, in_process: Callable[[Any], None]
 ) -> None:
     in_process(bowl)
@@ -412,7 +412,7 @@ def test_values_that_fail_together_are_a_failed_trial_and_the_recipes_own_an_err
 # Real trials.
 
 
-def test_the_command_trains_trials_in_short_and_writes_the_best_recipe(
+def test_tune_command_runs_short_trials_and_writes_best_recipe(
     tmp_path: Path,
     recipe: dict[str, Any],
     in_process: Callable[[Any], None],
@@ -443,7 +443,7 @@ def test_the_command_trains_trials_in_short_and_writes_the_best_recipe(
     assert not (folder / "pace").exists()
 
 
-def test_a_recipe_without_held_out_text_is_refused(
+def test_tune_recipe_without_held_out_text_raises_config_error(
     tmp_path: Path, recipe: dict[str, Any], in_process: Callable[[Any], None], data: Path
 ) -> None:
     in_process(answer)
@@ -472,7 +472,7 @@ def test_a_recipe_without_held_out_text_is_refused(
         (["--schedule.resume", "true"], "schedule.resume"),
     ],
 )
-def test_wrong_options_are_one_line(
+def test_tune_command_invalid_options_print_one_line(
     tmp_path: Path, recipe: dict[str, Any], capfd: pytest.CaptureFixture[str],
     options: list[str], message: str,
 ) -> None:  # fmt: skip
@@ -485,7 +485,7 @@ def test_wrong_options_are_one_line(
     assert not (tmp_path / "run-tune").exists()
 
 
-def test_without_optuna_the_error_is_the_command_that_installs_it(
+def test_tune_without_optuna_names_install_command(
     tmp_path: Path,
     recipe: dict[str, Any],
     capfd: pytest.CaptureFixture[str],

@@ -248,7 +248,7 @@ def rounded(tensor: Tensor, dtype: str) -> Tensor:
 
 @pytest.mark.parametrize("seed", slow_but([0, 1], range(4)))
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_gguf_read_again_has_the_numbers_and_the_model_that_were_written(
+def test_gguf_read_back_has_values_and_model_written(
     family: str, seed: int, tmp_path: Path
 ) -> None:
     config, tensors = drawn(family, tmp_path, seed)
@@ -275,7 +275,7 @@ def test_gguf_read_again_has_the_numbers_and_the_model_that_were_written(
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_half_precision_keeps_what_the_format_holds(
+def test_gguf_half_precision_keeps_representable_values(
     family: str, dtype: GGUFDtype, tmp_path: Path
 ) -> None:
     config, tensors = drawn(family, tmp_path)
@@ -288,7 +288,7 @@ def test_half_precision_keeps_what_the_format_holds(
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_bf16_weights_stay_themselves_in_bf16(family: str, tmp_path: Path) -> None:
+def test_gguf_bf16_weights_are_unchanged_in_bf16(family: str, tmp_path: Path) -> None:
     config, tensors = drawn(family, tmp_path)
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     write_gguf(tmp_path / "model.gguf", config, halves, None, dtype="bf16")
@@ -298,7 +298,7 @@ def test_bf16_weights_stay_themselves_in_bf16(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_q8_0_is_within_half_a_step_of_each_block(family: str, tmp_path: Path) -> None:
+def test_gguf_q8_0_values_are_within_half_a_step_of_block(family: str, tmp_path: Path) -> None:
     # Rows of 64, and of 20 or 24, which are no whole blocks.
     narrow = {"moe_intermediate_size": 24} if family == "qwen3_moe" else {"intermediate_size": 20}
     narrow = {"n_inner": 20} if family == "gpt2" else narrow
@@ -343,7 +343,7 @@ def raw_tensors(path: Path) -> dict[str, Any]:
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_a_llamas_queries_lie_in_neighbouring_pairs(tmp_path: Path) -> None:
+def test_gguf_llama_queries_are_stored_in_adjacent_pairs(tmp_path: Path) -> None:
     config, tensors = drawn(
         "llama", tmp_path, num_attention_heads=2, num_key_value_heads=1, hidden_size=16, head_dim=4,
         attention_bias=True, mlp_bias=False,
@@ -361,7 +361,7 @@ def test_a_llamas_queries_lie_in_neighbouring_pairs(tmp_path: Path) -> None:
     assert raw["blk.0.attn_v.weight"].data.tolist() == value.tolist()
 
 
-def test_qwens_queries_lie_as_they_are(tmp_path: Path) -> None:
+def test_gguf_qwen_queries_are_stored_unchanged(tmp_path: Path) -> None:
     config, tensors = drawn("qwen2", tmp_path)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     raw = raw_tensors(tmp_path / "model.gguf")
@@ -370,7 +370,7 @@ def test_qwens_queries_lie_as_they_are(tmp_path: Path) -> None:
         assert raw[f"blk.0.attn_q.{kind}"].data.tolist() == query.tolist()
 
 
-def test_experts_are_stacked_and_gpt2_is_transposed(tmp_path: Path) -> None:
+def test_gguf_experts_are_stacked_and_gpt2_weights_transposed(tmp_path: Path) -> None:
     config, tensors = drawn("mixtral", tmp_path, num_local_experts=5)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     raw = raw_tensors(tmp_path / "model.gguf")
@@ -384,7 +384,7 @@ def test_experts_are_stacked_and_gpt2_is_transposed(tmp_path: Path) -> None:
     assert weight.tolist() == tensors["transformer.h.0.mlp.c_fc.weight"].T.tolist()
 
 
-def test_llama3_factors_are_what_transformers_divides_by(tmp_path: Path) -> None:
+def test_gguf_llama3_factors_match_divisors_of_transformers(tmp_path: Path) -> None:
     theta = 500_000.0
     config = transformers.LlamaConfig(
         hidden_size=64, num_attention_heads=2, rope_parameters=LLAMA3, max_position_embeddings=512
@@ -410,7 +410,7 @@ def test_llama3_factors_are_what_transformers_divides_by(tmp_path: Path) -> None
         ),
     ],
 )
-def test_yarn_is_written_with_the_entries_that_llama_cpp_reads(
+def test_gguf_yarn_entries_are_those_read_by_llama_cpp(
     family: str, own: dict[str, float], magnitude: float, tmp_path: Path
 ) -> None:
     """llama.cpp multiplies cos and sin by attn_factor and by 0.1 ln(factor) + 1."""
@@ -440,7 +440,7 @@ def test_yarn_is_written_with_the_entries_that_llama_cpp_reads(
 
 
 @pytest.mark.parametrize("original", [64, 8192])
-def test_llama3_scaling_is_recognised_by_its_factors(original: int, tmp_path: Path) -> None:
+def test_gguf_llama3_scaling_is_recognised_by_its_factors(original: int, tmp_path: Path) -> None:
     scaling = {**LLAMA3, "original_max_position_embeddings": original}
     config, tensors = drawn("llama", tmp_path, rope_parameters=scaling)
     path = tmp_path / "model.gguf"
@@ -458,7 +458,7 @@ def test_llama3_scaling_is_recognised_by_its_factors(original: int, tmp_path: Pa
             read_gguf(path)
 
 
-def test_both_spellings_of_rotary_settings_are_read(tmp_path: Path) -> None:
+def test_gguf_both_notations_of_rotary_settings_are_read(tmp_path: Path) -> None:
     config, tensors = drawn("mistral", tmp_path)
     linear = {"rope_type": "linear", "factor": 3.0}
     new = {**config, "rope_parameters": {"rope_theta": 5e5, **linear}}
@@ -471,7 +471,7 @@ def test_both_spellings_of_rotary_settings_are_read(tmp_path: Path) -> None:
         assert (found["rope_theta"], found["rope_scaling"]) == (5e5, linear)
 
 
-def test_a_mistral_without_a_window_says_so(tmp_path: Path) -> None:
+def test_gguf_mistral_without_window_is_read_without_one(tmp_path: Path) -> None:
     config, tensors = drawn("mistral", tmp_path, sliding_window=None)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     found = read_gguf(tmp_path / "model.gguf").config
@@ -479,7 +479,7 @@ def test_a_mistral_without_a_window_says_so(tmp_path: Path) -> None:
     assert found["sliding_window"] is None
 
 
-def test_an_olmo3_without_a_window_has_none_in_llama_cpp(tmp_path: Path) -> None:
+def test_gguf_olmo3_window_is_omitted_for_llama_cpp(tmp_path: Path) -> None:
     """Its layers with a window do not scale positions."""
     full: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     config, tensors = drawn("olmo3", tmp_path, **full)
@@ -487,7 +487,7 @@ def test_an_olmo3_without_a_window_has_none_in_llama_cpp(tmp_path: Path) -> None
     assert "olmo2.attention.sliding_window" not in gguf.GGUFReader(tmp_path / "model.gguf").fields
 
 
-def test_what_gguf_has_no_key_for_is_kept(tmp_path: Path) -> None:
+def test_gguf_settings_without_gguf_key_are_kept(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     config, tensors = drawn("qwen2", tmp_path, **window)
     # As transformers 4 writes it.
@@ -498,7 +498,7 @@ def test_what_gguf_has_no_key_for_is_kept(tmp_path: Path) -> None:
     assert found["initializer_range"] == config["initializer_range"]
 
 
-def test_metadata_is_what_llama_cpp_asks_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_gguf_metadata_has_keys_required_by_llama_cpp(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config, tensors = drawn("qwen3_moe", tmp_path, vocab_size=333)
     write_gguf(tmp_path / "m.gguf", config, tensors, tokenizer, dtype="q8_0", name="Dawn")
     fields = {k: v.contents() for k, v in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
@@ -524,7 +524,7 @@ def test_metadata_is_what_llama_cpp_asks_for(tmp_path: Path, tokenizer: Tokenize
     )
 
 
-def test_a_vocabulary_is_filled_up_to_the_embedding(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_gguf_vocabulary_is_padded_to_embedding(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config, tensors = drawn("llama", tmp_path, vocab_size=333)
     write_gguf(tmp_path / "m.gguf", config, tensors, tokenizer, dtype="f32")
     found = read_gguf(tmp_path / "m.gguf")
@@ -535,7 +535,7 @@ def test_a_vocabulary_is_filled_up_to_the_embedding(tmp_path: Path, tokenizer: T
     assert found.config["eos_token_id"] == tokenizer.eos_token_id
 
 
-def test_a_tokenizer_with_too_many_tokens_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_gguf_tokenizer_larger_than_embedding_raises(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config, tensors = drawn("llama", tmp_path, vocab_size=319)
     with pytest.raises(
         TokenizerError, match=("320 tokens, but the model's embedding has only 319 rows")
@@ -544,7 +544,7 @@ def test_a_tokenizer_with_too_many_tokens_is_refused(tmp_path: Path, tokenizer: 
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_chat_templates_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_gguf_chat_template_is_restored(tmp_path: Path, tokenizer: Tokenizer) -> None:
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     chatty = Tokenizer(tokenizer.backend, eos_token=tokenizer.eos_token)
     chatty.config["chat_template"] = template
@@ -553,7 +553,7 @@ def test_chat_templates_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert read_gguf(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == template
 
 
-def test_gguf_file_opened_by_path_is_kept_in_the_cache_until_it_changes(
+def test_gguf_file_opened_by_path_is_cached_until_it_changes(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -585,7 +585,7 @@ def test_gguf_file_opened_by_path_is_kept_in_the_cache_until_it_changes(
     assert load_model(file).tokenizer is None
 
 
-def test_damaged_gguf_file_opened_by_path_is_refused_in_one_line_and_leaves_nothing(
+def test_gguf_damaged_file_opened_by_path_prints_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -596,7 +596,7 @@ def test_damaged_gguf_file_opened_by_path_is_refused_in_one_line_and_leaves_noth
     assert [path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir()] == []
 
 
-def test_gguf_file_replaced_by_one_of_the_same_size_and_time_is_read_again(
+def test_gguf_file_replaced_with_same_size_and_time_is_read_again(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -703,7 +703,7 @@ _OTHER_BASE = {
         ),
     ],
 )
-def test_models_that_llama_cpp_would_compute_otherwise_are_refused(
+def test_gguf_models_computed_differently_by_llama_cpp_raise_model_error(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config, tensors = (
@@ -716,7 +716,7 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_refused(
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_gguf_mismatched_tensors_are_named(tmp_path: Path) -> None:
     config, tensors = drawn("llama", tmp_path, tie_word_embeddings=False)
     path, norm = tmp_path / "m.gguf", "model.norm.weight"
     headless = {k: v for k, v in tensors.items() if k != "lm_head.weight"}
@@ -739,7 +739,9 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f16", "q8_0"])
-def test_numbers_too_large_for_a_format_are_refused(dtype: GGUFDtype, tmp_path: Path) -> None:
+def test_gguf_values_too_large_for_dtype_raise_model_error(
+    dtype: GGUFDtype, tmp_path: Path
+) -> None:
     config, tensors = drawn("llama", tmp_path, hidden_size=64, num_attention_heads=2, head_dim=32,
                             num_key_value_heads=1)  # fmt: skip
     name = "model.layers.0.self_attn.v_proj.weight"
@@ -748,7 +750,7 @@ def test_numbers_too_large_for_a_format_are_refused(dtype: GGUFDtype, tmp_path: 
         write_gguf(tmp_path / "m.gguf", config, tensors, None, dtype=dtype)
 
 
-def test_notes_tell_where_llama_cpp_differs() -> None:
+def test_gguf_notes_name_differences_of_llama_cpp() -> None:
     gpt2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 4, "n_layer": 1, "n_head": 1}
     gpt2["n_positions"] = 8
     assert gguf_notes({**gpt2, "activation_function": "gelu_new"}) == []
@@ -772,7 +774,7 @@ def test_notes_tell_where_llama_cpp_differs() -> None:
     assert "uses rms_norm_eps 1e-05 for the norms within attention" in note
 
 
-def test_the_exact_gelu_is_remembered(tmp_path: Path) -> None:
+def test_gguf_exact_gelu_is_restored(tmp_path: Path) -> None:
     config, tensors = drawn("gpt2", tmp_path, activation_function="gelu")
     write_gguf(tmp_path / "m.gguf", config, tensors, None, dtype="f32")
     assert read_gguf(tmp_path / "m.gguf").config["activation_function"] == "gelu"
@@ -786,7 +788,7 @@ def whole(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     return tmp_path / "whole.gguf"
 
 
-def test_a_file_cut_anywhere_is_an_error(whole: Path, tmp_path: Path) -> None:
+def test_gguf_file_truncated_anywhere_raises(whole: Path, tmp_path: Path) -> None:
     content = whole.read_bytes()
     path = tmp_path / "cut.gguf"
     # Everywhere in the header and the beginning of the metadata, then in steps, then at the end.
@@ -796,7 +798,7 @@ def test_a_file_cut_anywhere_is_an_error(whole: Path, tmp_path: Path) -> None:
             read_gguf(path)
 
 
-def test_counts_that_the_file_can_not_hold_are_refused_at_once(whole: Path) -> None:
+def test_gguf_impossible_counts_raise_immediately(whole: Path) -> None:
     content = whole.read_bytes()
     for key, message in (
         (b"llama.block_count", "too few for 2147483647 layers"),
@@ -828,7 +830,7 @@ def _entry(key: str, kind: int, value: bytes) -> bytes:
         (_gguf(b"", tensors=20_001), "20,001 tensors, more than the limit of 20,000"),
     ],
 )
-def test_what_would_take_many_times_the_bytes_of_the_file_is_refused(
+def test_gguf_content_expanding_far_beyond_file_size_raises(
     tmp_path: Path, content: bytes, message: str
 ) -> None:
     path = tmp_path / "bomb.gguf"
@@ -837,15 +839,13 @@ def test_what_would_take_many_times_the_bytes_of_the_file_is_refused(
         read_gguf(path)
 
 
-def test_a_kept_config_that_is_nested_too_deep_is_refused() -> None:
+def test_gguf_stored_config_nested_too_deeply_raises() -> None:
     metadata = {"general.architecture": "llama", "firstlight.config": "[" * 100_000}
     with pytest.raises(ModelError, match=r"firstlight\.config is not JSON"):
         config_of(metadata, {}, {})
 
 
-def test_damaged_bytes_are_an_error_or_other_numbers_but_nothing_else(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_gguf_damaged_bytes_raise_or_change_values_only(whole: Path, tmp_path: Path) -> None:
     content = whole.read_bytes()
     path = tmp_path / "damaged.gguf"
     generator = random.Random(0)
@@ -864,7 +864,7 @@ def test_damaged_bytes_are_an_error_or_other_numbers_but_nothing_else(
     assert refused > 50
 
 
-def test_what_is_no_gguf_file_is_refused(whole: Path, tmp_path: Path) -> None:
+def test_gguf_other_files_raise_model_error(whole: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     with pytest.raises(ModelError, match=r"other\.gguf can't be read: No such file"):
         read_gguf(path)
@@ -880,7 +880,7 @@ def test_what_is_no_gguf_file_is_refused(whole: Path, tmp_path: Path) -> None:
         read_gguf(path)
 
 
-def test_a_format_of_other_programs_can_be_read(tmp_path: Path) -> None:
+def test_gguf_dtypes_of_other_programs_are_read(tmp_path: Path) -> None:
     config, tensors = drawn("llama", tmp_path, num_hidden_layers=1, hidden_size=64, head_dim=16,
                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     write_gguf(tmp_path / "m.gguf", config, tensors, None, dtype="f32")
@@ -908,7 +908,7 @@ def test_a_format_of_other_programs_can_be_read(tmp_path: Path) -> None:
     assert torch.equal(found[other], tensors[other])
 
 
-def test_without_gguf_the_error_names_the_command(
+def test_gguf_without_package_names_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, tensors = drawn("gpt2", tmp_path)
@@ -924,7 +924,7 @@ def full(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("refused", ["create", "write", "sync", "rename"])
-def test_a_full_disk_leaves_the_old_file(
+def test_gguf_write_on_full_disk_keeps_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     config, tensors = drawn("gpt2", tmp_path)
@@ -939,7 +939,7 @@ def test_a_full_disk_leaves_the_old_file(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_every_format_has_the_size_it_should(tmp_path: Path) -> None:
+def test_gguf_every_dtype_has_expected_size(tmp_path: Path) -> None:
     config, tensors = drawn("llama", tmp_path, num_hidden_layers=2, hidden_size=128, head_dim=32,
                             num_attention_heads=4, num_key_value_heads=4, vocab_size=4096,
                             intermediate_size=256)  # fmt: skip
@@ -952,7 +952,7 @@ def test_every_format_has_the_size_it_should(tmp_path: Path) -> None:
         assert math.isclose(size, numbers * bits[dtype] / 8, rel_tol=0.02)
 
 
-def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+def test_gguf_overlapping_tensors_raise(tmp_path: Path) -> None:
     """A small file of them would take any amount of memory."""
     path = tmp_path / "model.gguf"
     config, tensors = drawn("llama", tmp_path)
@@ -970,7 +970,7 @@ def test_tensors_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
         read_gguf(path)
 
 
-def test_layers_and_experts_need_tensors_and_numbers(tmp_path: Path) -> None:
+def test_gguf_layers_and_experts_without_tensors_raise(tmp_path: Path) -> None:
     """Tables of all layers and experts are not made for a few tensors, or empty ones."""
     path = tmp_path / "model.gguf"
     config, tensors = drawn("qwen3_moe", tmp_path)
@@ -999,9 +999,7 @@ def test_layers_and_experts_need_tensors_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_key", [True, False])
-def test_texts_and_factors_as_long_as_a_sparse_file_are_refused_unread(
-    is_key: bool, tmp_path: Path
-) -> None:
+def test_gguf_huge_strings_and_factors_raise_unread(is_key: bool, tmp_path: Path) -> None:
     length = struct.pack("<Q", 1 << 50)
     architecture = struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<I", 8)
     path = tmp_path / "a.gguf"

@@ -57,7 +57,7 @@ def described(tokenizer: Tokenizer) -> GGUFTokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_token_has_its_id_and_its_type(kind: str) -> None:
+def test_gguf_tokenizer_every_token_has_id_and_type(kind: str) -> None:
     tokenizer = tiny(kind)
     found = describe_tokenizer(tokenizer, tokenizer.vocab_size + 3)
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
@@ -73,7 +73,7 @@ def test_every_token_has_its_id_and_its_type(kind: str) -> None:
     assert found.notes == ()
 
 
-def test_byte_level_tokenizers_are_told_by_their_merges_and_split() -> None:
+def test_gguf_byte_level_tokenizer_is_identified_by_merges_and_split() -> None:
     found = described(tiny("tokenizer.json"))
     merges = json.loads(tiny("tokenizer.json").backend.to_str())["model"]["merges"]
     assert (found.model, found.pre, found.scores) == ("gpt2", "gpt-2", None)
@@ -87,7 +87,7 @@ def test_byte_level_tokenizers_are_told_by_their_merges_and_split() -> None:
     ("pattern", "name"),
     [(GPT2_PATTERN, "gpt-2"), (LLAMA3_PATTERN, "dbrx"), (QWEN2_PATTERN, "qwen2")],
 )
-def test_trained_tokenizers_have_the_name_of_their_split(
+def test_gguf_trained_tokenizer_is_named_after_its_split(
     pattern: str, name: str, texts: list[str]
 ) -> None:
     assert described(train_tokenizer(texts, 400, pattern=pattern)).pre == name
@@ -118,14 +118,14 @@ def spm_ids(described: GGUFTokenizer, text: str) -> list[int]:
 
 
 @given(TEXTS)
-def test_scores_lead_llama_cpp_to_the_same_ids(text: str) -> None:
+def test_gguf_scores_give_same_ids_in_llama_cpp(text: str) -> None:
     tokenizer = tiny("pieces")
     found = described(tokenizer)
     assert (found.model, found.pre, found.merges) == ("llama", "default", None)
     assert spm_ids(found, text) == tokenizer.encode(text)
 
 
-def test_pieces_have_the_types_of_their_kind() -> None:
+def test_gguf_sentencepiece_tokens_have_types_of_their_kind() -> None:
     found = described(tiny("pieces"))
     assert found.types[:4] == (UNKNOWN, CONTROL, CONTROL, BYTE)
     assert found.types.count(BYTE) == 256
@@ -144,7 +144,7 @@ def test_pieces_have_the_types_of_their_kind() -> None:
         ([], "never", False, 0),
     ],
 )
-def test_the_space_before_a_text_is_told(
+def test_gguf_tokenizer_space_prefix_is_recorded(
     normalizers: Sequence[Any], scheme: str | None, prefix: bool, notes: int
 ) -> None:
     def change(state: dict[str, Any]) -> None:
@@ -161,13 +161,13 @@ def test_the_space_before_a_text_is_told(
         assert spm_ids(found, text) == tokenizer.encode(text)
 
 
-def test_unicode_normalisation_is_noted() -> None:
+def test_gguf_unicode_normalisation_is_noted() -> None:
     tokenizer = changed(tiny("tokenizer.json"), lambda s: s.update(normalizer={"type": "NFC"}))
     [note] = described(tokenizer).notes
     assert "NFC" in note
 
 
-def test_ordinary_added_tokens_are_found_in_texts() -> None:
+def test_gguf_ordinary_added_tokens_are_user_defined() -> None:
     tokenizer = changed(tiny("tokenizer.json"), lambda s: s["added_tokens"].append(_added("xyz")))
     found = described(tokenizer)
     assert found.types[found.tokens.index("xyz")] == USER_DEFINED
@@ -211,7 +211,7 @@ def _model(**changes: Any) -> Callable[[dict[str, Any]], None]:
         ),
     ],
 )
-def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
+def test_gguf_byte_level_tokenizer_unsupported_by_llama_cpp_raises(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=f"can't be converted to GGUF.*{message}"):
@@ -237,14 +237,14 @@ def test_byte_level_tokenizers_that_llama_cpp_can_not_follow_are_refused(
         ),
     ],
 )
-def test_pieces_that_llama_cpp_can_not_follow_are_refused(
+def test_gguf_sentencepiece_tokenizer_unsupported_by_llama_cpp_raises(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     with pytest.raises(TokenizerError, match=f"can't be converted to GGUF.*{message}"):
         described(changed(tiny("pieces"), change))
 
 
-def test_a_token_that_its_own_merges_miss_is_refused_where_llama_cpp_looks_it_up() -> None:
+def test_gguf_token_not_reached_by_merges_raises() -> None:
     def unreachable(state: dict[str, Any]) -> None:
         state["model"]["ignore_merges"] = True
         state["model"]["vocab"]["zq"] = len(state["model"]["vocab"])
@@ -253,13 +253,13 @@ def test_a_token_that_its_own_merges_miss_is_refused_where_llama_cpp_looks_it_up
         described(changed(tiny("tokenizer.json"), unreachable))
 
 
-def test_other_models_than_bpe_are_refused() -> None:
+def test_gguf_tokenizer_model_other_than_bpe_raises() -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({END_OF_TEXT: 0, "a": 1}, END_OF_TEXT))
     with pytest.raises(TokenizerError, match="its model is WordLevel, not BPE"):
         described(Tokenizer(words, eos_token=END_OF_TEXT))
 
 
-def test_a_tokenizer_that_ends_no_document_is_refused() -> None:
+def test_gguf_tokenizer_without_document_separator_raises() -> None:
     with pytest.raises(TokenizerError, match="neither bos_token nor eos_token"):
         described(Tokenizer(tiny("tokenizer.json").backend))
 
@@ -294,7 +294,7 @@ def gemma_like() -> Tokenizer:
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma"])
 @given(text=TEXTS)
-def test_tokenizer_read_back_gives_the_same_ids(kind: str, text: str) -> None:
+def test_gguf_tokenizer_read_back_gives_same_ids(kind: str, text: str) -> None:
     tokenizer = _tokenizers()[kind]
     found = _read_back()[kind]
     # The character that stands for a space in tokens is not a space of the text.
@@ -316,7 +316,7 @@ def _read_back() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma"])
-def test_tokenizer_read_back_has_the_same_special_tokens(kind: str) -> None:
+def test_gguf_tokenizer_read_back_has_same_special_tokens(kind: str) -> None:
     own, found = _tokenizers()[kind], _read_back()[kind]
     assert found.special_tokens == own.special_tokens
     assert found.bos_token_id == own.separator_id
@@ -325,7 +325,7 @@ def test_tokenizer_read_back_has_the_same_special_tokens(kind: str) -> None:
     assert found.backend.encode("a").ids == found.encode_prompt("a")
 
 
-def test_tokenizer_read_back_has_template_and_padding() -> None:
+def test_gguf_tokenizer_read_back_has_template_and_padding() -> None:
     entries = metadata(described(tiny("pieces")))
     template = "{{ messages }}"
     entries |= {"tokenizer.chat_template": template, "tokenizer.ggml.padding_token_id": 2}
@@ -340,7 +340,7 @@ def test_tokenizer_read_back_has_template_and_padding() -> None:
     }
 
 
-def test_padding_token_is_written_and_an_ordinary_one_stays_ordinary() -> None:
+def test_gguf_padding_token_is_written_and_ordinary_one_stays_ordinary() -> None:
     own = tiny("tokenizer.json")
     token = own.backend.id_to_token(own.encode("a")[0])
     own.config["pad_token"] = token
@@ -351,14 +351,14 @@ def test_padding_token_is_written_and_an_ordinary_one_stays_ordinary() -> None:
     assert found.encode("the light and a day") == own.encode("the light and a day")
 
 
-def test_ids_without_a_token_stay_without_one() -> None:
+def test_gguf_ids_without_token_stay_without_token() -> None:
     own = tiny("tokenizer.json")
     found = read_tokenizer(metadata(describe_tokenizer(own, own.vocab_size + 5)))
     assert found is not None
     assert found.vocab_size == own.vocab_size
 
 
-def test_file_without_vocabulary_has_no_tokenizer() -> None:
+def test_gguf_file_without_vocabulary_has_no_tokenizer() -> None:
     assert read_tokenizer({"tokenizer.ggml.model": "none"}) is None
     assert read_tokenizer({}) is None
 
@@ -377,14 +377,16 @@ def test_file_without_vocabulary_has_no_tokenizer() -> None:
         ("tokenizer.json", {"tokens": [7], "token_type": [1]}, "token 0 is not a string"),
     ],
 )
-def test_damaged_vocabulary_is_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+def test_gguf_damaged_vocabulary_raises_tokenizer_error(
+    kind: str, changes: dict[str, Any], message: str
+) -> None:
     entries = metadata(described(tiny(kind)))
     entries |= {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     with pytest.raises(TokenizerError, match=message):
         read_tokenizer(entries)
 
 
-def test_names_of_pre_tokenizers_are_unique() -> None:
+def test_gguf_pre_tokenizer_names_are_unique() -> None:
     names = [name for one in PRE_TOKENIZERS for name in one.names.split()]
     assert len(set(names)) == len(names)
 
@@ -440,14 +442,14 @@ _PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", _PUBLISHED)
-def test_published_pre_tokenizer_has_its_name(name: str) -> None:
+def test_gguf_published_pre_tokenizer_has_its_name(name: str) -> None:
     steps = {"type": "Sequence", "pretokenizers": _PUBLISHED[name]}
     found = described(changed(tiny("tokenizer.json"), lambda s: s.update(pre_tokenizer=steps)))
     assert found.pre == name.partition(",")[0]
     assert ("combining marks" in " ".join(found.notes)) == (found.pre == "gpt-4o")
 
 
-def test_runs_of_spaces_that_are_merged_late_are_refused() -> None:
+def test_gguf_late_merged_space_runs_raise_tokenizer_error() -> None:
     late = changed(gemma_like(), lambda s: s["model"]["merges"].reverse())
     with pytest.raises(TokenizerError, match="runs of spaces do not come before all others"):
         described(late)

@@ -81,7 +81,7 @@ def refusal(folder: Path | str) -> str:
 
 
 @pytest.mark.parametrize("config", [LLAMA, TIED, GPT2], ids=["llama", "tied", "gpt2"])
-def test_a_folder_gives_back_model_tokenizer_and_end_token(
+def test_load_model_folder_restores_model_tokenizer_and_end_token(
     config: ModelConfig, write: Callable[[ModelConfig], Path], tokenizer: Tokenizer
 ) -> None:
     folder = write(config)
@@ -98,7 +98,7 @@ def test_a_folder_gives_back_model_tokenizer_and_end_token(
     assert all(torch.equal(t, stored[n]) for n, t in weights_to_save(loaded.model).items())
 
 
-def test_a_tied_head_is_not_stored_and_is_tied_again_when_loaded(
+def test_load_model_tied_head_is_not_stored_and_tied_on_load(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(TIED)
@@ -107,7 +107,7 @@ def test_a_tied_head_is_not_stored_and_is_tied_again_when_loaded(
     assert model.lm_head.weight is dict(model.named_parameters())["model.embed_tokens.weight"]
 
 
-def test_weights_to_save_can_be_written_whatever_memory_they_share(tmp_path: Path) -> None:
+def test_weights_to_save_are_contiguous_for_any_shared_memory(tmp_path: Path) -> None:
     model = empty_model(TIED)
     model.init_weights(torch.Generator().manual_seed(0))
     saved = weights_to_save(model)
@@ -115,7 +115,7 @@ def test_weights_to_save_can_be_written_whatever_memory_they_share(tmp_path: Pat
     assert all(t.is_contiguous() and not t.requires_grad for t in saved.values())
 
 
-def test_loaded_weights_do_not_change_with_their_file(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_weights_do_not_change_with_file(write: Callable[[ModelConfig], Path]) -> None:
     """A checkpoint written over the file that was loaded must not reach into the model."""
     folder = write(LLAMA)
     model = load_model(folder, mode="sequential").model
@@ -127,7 +127,7 @@ def test_loaded_weights_do_not_change_with_their_file(write: Callable[[ModelConf
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
-def test_a_folder_without_tokenizer_files_has_no_tokenizer(
+def test_load_model_folder_without_tokenizer_files_has_none(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(LLAMA)
@@ -136,7 +136,7 @@ def test_a_folder_without_tokenizer_files_has_no_tokenizer(
     assert load_model(folder).tokenizer is None
 
 
-def test_a_damaged_tokenizer_is_not_taken_for_none(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_damaged_tokenizer_raises(write: Callable[[ModelConfig], Path]) -> None:
     folder = write(LLAMA)
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
@@ -154,7 +154,7 @@ def test_a_damaged_tokenizer_is_not_taken_for_none(write: Callable[[ModelConfig]
         ([], None, (0,)),
     ],
 )
-def test_end_tokens_come_from_generation_config_else_config_else_tokenizer(
+def test_load_model_end_tokens_come_from_generation_config_then_config_then_tokenizer(
     generation: Any, config: Any, expected: tuple[int, ...], write: Callable[[ModelConfig], Path]
 ) -> None:
     folder = write(LLAMA)
@@ -165,7 +165,7 @@ def test_end_tokens_come_from_generation_config_else_config_else_tokenizer(
     assert load_model(folder).eos_token_ids == expected
 
 
-def test_weight_dtypes_are_those_in_the_file(write: Callable[[ModelConfig], Path]) -> None:
+def test_stored_tensors_report_dtypes_of_file(write: Callable[[ModelConfig], Path]) -> None:
     folder = write(LLAMA)
     assert sorted({t.kind for t in stored_tensors(folder).values()}) == ["F32"]
     tensors = tensors_of(folder)
@@ -180,7 +180,7 @@ def test_weight_dtypes_are_those_in_the_file(write: Callable[[ModelConfig], Path
 # Tensors that don't fit, by name
 
 
-def test_a_missing_tensor_is_named(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_missing_tensor_is_named(write: Callable[[ModelConfig], Path]) -> None:
     folder = write(LLAMA)
     tensors = tensors_of(folder)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -188,7 +188,7 @@ def test_a_missing_tensor_is_named(write: Callable[[ModelConfig], Path]) -> None
     assert "lacks tensors: model.layers.1.mlp.up_proj.weight" in refusal(folder)
 
 
-def test_a_missing_untied_head_is_not_made_up_from_the_embedding(
+def test_load_model_missing_untied_head_is_not_replaced_by_embedding(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(LLAMA)
@@ -198,7 +198,7 @@ def test_a_missing_untied_head_is_not_made_up_from_the_embedding(
     assert "lacks tensors: lm_head.weight" in refusal(folder)
 
 
-def test_a_missing_tied_embedding_is_named(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_missing_tied_embedding_is_named(write: Callable[[ModelConfig], Path]) -> None:
     folder = write(TIED)
     tensors = tensors_of(folder)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
@@ -210,13 +210,15 @@ def test_a_missing_tied_embedding_is_named(write: Callable[[ModelConfig], Path])
     "extra",
     ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"],
 )
-def test_an_extra_tensor_is_named(extra: str, write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_extra_tensor_is_named(extra: str, write: Callable[[ModelConfig], Path]) -> None:
     folder = write(LLAMA)
     save_tensors(folder, {**tensors_of(folder), extra: torch.zeros(16)})
     assert f"has unknown tensors: {extra}" in refusal(folder)
 
 
-def test_a_misshapen_tensor_is_named_with_both_shapes(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_tensor_with_wrong_shape_is_named_with_both_shapes(
+    write: Callable[[ModelConfig], Path],
+) -> None:
     folder = write(LLAMA)
     tensors = tensors_of(folder)
     tensors["model.norm.weight"] = torch.ones(17)
@@ -224,7 +226,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(write: Callable[[ModelConf
     assert "has misshapen tensors: model.norm.weight is [17], expected [16]" in refusal(folder)
 
 
-def test_a_transposed_tensor_is_refused(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_transposed_tensor_is_rejected(write: Callable[[ModelConfig], Path]) -> None:
     folder = write(GPT2)
     tensors = tensors_of(folder)
     name = "transformer.h.0.attn.c_attn.weight"
@@ -233,7 +235,7 @@ def test_a_transposed_tensor_is_refused(write: Callable[[ModelConfig], Path]) ->
     assert f"has misshapen tensors: {name} is [36, 12], expected [12, 36]" in refusal(folder)
 
 
-def test_integer_weights_are_refused_not_taken_at_face_value(
+def test_load_model_integer_weights_are_rejected_as_quantised(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(LLAMA)
@@ -243,7 +245,7 @@ def test_integer_weights_are_refused_not_taken_at_face_value(
     assert "has quantised tensors (lm_head.weight" in refusal(folder)
 
 
-def test_many_wrong_tensors_are_counted_not_all_listed(
+def test_load_model_many_wrong_tensors_are_counted_not_listed(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(LLAMA)
@@ -255,7 +257,7 @@ def test_many_wrong_tensors_are_counted_not_all_listed(
     )
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_refused(
+def test_load_model_tied_head_differing_from_embedding_is_rejected(
     write: Callable[[ModelConfig], Path],
 ) -> None:
     folder = write(TIED)
@@ -273,12 +275,14 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(
 # Folders that are no model
 
 
-def test_a_folder_without_config_json_is_no_model(tmp_path: Path) -> None:
+def test_load_model_folder_without_config_json_is_rejected(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
 
 
 @pytest.mark.parametrize("family", ["mamba", "LLAMA", None, ["llama"], {}])
-def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: Path) -> None:
+def test_load_model_unknown_family_is_named_with_supported_ones(
+    family: Any, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert refusal(tmp_path) == (
         f"{tmp_path / 'config.json'}: model_type '{family}' is not supported "
@@ -286,7 +290,7 @@ def test_an_unknown_family_is_named_with_the_known_ones(family: Any, tmp_path: P
     )
 
 
-def test_an_unsupported_model_type_is_refused_with_its_architecture(tmp_path: Path) -> None:
+def test_load_model_unsupported_type_is_named_with_architecture(tmp_path: Path) -> None:
     content = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert "model_type 'mamba' (MambaForCausalLM) is not supported (supported: " in refusal(
@@ -295,7 +299,7 @@ def test_an_unsupported_model_type_is_refused_with_its_architecture(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])
-def test_a_config_json_that_is_no_json_object_is_named(content: bytes, tmp_path: Path) -> None:
+def test_load_model_invalid_config_json_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     assert str(tmp_path / "config.json") in refusal(tmp_path)
 
@@ -315,7 +319,7 @@ def test_a_config_json_that_is_no_json_object_is_named(content: bytes, tmp_path:
         ({"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than 0"),
     ],
 )
-def test_a_config_that_would_change_the_outputs_is_refused(
+def test_load_model_config_that_changes_outputs_raises_model_error(
     change: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_hf(), **change}))
@@ -323,14 +327,14 @@ def test_a_config_that_would_change_the_outputs_is_refused(
         read_config(tmp_path)
 
 
-def test_a_gpt2_config_that_would_change_the_outputs_is_refused(tmp_path: Path) -> None:
+def test_load_model_gpt2_config_that_changes_outputs_raises_model_error(tmp_path: Path) -> None:
     change = {"activation_function": "silu"}
     (tmp_path / "config.json").write_text(json.dumps({**GPT2.to_hf(), **change}))
     with pytest.raises(ModelError, match="activation_function 'silu' is not supported"):
         read_config(tmp_path)
 
 
-def test_later_keys_of_gpt2_are_in_a_recipe_and_in_a_hash_only_where_they_are_set() -> None:
+def test_gpt2_later_keys_appear_in_recipe_and_hash_only_if_set() -> None:
     assert "scale_attn" not in GPT2.model_dump_json()
     scaled = GPT2Config.from_hf({**GPT2.to_hf(), "scale_attn_by_inverse_layer_idx": True})
     assert scaled.model_dump()["scale_attn_by_inverse_layer_idx"] is True
@@ -363,7 +367,7 @@ _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
         ),
     ],
 )
-def test_layers_of_a_smollm3_are_those_of_transformers(
+def test_smollm3_layers_match_transformers(
     change: dict[str, Any], windows: list[bool], rotated: list[bool]
 ) -> None:
     shape = {"model_type": "smollm3", "num_hidden_layers": 3, "sliding_window": 4}
@@ -374,7 +378,7 @@ def test_layers_of_a_smollm3_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("like", ["gemma3_text", "qwen3_next", "smollm3"])
-def test_a_number_of_layers_beyond_all_bounds_is_refused_before_lists_are_made(like: str) -> None:
+def test_load_model_excessive_layer_count_raises_before_allocating_lists(like: str) -> None:
     many = {"model_type": like, "num_hidden_layers": 10**15, "sliding_window_pattern": 6}
     with pytest.raises(ModelError, match="num_hidden_layers 1000000000000000 is more than 10,000"):
         config_from_hf({**many, "no_rope_layer_interval": 2}, "config.json")
@@ -384,13 +388,13 @@ def test_a_number_of_layers_beyond_all_bounds_is_refused_before_lists_are_made(l
     ("key", "value"),
     [("num_hidden_layers", "3"), ("num_hidden_layers", 3.0), ("no_rope_layer_interval", "x")],
 )
-def test_a_number_by_which_lists_of_layers_are_made_is_whole(key: str, value: object) -> None:
+def test_load_model_non_integer_layer_counts_raise_model_error(key: str, value: object) -> None:
     content = {"model_type": "smollm3", "no_rope_layer_interval": 2, key: value}
     with pytest.raises(ModelError, match=f"{key} is {value!r}, expected a whole number: correct"):
         config_from_hf(content, "config.json")
 
 
-def test_dropout_of_a_phi3_is_noted(tmp_path: Path) -> None:
+def test_phi3_dropout_is_noted(tmp_path: Path) -> None:
     content = {"model_type": "phi3", "resid_pdrop": 0.1, "embd_pdrop": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(content))
     said = f"{tmp_path / 'config.json'} has resid_pdrop 0.1, which is ignored"
@@ -410,7 +414,7 @@ def test_dropout_of_a_phi3_is_noted(tmp_path: Path) -> None:
     ),
 )
 @settings(max_examples=150)
-def test_no_value_in_config_json_gives_anything_but_a_config_or_a_clear_error(
+def test_load_model_any_config_json_value_gives_config_or_clear_error(
     key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "any-config"
@@ -427,7 +431,7 @@ def test_no_value_in_config_json_gives_anything_but_a_config_or_a_clear_error(
 # Weight files
 
 
-def test_a_folder_with_pickled_weights_only_is_refused_unopened(
+def test_load_model_folder_with_only_pickled_weights_is_rejected_unopened(
     write: Callable[[ModelConfig], Path], tmp_path: Path
 ) -> None:
     class Bomb:
@@ -445,7 +449,7 @@ def test_a_folder_with_pickled_weights_only_is_refused_unopened(
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 40, -1])
-def test_a_safetensors_file_cut_short_is_named(
+def test_load_model_truncated_safetensors_file_is_named(
     kept: int, write: Callable[[ModelConfig], Path]
 ) -> None:
     folder = write(LLAMA)
@@ -460,7 +464,7 @@ def index_of(folder: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/w.safetensors"])
-def test_an_index_that_names_a_path_outside_its_folder_is_refused(
+def test_load_model_index_with_path_outside_folder_is_rejected(
     name: str, write: Callable[[ModelConfig], Path]
 ) -> None:
     folder = write(LLAMA)
@@ -470,7 +474,7 @@ def test_an_index_that_names_a_path_outside_its_folder_is_refused(
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "gone.safetensors", "config.json"])
-def test_an_index_that_names_no_weights_is_refused(
+def test_load_model_index_without_weights_is_rejected(
     name: str, write: Callable[[ModelConfig], Path]
 ) -> None:
     folder = write(LLAMA)
@@ -479,7 +483,7 @@ def test_an_index_that_names_no_weights_is_refused(
 
 
 @pytest.mark.parametrize("content", [[], {}, {"weight_map": []}, {"weight_map": {"a": ["b"]}}])
-def test_an_index_without_its_map_is_refused(
+def test_load_model_index_without_weight_map_is_rejected(
     content: Any, write: Callable[[ModelConfig], Path]
 ) -> None:
     folder = write(LLAMA)
@@ -487,7 +491,9 @@ def test_an_index_without_its_map_is_refused(
     assert "model.safetensors.index.json" in refusal(folder)
 
 
-def test_a_shard_that_the_index_names_must_be_there(write: Callable[[ModelConfig], Path]) -> None:
+def test_load_model_shard_listed_in_index_but_missing_is_named(
+    write: Callable[[ModelConfig], Path],
+) -> None:
     folder = write(LLAMA)
     tensors = tensors_of(folder)
     first = {name: t for name, t in tensors.items() if "layers.0" in name}
@@ -507,7 +513,7 @@ def test_a_shard_that_the_index_names_must_be_there(write: Callable[[ModelConfig
 # Paths and hub ids
 
 
-def test_a_path_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
+def test_load_model_missing_path_suggests_nearest(tmp_path: Path) -> None:
     (tmp_path / "shakespeare").mkdir()
     message = refusal(tmp_path / "shakespear")
     near = tmp_path / "shakespeare"
@@ -515,7 +521,7 @@ def test_a_path_that_does_not_exist_names_the_nearest(tmp_path: Path) -> None:
     assert message == told
 
 
-def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
+def test_load_model_file_instead_of_folder_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
     assert refusal(path).startswith(
@@ -524,7 +530,7 @@ def test_a_file_is_no_model_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "./nothing", "~/nothing/here", "a/b/c", "/nowhere/x"])
-def test_only_what_looks_like_a_hub_id_is_looked_for_on_the_hub(
+def test_find_model_folder_only_hub_like_ids_are_looked_up_on_hub(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> str:
@@ -548,7 +554,7 @@ class HTTPLibraryError(Exception):
         HTTPLibraryError(),
     ],
 )
-def test_a_hub_id_that_cannot_be_downloaded_gives_one_clear_line(
+def test_find_model_folder_failed_hub_download_gives_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> str:
@@ -562,7 +568,7 @@ def test_a_hub_id_that_cannot_be_downloaded_gives_one_clear_line(
     assert not message.endswith(": ")
 
 
-def test_the_hub_client_offline_gives_one_clear_line(
+def test_find_model_folder_offline_hub_client_gives_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With huggingface_hub's own refusal, not one put in its place."""
@@ -571,7 +577,7 @@ def test_the_hub_client_offline_gives_one_clear_line(
     assert "can't be downloaded" in refusal("someone/some-model")
 
 
-def test_a_hub_id_is_downloaded_without_pickled_files(
+def test_find_model_folder_hub_download_excludes_pickled_files(
     monkeypatch: pytest.MonkeyPatch, write: Callable[[ModelConfig], Path]
 ) -> None:
     folder = write(LLAMA)
@@ -591,7 +597,7 @@ def test_a_hub_id_is_downloaded_without_pickled_files(
     )
 
 
-def test_a_folder_that_is_there_wins_over_a_hub_id(
+def test_find_model_folder_prefers_local_folder_to_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -606,7 +612,7 @@ def test_a_folder_that_is_there_wins_over_a_hub_id(
         (["training_args.bin", "model.safetensors"], "Trainer without config.json: copy"),
     ],
 )
-def test_folder_of_transformers_trainer_is_named_with_the_way_on(
+def test_load_model_transformers_trainer_folder_gives_advice(
     names: list[str], said: str, tmp_path: Path
 ) -> None:
     for name in names:
@@ -621,7 +627,7 @@ def test_folder_of_transformers_trainer_is_named_with_the_way_on(
 # Files written
 
 
-def test_config_json_carries_the_tokenizers_special_tokens_and_the_format(
+def test_saved_config_json_has_special_tokens_and_format(
     tokenizer: Tokenizer,
 ) -> None:
     files = model_files(LLAMA, tokenizer)
@@ -639,5 +645,5 @@ def test_config_json_carries_the_tokenizers_special_tokens_and_the_format(
     assert json.loads(files["generation_config.json"]) == {"eos_token_id": 0}
 
 
-def test_model_errors_are_firstlight_errors() -> None:
+def test_model_error_is_firstlight_error() -> None:
     assert issubclass(ModelError, FirstlightError)

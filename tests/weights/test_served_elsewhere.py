@@ -46,7 +46,7 @@ def written(kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_transformers_config_has_what_vllm_and_sglang_read(kind: str, tmp_path: Path) -> None:
+def test_saved_config_has_fields_read_by_vllm_and_sglang(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for name, text in written(kind).items():
         (tmp_path / name).write_text(text, encoding="utf-8")

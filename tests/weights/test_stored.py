@@ -94,7 +94,7 @@ def logits(model: Model) -> Tensor:
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shard_bytes", [10**9, 2000])
-def test_every_mode_gives_the_saved_numbers(
+def test_load_model_every_mode_gives_saved_values(
     name: str, mode: LoadingMode, shard_bytes: int, tmp_path: Path
 ) -> None:
     model = some_model(CONFIGS[name])
@@ -110,9 +110,7 @@ def test_every_mode_gives_the_saved_numbers(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("stored", _STORED)
-def test_numbers_are_cast_on_the_way_as_torch_casts_them(
-    name: str, stored: torch.dtype, tmp_path: Path
-) -> None:
+def test_load_model_casts_values_like_torch(name: str, stored: torch.dtype, tmp_path: Path) -> None:
     model, exact = some_model(CONFIGS[name]), empty_model(CONFIGS[name])
     folder = write(tmp_path / "m", model, stored)
     # The families together have every mode with every wish.
@@ -136,7 +134,7 @@ def test_numbers_are_cast_on_the_way_as_torch_casts_them(
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_padded_vocabulary_gives_the_same_logits_and_is_not_saved(
+def test_load_model_padded_vocabulary_gives_same_logits_and_is_not_saved(
     name: str, mode: LoadingMode, tmp_path: Path
 ) -> None:
     model = some_model(CONFIGS[name])
@@ -153,7 +151,7 @@ def test_a_padded_vocabulary_gives_the_same_logits_and_is_not_saved(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_padding_changes_no_initial_weight_and_no_gradient(name: str) -> None:
+def test_padded_vocabulary_changes_no_initial_weight_and_no_gradient(name: str) -> None:
     plain, padded = some_model(CONFIGS[name]), some_model(CONFIGS[name], 64)
     ids = torch.arange(24).view(2, 12) % 37
     for model in (plain, padded):
@@ -170,7 +168,7 @@ def test_padding_changes_no_initial_weight_and_no_gradient(name: str) -> None:
         torch.testing.assert_close(gradients["padded"][key], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_the_mapped_mode_holds_no_memory_of_its_own(tmp_path: Path) -> None:
+def test_load_model_mapped_mode_shares_memory_with_file(tmp_path: Path) -> None:
     """Its parameters are the file: what is written there, they show."""
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
     mapped, copied = (load_model(folder, mode=mode).model for mode in ("mmap", "sequential"))
@@ -183,7 +181,7 @@ def test_the_mapped_mode_holds_no_memory_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "mmap"])
-def test_a_mapped_file_that_is_written_into_is_noticed(mode: LoadingMode, tmp_path: Path) -> None:
+def test_load_model_mapped_file_modified_in_place_raises(mode: LoadingMode, tmp_path: Path) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
     loaded = load_model(folder, mode=mode)
     loaded.require_unchanged()
@@ -212,19 +210,19 @@ def test_a_mapped_file_that_is_written_into_is_noticed(mode: LoadingMode, tmp_pa
         ("gpt_oss", {}, True),
     ],
 )
-def test_what_can_be_mapped_whole_is(
+def test_load_model_maps_whole_file_if_possible(
     name: str, options: dict[str, Any], mapped: bool, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS[name]))
     assert [f.path.name for f in load_model(folder, **options).mapped] == [WEIGHTS_NAME] * mapped
 
 
-def test_the_names_of_the_modes_are_those_of_the_type() -> None:
+def test_loading_mode_names_match_type() -> None:
     assert get_args(LoadingMode) == LOADING_MODES
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_are_views_of_the_stacked_weights(name: str) -> None:
+def test_file_tensors_experts_are_views_of_stacked_weights(name: str) -> None:
     """The table is used both ways: what it names must cover every number exactly once."""
     model = some_model(CONFIGS[name])
     tensors = file_tensors(model)
@@ -236,7 +234,9 @@ def test_experts_are_views_of_the_stacked_weights(name: str) -> None:
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_stacked_experts_are_read_as_they_are(name: str, mode: LoadingMode, tmp_path: Path) -> None:
+def test_load_model_stacked_experts_are_read_unchanged(
+    name: str, mode: LoadingMode, tmp_path: Path
+) -> None:
     model = some_model(CONFIGS[name])
     folder = write(tmp_path / "m", model)
     save_tensors(file_tensors(model, stacked=True), folder / WEIGHTS_NAME)
@@ -249,7 +249,7 @@ def test_stacked_experts_are_read_as_they_are(name: str, mode: LoadingMode, tmp_
         load_model(folder, mode=mode)
 
 
-def test_more_stacked_experts_than_tensors_are_read(tmp_path: Path) -> None:
+def test_load_model_more_stacked_experts_than_tensors_are_read(tmp_path: Path) -> None:
     sizes = {**_SIZES, "num_hidden_layers": 1, "hidden_size": 8, "moe_intermediate_size": 2}
     model = some_model(MoEConfig(**sizes, model_type="qwen3_moe", num_experts=300))
     folder = write(tmp_path / "m", model)
@@ -257,7 +257,7 @@ def test_more_stacked_experts_than_tensors_are_read(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(folder).model), logits(model))
 
 
-def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
+def test_load_model_every_kind_of_damaged_tensor_is_named(tmp_path: Path) -> None:
     model = some_model(CONFIGS["mixtral"])
     tensors = weights_to_save(model)
     expert = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
@@ -279,7 +279,9 @@ def test_a_tensor_of_every_kind_of_damage_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
-def test_a_head_that_config_json_ties_wrongly_is_refused(mode: LoadingMode, tmp_path: Path) -> None:
+def test_load_model_stored_tied_head_is_accepted_only_if_equal(
+    mode: LoadingMode, tmp_path: Path
+) -> None:
     model = some_model(CONFIGS["tied"])
     folder = write(tmp_path / "m", model)
     tensors = weights_to_save(model)
@@ -295,7 +297,7 @@ def test_a_head_that_config_json_ties_wrongly_is_refused(mode: LoadingMode, tmp_
         load_model(folder, mode=mode)
 
 
-def test_large_tensors_are_converted_in_parts(
+def test_load_model_large_tensors_are_converted_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firstlight.weights.stored._CHUNK_BYTES", 40)
@@ -306,7 +308,7 @@ def test_large_tensors_are_converted_in_parts(
         assert torch.equal(tensor, model.state_dict()[key].bfloat16().float()), key
 
 
-def test_a_tied_head_of_a_quantised_format_is_named(tmp_path: Path) -> None:
+def test_load_model_quantised_tied_head_is_named(tmp_path: Path) -> None:
     model = some_model(CONFIGS["tied"])
     folder = write(tmp_path / "m", model)
     head = torch.ones(37, 16, dtype=torch.float8_e4m3fn)
@@ -315,7 +317,7 @@ def test_a_tied_head_of_a_quantised_format_is_named(tmp_path: Path) -> None:
         load_model(folder)
 
 
-def test_a_tied_head_is_compared_as_it_is_stored(tmp_path: Path) -> None:
+def test_load_model_tied_head_is_compared_before_rounding(tmp_path: Path) -> None:
     """Not after rounding: the model is refused or not, whatever dtype is asked for."""
     model = some_model(CONFIGS["tied"])
     folder = write(tmp_path / "m", model)
@@ -334,7 +336,7 @@ def test_a_tied_head_is_compared_as_it_is_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_models_load_inside_inference_mode_too(
+def test_load_model_works_inside_inference_mode(
     mode: LoadingMode, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS["mixtral"]))
@@ -346,7 +348,7 @@ def test_models_load_inside_inference_mode_too(
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("what", ["other content", "gone"])
-def test_a_file_that_changes_between_header_and_data_is_noticed(
+def test_load_model_file_changed_during_read_raises(
     mode: LoadingMode, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a training run deletes the checkpoint that is being loaded."""
@@ -365,7 +367,7 @@ def test_a_file_that_changes_between_header_and_data_is_noticed(
         load_model(folder, mode=mode)
 
 
-def test_an_index_that_is_not_that_of_its_files_is_refused_by_name(tmp_path: Path) -> None:
+def test_load_model_index_not_matching_files_raises(tmp_path: Path) -> None:
     model = some_model(CONFIGS["llama"])
     folder = write(tmp_path / "m", model, max_shard_bytes=3000)
     index = json.loads((folder / INDEX_NAME).read_text())
@@ -383,7 +385,7 @@ def test_an_index_that_is_not_that_of_its_files_is_refused_by_name(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", LOADING_MODES)
-def test_a_file_cut_short_is_named(mode: LoadingMode, tmp_path: Path) -> None:
+def test_load_model_truncated_file_raises(mode: LoadingMode, tmp_path: Path) -> None:
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
     content = (folder / WEIGHTS_NAME).read_bytes()
     (folder / WEIGHTS_NAME).write_bytes(content[:-10])
@@ -392,7 +394,7 @@ def test_a_file_cut_short_is_named(mode: LoadingMode, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1 << 40])
-def test_header_with_impossible_length_is_named_before_the_file_is_mapped(
+def test_load_model_impossible_header_length_raises_before_mapping(
     length: int, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "m", some_model(CONFIGS["llama"])) / WEIGHTS_NAME
@@ -403,7 +405,7 @@ def test_header_with_impossible_length_is_named_before_the_file_is_mapped(
         load_model(path.parent)
 
 
-def test_shards_are_listed_in_an_index_that_transformers_reads(tmp_path: Path) -> None:
+def test_saved_shards_are_listed_in_transformers_index(tmp_path: Path) -> None:
     model = some_model(CONFIGS["llama"])
     folder = write(tmp_path / "m", model, max_shard_bytes=3000)
     index = json.loads((folder / INDEX_NAME).read_text())
@@ -414,13 +416,13 @@ def test_shards_are_listed_in_an_index_that_transformers_reads(tmp_path: Path) -
     assert not (folder / WEIGHTS_NAME).exists()
 
 
-def test_a_model_on_the_meta_device_needs_no_memory_for_its_names() -> None:
+def test_file_tensors_of_meta_model_allocates_nothing() -> None:
     with torch.device("meta"):
         model = build_model(CONFIGS["qwen3_moe"])
     assert {t.device.type for t in file_tensors(model).values()} == {"meta"}
 
 
-def test_a_header_of_more_tensors_than_any_model_has_is_refused(tmp_path: Path) -> None:
+def test_load_model_header_with_too_many_tensors_raises(tmp_path: Path) -> None:
     """Of no numbers, which takes 65 bytes of the file for each, and 1.5 KB of memory."""
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps({str(number): entry for number in range(100_001)}).encode()
@@ -440,7 +442,7 @@ def test_a_header_of_more_tensors_than_any_model_has_is_refused(tmp_path: Path) 
         ),
     ],
 )
-def test_sizes_that_the_weights_do_not_have_are_refused_before_the_model_is_made(
+def test_load_model_sizes_unlike_weights_raise_before_creating_model(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     write(tmp_path, some_model(CONFIGS["llama"]))

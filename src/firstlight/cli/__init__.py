@@ -1,9 +1,11 @@
-"""The command line: a module for each verb or group of verbs. torch is imported inside functions
-of the verbs that need it, because the import takes seconds."""
+"""The command line, with one module per command or group of related commands.
+
+Modules import torch inside the functions that need it, because the import takes seconds.
+"""
 
 from firstlight.hardware.environment import require_fork
 
-# Here, because the modules of the verbs import what Windows does not have.
+# Check this first, because the command modules import modules that do not exist on Windows.
 try:
     require_fork()
 except ImportError as error:

@@ -23,16 +23,17 @@ C = TypeVar("C", bound=Callable[..., Any])
 #: Options from a class of `firstlight.bench.rows`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
-#: Options of the benchmarks that train for some steps, before their own.
+#: Options shared by the benchmarks that train for a few steps, listed before the benchmark-specific
+#: options.
 STEPS_OPTIONS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
 
 def out_option(name: str, default: str | None = None) -> Callable[[C], C]:
-    """The option --out, the folder of the results.
+    """Return a decorator that adds --out, the folder of the results.
 
     Args:
         name: name of the files, without suffix.
-        default: default folder; None writes no files.
+        default: default folder; None if no files are written by default.
     """
     return path_option(
         "--out",
@@ -49,16 +50,17 @@ def publish(
     show_result: Callable[[Result], None],
     draw: Callable[[Result], bytes | dict[str, bytes]],
 ) -> Result:
-    """Measure, print the tables, and write the files. If `measure` is interrupted, the result so
-    far is printed and written.
+    """Measure, print the tables and write the files. If `measure` is interrupted, print and write
+    the results so far.
 
     Args:
         name: name of the files in `out`, without suffix; the JSON file is written again after every
             measurement.
-        out: folder of the files; None writes none.
-        measure: function that measures, and calls its argument with the result so far.
+        out: folder of the files; None to write no files.
+        measure: function that runs the benchmark and calls its argument with the result so far.
         show_result: function that prints the tables of a result.
-        draw: function from a result to a PNG file, or to several by their names.
+        draw: function from a result to the bytes of a PNG file, or to a mapping from names to
+            several PNG files.
 
     Returns:
         The last result.
@@ -84,7 +86,7 @@ def publish(
     return result
 
 
-#: Benchmarks that are in a checkout only.
+#: Benchmarks that exist only in a source checkout.
 _IN_CHECKOUT = (
     "loading",
     "training",
@@ -98,7 +100,8 @@ _IN_CHECKOUT = (
 
 
 class _Benches(click.Group):
-    """The group of the benchmarks; names the command of those that are in a checkout only."""
+    """Group of the benchmarks. For a benchmark that exists only in a checkout, the error names its
+    command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -171,25 +174,25 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
 
 def show_line(template: str, result: Result) -> None:
-    """Print a line from a template and a result."""
+    """Print one line: a template filled in from a result."""
     show(cell(template, result))
 
 
 def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table from its header and the templates of its cells, if it has rows."""
+    """Print a table from its header and its cell templates, unless it has no rows."""
     if rows:
         show_table([header.split(" | "), *(cells(templates, row) for row in rows)])
 
 
 def show_reasons(rows: Sequence[Result]) -> None:
-    """Print the reasons of the rows that have no figures."""
+    """Print why rows have no measurements."""
     for row in rows:
         if row["reason"]:
             show(f"{row['name']}: {row.get('status', 'failed')}: {row['reason']}")
 
 
 def show_steps_head(result: Result) -> None:
-    """Print the line above the tables of a benchmark that trains for some steps."""
+    """Print the line above the tables of a benchmark that trains for a few steps."""
     show_line(
         "{model}, {parameters:,} parameters, {micro_batch_size} x {seq_len} tokens per step; "
         "{machine[name]}, {machine[threads]} threads; medians of {repeats} x {steps} steps",
@@ -198,7 +201,7 @@ def show_steps_head(result: Result) -> None:
 
 
 def show_methods(result: Result) -> None:
-    """Show the result of `bench methods`."""
+    """Print the result of `bench methods`."""
     machine = result["machine"]
     show_steps_head(result)
     show(
@@ -238,7 +241,7 @@ def show_methods(result: Result) -> None:
 
 
 def show_gemm(result: Result) -> None:
-    """Show the result of `bench gemm`."""
+    """Print the result of `bench gemm`."""
     machine = result["machine"]
     load = machine["load_at_start"]
     show(
@@ -246,7 +249,7 @@ def show_gemm(result: Result) -> None:
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: not all was measured")
     )
-    # The load is an average over a minute: a lower one may come from a command that has just ended.
+    # The load is a one-minute average, so a lower load may come from a command that has just ended.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load was {load:.1f} at the start: other work takes part of these rates")
     dtypes = list(result["ceilings"])
@@ -286,7 +289,8 @@ def show_gemm(result: Result) -> None:
 
 
 def _show_loops(loops: Result) -> None:
-    """Print the rates of passes over arrays and of a product in blocks, and waves of products."""
+    """Print the bandwidth of passes over arrays, the rate of a blocked product, and wave
+    quantization."""
     binary = UNITS["binary"]
     caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
     title = "one thread reads" + (f" (caches: {caches})" if caches else "")
@@ -313,13 +317,13 @@ def _show_loops(loops: Result) -> None:
 def _show_by_dtype(
     title: str, found: Sequence[Result], dtypes: Sequence[str], templates: Sequence[str]
 ) -> None:
-    """Print a table with a column for each number format.
+    """Print a table with one column per number format.
 
     Args:
         title: header of the first column.
-        found: results, each of one number format ("dtype").
+        found: results, each for one number format ("dtype").
         dtypes: number formats.
-        templates: template of a row's name, and template of its cells.
+        templates: (template of the row name, template of a cell).
     """
     rows: dict[str, dict[str, str]] = {}
     for one in found:

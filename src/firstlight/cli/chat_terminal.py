@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
 
-#: Field of SamplingConfig that a command of the conversation sets, by the command's name.
+#: Chat command -> field of SamplingConfig that it sets.
 _SETTINGS = {
     **{name.replace("_", "-"): name for name in SAMPLING},
     "max-tokens": "max_new_tokens",
@@ -43,7 +43,7 @@ Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
 
 
 class _EndOfInput(Exception):  # noqa: N818
-    """Raised at the end of the input."""
+    """Raised when stdin ends."""
 
 
 class _Input:
@@ -64,11 +64,11 @@ class _Input:
                 readline.parse_and_bind("set enable-bracketed-paste on")
 
     def message(self) -> str:
-        """The next message, which may have several lines.
+        """Return the next message, which may have several lines.
 
         Raises:
             _EndOfInput: there are no more messages.
-            KeyboardInterrupt: Ctrl-C at the prompt, or, with piped input, at any time.
+            KeyboardInterrupt: Ctrl-C was pressed at the prompt or, with piped input, at any time.
         """
         line = self._line(_PROMPT)
         try:
@@ -86,7 +86,7 @@ class _Input:
         return line
 
     def _quoted(self, text: str) -> str:
-        """The rest of a message that ends with three quotes, or with the input."""
+        """Return the rest of a message that ends with three quotes or with the input."""
         with contextlib.suppress(_EndOfInput):
             while not text.endswith(_QUOTES):
                 text += "\n" + self._line(_MORE)
@@ -102,7 +102,7 @@ class _Input:
                 say("firstlight: error: that was not UTF-8")
                 return self._line(prompt)
         if self._interactive:
-            # On stderr, because stdout goes to a file or another program.
+            # Written to stderr, because stdout may go to a file or another program.
             print(prompt, end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.buffer.readline()
         if not line:
@@ -115,11 +115,11 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Command:
-    """A command /NAME of the conversation.
+    """A chat command /NAME.
 
     Attributes:
-        argument: its argument in the list of commands; "" without one.
-        help: its description in the list of commands.
+        argument: argument shown in the list of commands; "" if the command takes none.
+        help: description shown in the list of commands.
         run: function that is called with the text after the name.
     """
 
@@ -226,8 +226,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def _stopping_at_interrupt(self) -> Iterator[None]:
-        """Inside the block, Ctrl-C ends the answer after the current token, a second Ctrl-C at
-        once."""
+        """Context in which the first Ctrl-C ends the answer after the current token, and the second
+        ends it immediately."""
         if not self._interactive:
             yield
             return
@@ -247,7 +247,7 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _note(self) -> None:
-        """Print the reason if the answer ended early, and the number of turns that were dropped."""
+        """Print why the answer ended early, if it did, and how many turns were dropped."""
         stats = self._session.stats
         assert stats is not None
         full = stats.prompt_tokens + stats.new_tokens >= self._session.context
@@ -334,15 +334,15 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """The settings, changed by the command `name`.
+    """Return the settings with one value changed by the command `name`.
 
     Args:
-        settings: the settings so far.
+        settings: current settings.
         name: name of the command, a key of `_SETTINGS`.
         text: the value as typed.
 
     Raises:
-        ConfigError: the value is not a number, or out of range.
+        ConfigError: the value is not a number, or is out of range.
     """
     if name == "seed" and text == "none":
         return replace(settings, seed=None)

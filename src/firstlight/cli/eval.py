@@ -122,7 +122,7 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
-    # Tasks come first: their errors show at once, while a loss may take long.
+    # Tasks run first: their errors show at once, while computing a loss may take long.
     if tasks:
         options = {"items": items, "task_folder": task_folder, "chat_template": chat_template}
         result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
@@ -141,8 +141,8 @@ def eval_command(
 
 
 def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Evaluate tasks and print the scores; returns the figures by name of the task, and the names
-    of tasks to which the chat template was applied.
+    """Evaluate tasks and print the scores; return the results by task, and the names of the tasks
+    to which the chat template was applied.
 
     Args:
         options: see `evaluate_tasks`.
@@ -169,9 +169,10 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print the loss of each model by position in the row; returns the figures by model.
+    """Print each model's loss by position in the row, and return the results by model.
 
-    All models are evaluated on the same rows: those of the first model's data and sequence length.
+    All models are evaluated on the same rows: the rows of the first model's data and sequence
+    length.
     """
     from firstlight.evaluation.perplexity import (
         ByPosition,
@@ -191,7 +192,7 @@ def _by_position(
     found: dict[str, ByPosition] = {}
     contexts: dict[str, int] = {}
     for name in checkpoints:
-        # --best applies only to the first model, not to those of --beside.
+        # --best applies to the first model only, not to the --beside models.
         loaded = load_for_evaluation(name, options["device"], best=best and name == checkpoints[0])
         data = data or str(evaluated_folder(loaded, data, options.get("split", "val")))
         one = found[name] = evaluated(loaded, data)
@@ -219,7 +220,7 @@ def _by_position(
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
-    """Save the result in the model's folder, for its card; if that fails, print a note."""
+    """Save the result in the model's folder for its model card; if that fails, print a note."""
     from firstlight.data.sources import neutral_name
     from firstlight.sharing.card import record_evaluation
 
@@ -237,10 +238,10 @@ def _require_used(
     of_the_loss: dict[str, Any],
     for_tasks: dict[str, Any],
 ) -> None:
-    """Check that no option is given for a part (loss or tasks) that is not evaluated.
+    """Require that no option is given for a part (loss or tasks) that is not evaluated.
 
     Raises:
-        ConfigError: such an option is given.
+        ConfigError: an option belongs to a part that is not evaluated.
     """
     for name, given in of_the_loss.items():
         if not with_loss and given is not None:
@@ -254,7 +255,8 @@ def _require_used(
 
 
 def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """The result of `work`, called with a function that reports (done, total) to a progress bar."""
+    """Return the result of `work`, which is called with a function that reports (done, total) to a
+    progress bar."""
     from firstlight.console import progress_bar
 
     with progress_bar() as bar:

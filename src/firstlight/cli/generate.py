@@ -57,8 +57,8 @@ def _load(
 
 
 def _with_model_settings(config: SamplingConfig, loaded: LoadedModel) -> SamplingConfig:
-    """The config with the settings of the model's generation_config.json, except those that are on
-    the command line."""
+    """Return the config with the settings of the model's generation_config.json, except those that
+    were set on the command line."""
     from firstlight.generation.engine import with_model_settings
 
     source = click.get_current_context().get_parameter_source
@@ -149,14 +149,15 @@ def generate_command(
     return dataclasses.asdict(result)
 
 
-#: Length of the bar for a probability of 1, in characters.
+#: Length in characters of the bar for probability 1.
 _BAR = 20
 
 
 def _choice_rows(
     loaded: LoadedModel, choices: Sequence[Sequence[TokenChoice]]
 ) -> list[Sequence[str]]:
-    """A table of the likeliest tokens at each new token; an arrow marks the chosen token."""
+    """Return a table of the most likely tokens at each new token; an arrow marks the chosen
+    token."""
     from firstlight.generation.engine import tokenizer_of
 
     tokenizer = tokenizer_of(loaded)
@@ -164,7 +165,7 @@ def _choice_rows(
     for number, own in enumerate(choices, start=1):
         for rank, one in enumerate(own):
             text = tokenizer.decode([one.token_id])
-            # Special tokens are decoded to no text, so their names are shown.
+            # Special tokens decode to empty text, so their names are shown instead.
             text = repr(text) if text else str(tokenizer.backend.id_to_token(one.token_id))
             place = str(number) if rank == 0 else ""
             bar = "#" * round(_BAR * one.sampled) + (" <-" if one.is_chosen else "")
@@ -174,7 +175,7 @@ def _choice_rows(
 
 
 def _biases(given: tuple[str, ...]) -> dict[int, float]:
-    """The biases of --logit-bias by token id.
+    """Return the biases of --logit-bias by token id.
 
     Raises:
         ConfigError: a bias is not of the form ID=BIAS, or a token has two biases.
@@ -323,13 +324,14 @@ def serve_command(
 
 
 def _name_of(checkpoint: str) -> str:
-    """Name of a model for clients: a hub id, or a folder's name without the path to it."""
+    """Return the model name that clients see: a hub id, or the last part of a folder's path."""
     path = Path(checkpoint)
     return path.resolve().name or "model" if path.exists() else checkpoint
 
 
 def _api_key(file: Path | None) -> bytes | None:
-    """The API key from the file, otherwise from the environment variable; None without one.
+    """Return the API key from the file or else from the environment variable, or None if there is
+    none.
 
     There is no option for the key itself, because other users of the machine can read the command
     line.
@@ -366,7 +368,7 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
 
 
 def require_packages() -> None:
-    """Check that the packages are installed that `firstlight.serving` imports.
+    """Check that the packages that `firstlight.serving` imports are installed.
 
     Raises:
         MissingDependencyError: a package is missing.

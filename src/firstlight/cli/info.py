@@ -49,7 +49,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
     from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
 
     hardware = find_hardware()
-    # Before the measurement, which would count as use.
+    # Read before the hardware is measured, since the measurement itself would show up as GPU use.
     gpu = GpuMonitor(hardware.device).read()
     rates = {
         name: measured_matmul_flops(hardware.device, dtype)
@@ -97,7 +97,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """The row about programs on the GPU; none where the driver can't be asked."""
+    """Return the row about other programs on the GPU; no row if the driver can't be queried."""
     if "gpu_utilization" not in machine:
         return []
     used = gib(machine["device_used_bytes"])
@@ -134,14 +134,14 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "active_parameters": count.active,
         "parameters_by_part": count.by_part,
         "dtypes": sorted({tensor.kind for tensor in stored.values()}),
-        # All weights are read for it, one after the other: about a second for each GB.
+        # Reads all weights, one tensor after the other: about one second per GB.
         "nonfinite_tensor": nonfinite_tensor(stored_values(stored)),
         "config": config.model_dump(),
         "max_position_embeddings": context,
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
         "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
-        # Four fp32 values per parameter: weight, gradient, AdamW's two moments. No activations.
+        # Four fp32 values per parameter: weight, gradient and AdamW's two moments. No activations.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }

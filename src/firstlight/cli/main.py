@@ -1,4 +1,5 @@
-"""The entry point of the command line: `firstlight VERB ...`. An error is printed as one line."""
+"""The entry point of the command line: `firstlight COMMAND ...`. An error is printed as one
+line."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ from firstlight.console import visible
 from firstlight.errors import FirstlightError, describe_os_error, lacks_memory
 from firstlight.hardware import environment
 
-#: Verbs that decode tokens, and need the environment variables for it.
+#: Subcommands that decode tokens and need the environment variables for decoding.
 _DECODING = ("generate", "chat", "serve")
 
 _TRAIN_IN_LESS = "lower batch.micro_batch_size or data.seq_len"
 _IN_LESS_MEMORY = "or load the model with --dtype bfloat16, on a CPU with --dtype int8"
 _GENERATE_IN_LESS = f"lower --max-new-tokens, {_IN_LESS_MEMORY}"
-#: What to do about too little memory, by verb.
+#: Advice printed after running out of memory, keyed by subcommand.
 _LESS_MEMORY = {
     "train": _TRAIN_IN_LESS,
     "tune": _TRAIN_IN_LESS,
@@ -54,21 +55,21 @@ _LESS_MEMORY = {
     "serve": f"lower --max-context-tokens or --max-batch-size, {_IN_LESS_MEMORY}",
 }
 
-#: How to continue after Ctrl-C, by verb.
+#: Hint printed after Ctrl-C, keyed by subcommand.
 _AFTER_INTERRUPTION = {
     "train": f": {CONTINUE}, if a checkpoint was saved",
 }
 
-#: Bytes of address space that the import of torch takes. With less, C++ code aborts the process.
+#: Bytes of address space that importing torch takes. With less, its C++ code aborts the process.
 _LEAST_ADDRESSES = 600_000_000
-#: Limit of the address space in bytes below which torch with a small model may lack memory.
+#: Address-space limit in bytes below which torch with a small model may run out of memory.
 _FEW_ADDRESSES = 4_000_000_000
 
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
-#: Parts of the file names of torch's modules for fake tensors, on which a plan is traced. C++ code
-#: calls functions in them, such as `find_torch_dispatch_rule`, and aborts the process if one raises
-#: an exception.
+#: Parts of the file names of torch's fake-tensor modules, which trace a plan. C++ code calls
+#: functions in these modules, such as `find_torch_dispatch_rule`, and aborts the process if one of
+#: them raises an exception.
 _TORCH_INTERNALS = tuple(
     f"{os.sep}torch{os.sep}{name}"
     for name in (
@@ -84,7 +85,7 @@ _TORCH_INTERNALS = tuple(
 
 #: Seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
-#: Seconds that such a signal waits for the end of the import, before it ends the process.
+#: Maximum seconds that such a signal waits for the import to finish before it ends the process.
 _LONGEST_WAIT = 0.5
 
 
@@ -102,18 +103,19 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> Iterator[None]:
-    """Inside the block, SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, SIGINT KeyboardInterrupt.
+    """Context in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT
+    KeyboardInterrupt.
 
-    Ignored signals (nohup) stay ignored. In other threads than the main one, nothing changes.
+    Ignored signals (nohup) stay ignored. Outside the main thread, nothing changes.
 
-    The exception of a signal that arrives during an import is raised after the import. C++ code
-    that imports modules swallows exceptions, and a half-initialised module would stay. The same
-    holds for torch's internal modules, whose callers in C++ would abort the process. An import that
-    takes long, such as that of torch, ends with the process.
+    If a signal arrives during an import, its exception is raised after the import: C++ code that
+    imports modules swallows exceptions, which would leave a half-initialised module behind. The
+    same applies inside torch's fake-tensor modules, whose C++ callers would abort the process. If
+    an import takes long, as that of torch does, the signal ends the process.
 
     Args:
-        as_json: when the process ends in an import, also print the error as a JSON object.
-        advice: text that follows "interrupted" and names the command that continues.
+        as_json: True to also print the error as a JSON object if the process ends during an import.
+        advice: text printed after "interrupted", which names the command that continues.
     """
     handlers = _SignalHandlers(as_json, advice)
     handlers.install()
@@ -124,17 +126,17 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
 
 
 class _SignalHandlers:
-    """The handlers of signals of `cleaning_up_when_terminated`."""
+    """The signal handlers of `cleaning_up_when_terminated`."""
 
     def __init__(self, as_json: bool, advice: str) -> None:
         self._as_json = as_json
         self._advice = advice
-        # The last signal that arrived during an import, and the time of the first one.
+        # (last signal that arrived during an import, time of the first such signal).
         self._waiting: tuple[int, float] | None = None
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Set the handlers, in the main thread only."""
+        """Install the handlers, in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         handlers: dict[int, Callable[[int, FrameType | None], None]] = {
@@ -149,7 +151,7 @@ class _SignalHandlers:
                 self._before[number] = signal.signal(number, handler)
 
     def remove(self) -> None:
-        """Restore the handlers from before `install`."""
+        """Restore the handlers that were active before `install`."""
         if signal.SIGALRM in self._before:
             # Without the handler, the SIGALRM of a running timer would end the process.
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -157,7 +159,7 @@ class _SignalHandlers:
             signal.signal(number, previous)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # Without our handler for SIGALRM, another part of the program uses the timer.
+        # If our SIGALRM handler is not installed, another part of the program uses the timer.
         if signal.SIGALRM in self._before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = self._waiting[1] if self._waiting is not None else now
@@ -176,7 +178,8 @@ class _SignalHandlers:
         if raised is None:
             return
         try:
-            # As a signal rather than an exception: its handler may have changed meanwhile.
+            # Raised as a signal instead of an exception, because its handler may have changed
+            # meanwhile.
             signal.raise_signal(raised[0])
         finally:
             if self._waiting is raised:  # else the signal waits again
@@ -184,10 +187,10 @@ class _SignalHandlers:
 
 
 def _end_now(number: int, as_json: bool, advice: str) -> None:
-    """End the process as after the exception of a signal, without unwinding."""
+    """End the process as after a signal's exception, but without unwinding the stack."""
     word = "interrupted" if number == signal.SIGINT else "terminated"
     message = f"{word}{advice}" if number == signal.SIGINT else word
-    # Not by `_fail`: Python's streams do not allow a write during another write.
+    # `_fail` can't be used: Python's streams do not allow a write during another write.
     with contextlib.suppress(OSError):
         os.write(2, f"firstlight: error: {message}\n".encode())
     if as_json:
@@ -197,7 +200,8 @@ def _end_now(number: int, as_json: bool, advice: str) -> None:
 
 
 def _swallows_exceptions(frame: FrameType | None) -> bool:
-    """True in an import or in torch's internals, where no handler may raise an exception."""
+    """Return True inside an import or torch's fake-tensor modules, where a handler must not
+    raise."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_IMPORT_MACHINERY):
@@ -208,7 +212,7 @@ def _swallows_exceptions(frame: FrameType | None) -> bool:
     return False
 
 
-#: Text that `firstlight` without a verb prints.
+#: Text printed by `firstlight` without a subcommand.
 _FIRST_STEPS = """\
 firstlight: from raw text to your own language model. Start with a folder of text:
 
@@ -225,7 +229,7 @@ All commands: firstlight --help. Options of a command: firstlight train --help.
 
 
 class _Verbs(click.Group):
-    """The verbs; the error for a file or folder in place of a verb suggests `train`."""
+    """The subcommands; the error for a file or folder in place of a subcommand suggests `train`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -285,18 +289,19 @@ def main(
     """Run the command line.
 
     Args:
-        arguments: the arguments; None are those of the process, which ends after this call.
-        command: the command; the benchmarks of a checkout have one of their own.
-        program: name of the command in its help.
+        arguments: command-line arguments; None takes those of the process, which then exits after
+            this call.
+        command: click command to run; the benchmarks of a checkout pass a different one.
+        program: program name shown in the help.
 
     Returns:
         The exit code: 0 success, 1 error, 2 invalid recipe or option, 3 the planned recipe does not
-        fit into memory, 75 a run was stopped early and saved a checkpoint, 76 a run diverged,
+        fit in memory, 75 the run was stopped early and saved a checkpoint, 76 the run diverged,
         128 + n terminated by signal n (130 is Ctrl-C).
     """
     if arguments is not None:
         return _run(list(arguments), command, program)
-    # Collecting torch's objects when the process ends would take a third of a second.
+    # Skip collecting torch's objects at exit, which would take a third of a second.
     atexit.register(gc.freeze)
     try:
         exit_code = _run(sys.argv[1:], command, program)
@@ -307,8 +312,8 @@ def main(
     parts = sys.modules.get("firstlight.tokenizer.parts")
     trackers = sys.modules.get("firstlight.training.trackers")
     if (parts and parts.threads_of_library()) or (trackers and trackers.GIVEN_UP):
-        # A thread works on after a signal, or a tracker hangs. Python's shutdown would wait for
-        # them, or abort the process.
+        # A thread may still be running after a signal, or a tracker may hang. Python's shutdown
+        # would wait for it or abort the process.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -317,7 +322,7 @@ def main(
 
 
 def _run(arguments: list[str], command: click.Command, program: str) -> int:
-    """Run the command line; returns the exit code, see `main`."""
+    """Run the command line and return the exit code; see `main`."""
     environment.set_for_command(_environment(arguments[:1]))
     as_json = "--json" in arguments
     again = _AFTER_INTERRUPTION.get(next(iter(arguments), ""), "")
@@ -346,7 +351,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
-        # The reader of stdout has ended (`| head`). Nothing is printed, not even when closing.
+        # The reader of stdout has closed the pipe (`| head`), so nothing is printed, even at exit.
         discard_stdout()
         return 1
     except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
@@ -359,8 +364,8 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
 
 
 def _usage_error(error: click.ClickException, program: str) -> str:
-    """The message of an error in the arguments. For a missing argument, it names the command whose
-    help describes it."""
+    """Return the message for an error in the arguments. For a missing argument, it names the
+    command whose help describes the argument."""
     if not isinstance(error, click.MissingParameter):
         return error.format_message()
     path = error.ctx.command_path if error.ctx is not None else program
@@ -368,20 +373,21 @@ def _usage_error(error: click.ClickException, program: str) -> str:
 
 
 def _follows_from_little_memory(error: BaseException) -> bool:
-    """True if an error is most likely about too little memory, because the limit of the address
-    space is low: libraries then fail with errors of any text."""
+    """Return True if an error was most likely caused by a low address-space limit: libraries then
+    fail with arbitrary error messages."""
     is_other = isinstance(error, OSError | ModuleNotFoundError)
     return 0 < _address_limit() < _FEW_ADDRESSES and not is_other
 
 
 def _address_limit() -> int:
-    """The limit of this process's address space in bytes (`ulimit -v`), 0 without a limit."""
+    """Return this process's address-space limit in bytes (`ulimit -v`), or 0 if there is no
+    limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return 0 if limit == resource.RLIM_INFINITY else limit
 
 
 def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
-    """The message for a command that ran out of memory."""
+    """Return the message for a command that ran out of memory."""
     advice = _LESS_MEMORY.get(next(iter(arguments), ""), "stop other programs, or use less data")
     if limit := _address_limit():
         advice = f"raise the shell's limit of {limit / 1e9:.2f} GB (ulimit -v), or {advice}"
@@ -390,7 +396,7 @@ def _out_of_memory(arguments: Sequence[str], error: BaseException) -> str:
 
 
 def _environment(verb: Sequence[str]) -> dict[str, str]:
-    """Default environment variables of a verb."""
+    """Return the default environment variables of a subcommand."""
     if set(verb) & {"train", "plan", "tune", "eval"}:
         # `plan` measures operators under the conditions of training; trials of `tune` train.
         return environment.for_training()
@@ -398,7 +404,7 @@ def _environment(verb: Sequence[str]) -> dict[str, str]:
 
 
 def _fail(message: str, kind: str, exit_code: int, as_json: bool) -> int:
-    """Print an error as one line on stderr, and with --json as an object on stdout; returns
+    """Print an error as one line on stderr, and with --json as an object on stdout; return
     `exit_code`."""
     message = visible(" ".join(message.split()))
     print(f"firstlight: error: {message}", file=sys.stderr)  # noqa: T201

@@ -1,7 +1,7 @@
-"""Options that commands share: options from the fields of config dataclasses, options of several
-commands, and the recipe and its overrides on a command line.
+"""Options shared by commands: options made from the fields of config dataclasses, options that
+several commands have, and the recipe with its overrides.
 
-Config dataclasses are imported whenever the command line starts, so their modules must import
+Config dataclasses are imported at every start of the command line, so their modules must import
 neither torch nor pydantic.
 """
 
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """The parts of a config dataclass's field from which an option is made.
+    """The properties of a config dataclass's field from which an option is made.
 
     Attributes:
         kind: type of the value, without None.
@@ -41,13 +41,13 @@ class ConfigField:
 
     @property
     def help(self) -> str:
-        """The help of the option: `text` with a capital letter."""
+        """The help text of the option: `text` with a capital first letter."""
         return self.text[:1].upper() + self.text[1:]
 
 
 def config_fields(config: type) -> dict[str, ConfigField]:
-    """The fields of a config dataclass by name, with their texts in the docstring."""
-    # Base classes first: the text of a derived class replaces that of its base class.
+    """Return the fields of a config dataclass by name, with their texts from the docstring."""
+    # Base classes first: the text in a derived class replaces the text in its base class.
     docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
     documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
     texts = {name: " ".join(text.split()) for name, text in documented}
@@ -61,22 +61,23 @@ def config_fields(config: type) -> dict[str, ConfigField]:
 
 
 def _split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    """Callback of click: "a,b" becomes ["a", "b"]."""
+    """Split "a,b" into ["a", "b"]; a click callback."""
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
 def config_options(
     config: type, *names: str, only_on: bool = False, **metavars: str
 ) -> Callable[[F], F]:
-    """A decorator that adds an option to a command for each named field of a config dataclass.
+    """Return a decorator that adds an option to a command for each named field of a config
+    dataclass.
 
     Name, type, default and help text are those of the field.
 
     Args:
         config: the dataclass.
-        names: names of the fields in the order of --help; without names, all fields.
-        only_on: True adds no --no-NAME for switches.
-        metavars: placeholders of values in --help, by name of the field.
+        names: field names in the order of --help; all fields if omitted.
+        only_on: True to add no --no-NAME for switches.
+        metavars: placeholders of the values in --help, by field name.
     """
     fields = config_fields(config)
 
@@ -101,12 +102,13 @@ def config_options(
 def field_option(
     config: type, name: str, option: str, metavar: str | None = None
 ) -> Callable[[F], F]:
-    """An option whose name differs from its field's: a path, or an option given several times.
+    """Return an option whose name differs from the field's: a path, or an option that can be
+    repeated.
 
     Args:
-        config: a dataclass; the option has the default and the text of the field.
+        config: dataclass; the option takes the field's default and text.
         name: name of the field.
-        option: name of the option; it may be given several times unless the field is a path.
+        option: name of the option; it can be given several times unless the field is a path.
         metavar: placeholder of the value in --help.
     """
     field = config_fields(config)[name]
@@ -119,17 +121,17 @@ def field_option(
 def count_option(
     *names: str, least: int = 1, metavar: str = "N", **settings: Any
 ) -> Callable[[F], F]:
-    """An option with an integer of at least `least`; see `click.option`."""
+    """Return an option with an integer of at least `least`; see `click.option`."""
     return click.option(*names, type=click.IntRange(min=least), metavar=metavar, **settings)
 
 
 def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """An option with the path of a file or folder; see `click.option`."""
+    """Return an option with the path of a file or folder; see `click.option`."""
     return click.option(*names, type=click.Path(path_type=Path), **settings)
 
 
 def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """A decorator that adds several options to a command, in the order of --help."""
+    """Return a decorator that adds several options to a command, in the order of --help."""
 
     def add(verb: F) -> F:
         for option in reversed(options):
@@ -139,7 +141,7 @@ def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-#: A recipe and its overrides; the command's `context_settings` must ignore unknown options.
+#: Recipe and overrides. The command's `context_settings` must ignore unknown options.
 recipe_argument = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
@@ -187,7 +189,7 @@ compile_option = click.option(
 def _template_options(
     _: click.Context, __: click.Parameter, value: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Callback of click: "NAME=VALUE" texts become values by name, which are JSON or text."""
+    """Convert "NAME=VALUE" texts to a dict whose values are JSON or text; a click callback."""
     found: dict[str, Any] = {}
     for text in value:
         name, equals, given = text.partition("=")
@@ -197,7 +199,7 @@ def _template_options(
                 "enable_thinking=false"
             )
         try:
-            # Jinja's and Python's spelling of true, too.
+            # Jinja and Python spell true as True.
             found[name] = json.loads(given.lower() if given in ("True", "False") else given)
         except ValueError:
             found[name] = given
@@ -223,7 +225,7 @@ SAMPLING = (
     "presence_penalty",
 )
 
-#: Suffixes of text files that `prepare` doesn't read, which users may give instead of a recipe.
+#: Suffixes of text files that `prepare` can't read, but that users may pass instead of a recipe.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
@@ -236,7 +238,7 @@ _EXAMPLES = {
 def split_arguments(
     arguments: Sequence[str], verb: str, *, is_run: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The recipe's path, and the (section.key, value) pairs of the overrides.
+    """Return the recipe's path, and the (section.key, value) pairs of the overrides.
 
     An override is `--section.key VALUE`, `--section.key=VALUE`, or `--section.key` for true.
 
@@ -246,7 +248,7 @@ def split_arguments(
         is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:
-        ConfigError: there is no recipe, more than one, or something else instead of it; or an
+        ConfigError: there is no recipe, more than one recipe, or something else in its place; or an
             option is unknown.
     """
     paths, overrides = split_paths(arguments)
@@ -260,7 +262,8 @@ def split_arguments(
 
 
 def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The arguments that are not options, and the (section.key, value) pairs of the overrides.
+    """Return the arguments that are not options, and the (section.key, value) pairs of the
+    overrides.
 
     Raises:
         ConfigError: an option is unknown.
@@ -284,10 +287,11 @@ def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def _require_recipe(path: str, verb: str) -> None:
-    """Check that `path` can be a recipe.
+    """Require that `path` can be a recipe.
 
     Raises:
-        ConfigError: `path` is a folder, a text or a corpus; the error names the command for it.
+        ConfigError: `path` is a folder, a text or a corpus; the error names the command that takes
+            it.
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES

@@ -21,7 +21,7 @@ _EXIT_CODE = "firstlight.exit_code"
 
 
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
-    """A decorator that adds --json to a command.
+    """Return a command that also has the option --json.
 
     With --json, the return value of the function is printed as one JSON object on stdout, and the
     text that it prints with `show` goes to stderr. The function gets the option as `as_json`.
@@ -42,13 +42,16 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
 
 
 def end_with(code: int) -> None:
-    """Set the exit code with which a command `with_json` ends after it has returned."""
+    """Set the exit code of a `with_json` command, used when the command returns."""
     click.get_current_context().meta[_EXIT_CODE] = code
 
 
 def write_out(text: str) -> None:
-    """Write text to stdout, in UTF-8 whatever the encoding of the terminal. A file or another
-    program gets it without changes, a terminal without control characters (see `visible`)."""
+    """Write text to stdout in UTF-8, regardless of the terminal's encoding.
+
+    A file or another program receives the text unchanged; for a terminal, control characters are
+    removed (see `visible`).
+    """
     if sys.stdout.isatty():
         text = visible(text)
     sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
@@ -56,10 +59,10 @@ def write_out(text: str) -> None:
 
 
 def show(line: str = "") -> None:
-    """Print one line of a command's result without markup: on stdout, or with --json on stderr.
+    """Print one line of a command's result without markup: to stdout, or with --json to stderr.
 
-    If the reader of stdout has ended (`| head`), the command continues, because it may still write
-    files.
+    If the reader of stdout has closed the pipe (`| head`), the command continues, because it may
+    still write files.
     """
     context = click.get_current_context(silent=True)
     if context is not None and context.params.get("as_json"):
@@ -79,7 +82,7 @@ def discard_stdout() -> None:
 
 
 def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = show) -> None:
-    """Print (name, value) pairs as aligned lines, each with the function `line`."""
+    """Print (name, value) pairs as aligned lines; `line` prints one line."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -87,11 +90,11 @@ def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = 
 
 
 def say_findings(findings: Iterable[Finding], run: str = "") -> None:
-    """Print the findings of a run on stderr, each with its advice.
+    """Print the findings about a run on stderr, each with its advice.
 
     Args:
-        findings: the findings.
-        run: name of the run, if there are several runs.
+        findings: findings to print.
+        run: name of the run, if several runs are compared.
     """
     for finding in findings:
         say(f"warning: {f'{run}: ' if run else ''}{finding.text}")
@@ -99,7 +102,7 @@ def say_findings(findings: Iterable[Finding], run: str = "") -> None:
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells; the first column is aligned left, the others right."""
+    """Print rows of cells; the first column is left-aligned, the others right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))

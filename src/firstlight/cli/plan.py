@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from firstlight.planner.plan.plan import Budget, Plan
     from firstlight.recipe import Recipe
 
-#: Exit code if the recipe does not fit into memory.
+#: Exit code if the recipe does not fit in memory.
 DOES_NOT_FIT_EXIT_CODE = 3
 
 
@@ -78,7 +78,7 @@ def plan_command(
         raise ConfigError(f"{write} already exists: give --write the name of a new file")
     from firstlight.planner.plan import processes as workers
 
-    # Started before the imports below, which take seconds: the processes import at the same time.
+    # Started before the slow imports below, so that the processes import at the same time.
     with workers.started() as processes:
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
@@ -117,7 +117,7 @@ def plan_command(
 
 
 def _budget(time: str | None, tokens: str | None, price_per_hour: float | None) -> Budget:
-    """The budget from --budget, --tokens and --price-per-hour.
+    """Return the budget from --budget, --tokens and --price-per-hour.
 
     Raises:
         ConfigError: the time or the number is invalid.
@@ -142,7 +142,7 @@ def _show(plan: Plan) -> None:
 
 
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
-    """Write the plan's recipe into `path`; returns the path, or None if nothing was written."""
+    """Write the plan's recipe to `path`; return the path, or None if nothing was written."""
     if path is None:
         return None
     if searched and plan.chosen is None:
@@ -162,16 +162,16 @@ def next_command(
     wanted: Sequence[str],
     written: Path | None,
 ) -> str:
-    """The command that a user should run after a plan: a training, or another plan.
+    """Return the command to run after a plan: a training run, or another plan.
 
     Args:
         plan: the plan.
-        path: the recipe on the plan's command line.
+        path: recipe on the plan's command line.
         overrides: (section.key, value) pairs on the plan's command line.
         init_from: --init-from on the plan's command line.
-        where: words of the device's options on the plan's command line.
-        wanted: words of the budget on the plan's command line, or of a usual one.
-        written: path of the recipe that --write wrote; None if it wrote none.
+        where: device options on the plan's command line, as words.
+        wanted: budget options on the plan's command line, or those of a usual budget, as words.
+        written: path of the recipe that --write wrote; None if nothing was written.
     """
     from firstlight.planner.plan.text import changed_options
 
@@ -186,7 +186,7 @@ def next_command(
         return shlex.join(["firstlight", "train", path, *_options(given), *start, *many])
     plan_again = ["firstlight", "plan", path, *_options(given), *start, *where]
     if plan.suggested is None and not plan.methods:
-        return shlex.join(plan_again)  # nothing was searched for
+        return shlex.join(plan_again)  # there was no search
     new = f"{Path(path).stem}-planned.yaml"
     return shlex.join([*plan_again, *wanted, "--write", new])
 
@@ -200,7 +200,7 @@ def _needs_more_devices(one: Estimate) -> bool:
 
 
 def _preparation(recipe: Recipe) -> str | None:
-    """The command that prepares the recipe's missing data; None if all of it exists."""
+    """Return the command that prepares the recipe's missing data, or None if all data exists."""
     from firstlight.data.remote import is_url
     from firstlight.data.shards import MANIFEST_NAME
 
@@ -213,7 +213,7 @@ def _preparation(recipe: Recipe) -> str | None:
 
 
 def write_recipe(path: Path, recipe: Any) -> None:
-    """Write a recipe with all its keys as a YAML file."""
+    """Write a recipe with all its keys to a YAML file."""
     from firstlight.files.atomic import write_file
     from firstlight.recipe.load import yaml_text
 

@@ -15,7 +15,7 @@ from firstlight.cli.output import show, with_json
 from firstlight.console import counted, human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
-#: Defaults of the options that only --kind text has, by parameter.
+#: Defaults of the options that only apply to --kind text, by parameter name.
 _OF_TEXT = {
     "workers": None,
     "engine": "local",
@@ -63,7 +63,7 @@ _OF_TEXT = {
     "is cut between two characters, so the split can be a few tokens short.",
 )
 @as_is_option
-# Texts are read so by default; commands that were written before keep working.
+# Texts are now always read this way; the option remains so that older commands keep working.
 @click.option("--strip-gutenberg", is_flag=True, expose_value=False, hidden=True)
 @click.option(
     "--kind",
@@ -160,7 +160,7 @@ def prepare_command(
 
 
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
-    """Prepare texts; the arguments are those of `firstlight.data.prepare.prepare`."""
+    """Prepare texts; the arguments are passed to `firstlight.data.prepare.prepare`."""
     from firstlight.data.prepare import prepare
     from firstlight.data.sources import note_on_inputs
 

@@ -83,13 +83,14 @@ def _count_texts(
     rejections: list[str],
     changes: ChangeCounts,
 ) -> Iterator[str]:
-    """The texts of the valid documents, counted while they are read.
+    """Yield the texts of the valid documents, and count them.
 
     Args:
-        records: the documents.
-        counts: numbers of "documents", "rejected" and "text_bytes", which are increased.
-        rejections: list to which place and error of the first rejected document are added.
-        changes: counts of the changes made to the documents, which are increased.
+        records: documents.
+        counts: numbers of "documents", "rejected" and "text_bytes", updated in place.
+        rejections: list to which the location and error of the first rejected document are
+            appended.
+        changes: counts of the changes made to the documents, updated in place.
 
     Raises:
         InputError: there is no valid document.
@@ -258,7 +259,7 @@ def decode_command(
 def _try_out(tokenizer: Tokenizer) -> None:
     """Render an ordinary conversation with the tokenizer's chat template, and print it.
 
-    Many mistakes in a template show only when it is rendered.
+    Many mistakes in a template only show when it is rendered.
 
     Raises:
         TokenizerError: the template is invalid, or the text is empty.
@@ -271,7 +272,7 @@ def _try_out(tokenizer: Tokenizer) -> None:
     ]
     try:
         text = tokenizer.apply_chat_template(conversation)
-    except InputError as error:  # raised by the template, which may be for other conversations
+    except InputError as error:  # raised by the template, which may expect other conversations
         say(f"warning: the chat template refuses an ordinary conversation: {error}")
         return
     if not text.strip():
@@ -283,12 +284,12 @@ def _try_out(tokenizer: Tokenizer) -> None:
 def _chat_template(
     name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
 ) -> tuple[str | None, list[str]]:
-    """The text of the template --chat-template, and the tokens that it needs in addition.
+    """Return the text of the template --chat-template, and the additional tokens that it needs.
 
     Args:
         name: value of the option: name of a built-in template, or a file; None for no template.
-        tokenizer: the tokenizer before its extension.
-        add: tokens of --add.
+        tokenizer: tokenizer before it is extended.
+        add: tokens from --add.
 
     Raises:
         InputError: there is no such template, or the file can't be read.

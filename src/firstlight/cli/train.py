@@ -1,5 +1,5 @@
-"""`firstlight train` with texts (`firstlight train INPUT...`) or a recipe, and the start of several
-processes for it."""
+"""`firstlight train` on texts (`firstlight train INPUT...`) or with a recipe, in one or several
+processes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 # Texts in place of a recipe
 
-#: Files that show that a folder is a run, a model or a prepared corpus rather than texts, and a
-#: pattern in each, since users' files may have the same names. The names are written here, because
-#: the modules that define them import torch, which would delay the first line of output.
+#: File that identifies a folder as a run, a model or a prepared corpus instead of texts -> pattern
+#: that the file contains, since users' files may have the same names. The names are repeated here
+#: because the modules that define them import torch, which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
     "manifest.json": r'"tokenizer_sha256"\s*:',
 }
-#: Characters of such a file in which the pattern is searched.
+#: Number of characters of such a file that are searched for the pattern.
 _HEAD_BYTES = 1 << 20
 
-#: Parameters of the options that are only for texts.
+#: Parameters of the options that only apply to texts.
 TEXT_OPTIONS = (
     "budget",
     "tokens",
@@ -55,7 +55,7 @@ TEXT_OPTIONS = (
 )
 
 
-#: The options that are only for texts.
+#: The options that only apply to texts.
 text_options = grouped(
     click.option(
         "--budget", metavar="TIME", help="Texts: time for the whole command, such as 30m."
@@ -83,7 +83,7 @@ text_options = grouped(
 
 
 def takes_texts(paths: Sequence[str]) -> bool:
-    """True if the paths are texts rather than a recipe, run, model or prepared corpus."""
+    """Return True if the paths are texts, not a recipe, run, model or prepared corpus."""
     places = [Path(path).expanduser() for path in paths]
     if any(place.suffix.lower() in (".yaml", ".yml") for place in places):
         return False
@@ -97,9 +97,9 @@ def takes_texts(paths: Sequence[str]) -> bool:
 
 
 def _holds(path: Path, sign: str) -> bool:
-    """True if the file exists and contains the pattern `sign`.
+    """Return True if the file exists and contains the pattern `sign`.
 
-    True also if the file can't be read, so that the error is about reading it.
+    Also return True if the file can't be read, so that the error is about reading it.
     """
     if not path.is_file():
         return False
@@ -116,12 +116,12 @@ def train_texts_command(
     """Train on texts or conversations, or with --plan-only show what would be trained.
 
     Args:
-        paths: the inputs.
+        paths: input texts or conversations.
         overrides: (`section.key`, value) pairs.
-        options: values of the command's options by parameter.
+        options: values of the command's options, by parameter name.
 
     Returns:
-        The result as a JSON object; and the result of the training, None if nothing was trained.
+        (result as a JSON object, result of the training or None if nothing was trained).
 
     Raises:
         ConfigError: options contradict each other, or several processes were started.
@@ -173,7 +173,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask the user for the duration of the run; returns seconds."""
+    """Ask the user how long the run may take; return the duration in seconds."""
     from firstlight.from_texts.plan import offers
 
     say("How long may the run take?")
@@ -196,7 +196,7 @@ def _ask(plan: RunPlan) -> float:
 
 # The command
 
-#: Advice after a run was stopped.
+#: Advice printed after a run was stopped.
 CONTINUE = "to continue, add --resume to the same command"
 
 _HELP_ALL = "firstlight.help_all"
@@ -218,15 +218,15 @@ _USUAL_KEYS = (
     "lora.rank",
 )
 
-#: Environment variables of launchers. If one is set, no forecast is started early: only the main
-#: process forecasts, and the rank is not known before torch is imported.
+#: Environment variables set by launchers. If one of them is set, the forecast is not started early:
+#: only the main process forecasts, and the rank is not known before torch is imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
-    """Starts several processes with --nproc, and lists the recipe's keys in its help.
+    """Command that starts several processes with --nproc, and lists the recipe's keys in its help.
 
-    Listing the keys imports torch, so it is done only for the help.
+    Listing the keys imports torch, so they are listed for the help only.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -257,7 +257,7 @@ class _TrainCommand(click.Command):
 def _write_short(
     formatter: click.HelpFormatter, sections: Mapping[str, list[tuple[str, str]]]
 ) -> None:
-    """Write the keys that are set most often, one line each, and the names of the sections."""
+    """Write the most commonly set keys, one line each, and the names of the sections."""
     known = {name: text for rows in sections.values() for name, text in rows}
     names = [f"--{key}" for key in _USUAL_KEYS if f"--{key}" in known]
     width = formatter.width - max(map(len, names)) - 6
@@ -386,7 +386,7 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 def _train_on_texts(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """`firstlight train` with texts or conversations instead of a recipe."""
+    """Run `firstlight train` on texts or conversations instead of a recipe."""
     if options["plan"]:
         raise ConfigError("--plan is only for recipes: omit it with texts, or use --plan-only")
     if options["new_rows"] != _NEW_ROWS:
@@ -413,12 +413,14 @@ def _train_recipe(
     plan: str | None,
     **start: Any,
 ) -> dict[str, Any]:
-    """`firstlight train` with a recipe; `start` has the options resume, init_from and new_rows."""
+    """Run `firstlight train` with a recipe; `start` has the options resume, init_from and
+    new_rows."""
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
         if plan is None and not any(name in os.environ for name in _RANKS):
-            # Started early: its process imports torch at the same time as this process.
+            # Started early, so that the forecaster's process and this process import torch at the
+            # same time.
             forecaster.start()
         from firstlight.parallel import find_world
         from firstlight.recipe import load_recipe
@@ -443,15 +445,15 @@ def _train_recipe(
         _show(result)
     if result.stopped_by is not None or result.diverged:
         saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
-        # A cooldown's own command could branch off a newer checkpoint.
+        # The command of a cooldown could branch off from a newer checkpoint.
         again = f"continue with firstlight train {saved} --resume"
         _end_stopped(result, CONTINUE if cooldown is None else again)
     return _as_json(result)
 
 
 def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
-    """Set the exit code of a stopped run, which is resumed as `advice` says, or of a diverged
-    run."""
+    """Set the exit code for a diverged run, or for a stopped run, which is resumed as `advice`
+    describes."""
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: {advice}")
         end_with(STOPPED_EXIT_CODE)
@@ -462,17 +464,17 @@ def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
 def _cooled(
     trunk: str, steps: int, overrides: Sequence[tuple[str, str]], resume: bool
 ) -> tuple[Any, Path]:
-    """The recipe of a cooldown, and the checkpoint from which it branches off.
+    """Return the recipe of a cooldown, and the checkpoint from which it branches off.
 
     Args:
         trunk: run folder or checkpoint folder.
-        steps: steps of the cooldown.
+        steps: number of steps of the cooldown.
         overrides: (section.key, value) pairs.
-        resume: True if the cooldown's run is resumed.
+        resume: True to resume the cooldown's run.
 
     Raises:
-        ConfigError: a run folder is named where another process or a later start could find a newer
-            checkpoint in it.
+        ConfigError: `trunk` is a run folder in a situation where another process or a later start
+            could find a newer checkpoint in it.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -487,7 +489,7 @@ def _cooled(
 
 
 def _show(result: TrainResult) -> None:
-    """Print the result of a run as text."""
+    """Print a run's result as text."""
     from firstlight.run_log.names import REPORT_NAME
 
     rows: list[tuple[str, object]] = [
@@ -505,7 +507,7 @@ def _show(result: TrainResult) -> None:
 
 
 def _as_json(result: TrainResult) -> dict[str, Any]:
-    """The result of a run as a JSON object."""
+    """Return a run's result as a JSON object."""
     from firstlight.run_log.reader import last_start
 
     return {
@@ -525,7 +527,7 @@ def _as_json(result: TrainResult) -> dict[str, Any]:
 
 
 def _best_of(init_from: str | None) -> str:
-    """The folder of the best checkpoint of the run `init_from`.
+    """Return the folder of the best checkpoint of the run `init_from`.
 
     Raises:
         ConfigError: --init-from is missing.
@@ -538,18 +540,19 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """The figures of an evaluation without those that are NaN: preference pairs lack some."""
+    """Return an evaluation's figures without the NaN values: preference pairs lack some figures."""
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
 
 
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
-    """The recipe with the settings of `--plan auto`.
+    """Return the recipe with the settings of `--plan auto`.
 
-    If a run is resumed, the settings of its first plan are kept, from the recipe in its folder.
+    A resumed run keeps the settings of its first plan, which are read from the recipe in its
+    folder.
 
     Raises:
-        ConfigError: there are several processes, or no plan is found.
+        ConfigError: there are several processes, or no valid plan was found.
     """
     from firstlight.checkpoint.selection import list_checkpoints
     from firstlight.hardware.device import find_hardware
@@ -572,15 +575,15 @@ def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
 
 # Several processes
 
-#: The options for starting several processes.
+#: Options that start several processes.
 LAUNCH_OPTIONS = ("nproc", "nnodes", "node-rank", "rdzv-endpoint", "max-restarts")
 
 
 def launch_if_asked(ctx: click.Context) -> int | None:
-    """Remove LAUNCH_OPTIONS from a command's parameters, and start the processes that they ask for.
+    """Remove LAUNCH_OPTIONS from a command's parameters, and start the requested processes.
 
     Returns:
-        The exit code of the processes; None if this process must do the work itself.
+        The exit code of the processes, or None if this process must do the work itself.
 
     Raises:
         ConfigError: the options contradict each other, or a launcher has started this process.
@@ -600,7 +603,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
     count = _count(nproc)
     if count == 1 and nnodes == 1 and not asked["max-restarts"]:
         return None
-    # Otherwise torch's C++ code prints a long stack trace for each broken connection.
+    # Otherwise, torch's C++ code prints a long stack trace for each broken connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from firstlight.parallel.elastic import Launch, launch
 
@@ -611,13 +614,14 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         asked["rdzv-endpoint"] or "",
         max_restarts=asked["max-restarts"] or 0,
     )
-    # -P: modules in the current folder are not imported.
+    # -P: do not import modules from the current folder.
     command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
     return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
 
 
 def arguments_of(ctx: click.Context) -> list[str]:
-    """The command and its arguments as a list for a new process, without the removed options."""
+    """Return the command and its arguments as a list for a new process, without the removed
+    options."""
     assert ctx.info_name is not None
     arguments = [ctx.info_name]
     for parameter in ctx.command.params:
@@ -626,7 +630,7 @@ def arguments_of(ctx: click.Context) -> list[str]:
         if isinstance(parameter, click.Argument):
             arguments += value or ()
         elif isinstance(value, tuple):
-            # An option that may be given several times.
+            # An option that can be given several times.
             arguments += [word for one in value for word in (parameter.opts[0], str(one))]
         elif value is not None and value != parameter.get_default(ctx):
             arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
@@ -634,15 +638,16 @@ def arguments_of(ctx: click.Context) -> list[str]:
 
 
 def _require_no_launcher(nnodes: int) -> None:
-    """Check that no launcher has started this process.
+    """Require that no launcher has started this process.
 
     Raises:
-        ConfigError: a launcher has, so that several processes would start processes.
+        ConfigError: a launcher has started it, so that each of several processes would start
+            processes.
     """
     from firstlight.parallel.world import find_world
 
     variables = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"}
-    # With several machines, a launcher such as srun may start this command once on each.
+    # With several machines, a launcher such as srun may start this command once per machine.
     if variables & os.environ.keys() or (nnodes == 1 and find_world().size > 1):
         raise ConfigError(
             "a launcher started this process: omit --nproc, or run the command without the launcher"

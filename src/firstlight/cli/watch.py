@@ -1,4 +1,4 @@
-"""`firstlight watch`: the view of a run that another process carries out."""
+"""`firstlight watch`: show the progress of a run that another process executes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 #: Seconds between two readings of the run folder.
 _SECONDS_BETWEEN = 0.5
-#: Keys of a step's line that the view shows. A line without them (the evaluation before step 1) is
-#: not a step.
+#: Keys that a step's line must have to be shown. A line without them, such as the evaluation before
+#: step 1, is not a step.
 _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 
 class _Shown:
-    """The shown state of a run.
+    """The displayed state of a run.
 
     Attributes:
-        step: number of the last step; 0 before the first.
-        steps: number of steps of the whole run; None if unknown.
-        limit: step at which a run in minutes ends even if minutes are left; None if unknown.
-        seconds: duration of all steps so far, from the run's metrics.
+        step: number of the last step; 0 before the first step.
+        steps: total number of steps of the run; None if unknown.
+        limit: step at which a run with a time budget ends even if time is left; None if unknown.
+        seconds: total duration of the steps so far, from the run's metrics.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,15 @@ class _Shown:
         self._read_at = time.monotonic()
 
     def clock(self) -> float:
-        """Seconds of all steps, plus the seconds since the last step was read."""
+        """Return the duration of all steps, plus the time since the last step was read, in
+        seconds."""
         return self.seconds + time.monotonic() - self._read_at
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a step.
+        """Update the displayed state with one training step.
 
         Args:
-            record: line of metrics.jsonl.
+            record: parsed line of metrics.jsonl.
         """
         self.step = record["step"]
         self.seconds += (record.get("seconds") or 0.0) + (record.get("save_stall_seconds") or 0.0)
@@ -84,7 +85,7 @@ def dashboard_command(arguments: tuple[str, ...]) -> None:
 
 
 def _watch(folder: Path) -> None:
-    """Show a run until it ends.
+    """Display a run until it ends.
 
     Raises:
         InputError: the path is a file, or a folder that is not a run.
@@ -112,7 +113,8 @@ def _watch(folder: Path) -> None:
     ):
         goes_on = True
         while goes_on:
-            # Asked before the lines are read: if the run has ended, all of its lines are then read.
+            # Checked before the lines are read: if the run has ended, all its lines have been
+            # written.
             goes_on = is_held(folder)
             _show(follower.new(), shown, progress, view)
             if goes_on:
@@ -126,13 +128,13 @@ def _watch(folder: Path) -> None:
 def _show(
     found: Sequence[Step], shown: _Shown, progress: RunProgress, view: TrainingProgress
 ) -> None:
-    """Show new steps and the newest sampled texts.
+    """Display new steps and the newest sample texts.
 
     Args:
-        found: (line of metrics.jsonl, sampled texts) of each new step.
-        shown: the state of the view, which is updated.
-        progress: times of the run, which are restarted if the run was resumed.
-        view: the view.
+        found: (line of metrics.jsonl, sample texts) of each new step.
+        shown: displayed state, updated in place.
+        progress: timer of the run, restarted if the run was resumed.
+        view: view to draw in.
     """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:

@@ -1,2 +1,2 @@
-"""Fine-tunes a model on texts or conversations with one command: it chooses method and settings for
-a budget of time, prepares the data, and runs the training."""
+"""Fine-tune a model on texts or conversations with one command: choose a method and settings for a
+time budget, prepare the data, and train."""

@@ -1,8 +1,8 @@
-"""Chooses the settings of fine-tuning from facts about the data, the starting model, the machine,
-and the length of the run.
+"""Choose the settings of fine-tuning from facts about the data, the initial model, the machine and
+the length of the run.
 
-Adapters or all weights are decided in `run.py`, by the memory that each takes; learning rates are
-those of `planner/advise/defaults.py`.
+`run.py` chooses between adapters and all weights by the memory that each takes. The learning rates
+are in `planner/advise/defaults.py`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from firstlight.planner.advise.model import batch_and_rate
 
 @dataclass(frozen=True)
 class TuningData:
-    """Facts about the data of fine-tuning.
+    """Facts about the fine-tuning data.
 
     Attributes:
         kind: "chat" for conversations, "text" for texts.
-        count: number of conversations, or of documents.
-        longest: tokens of the longest conversation; 0 for texts.
-        usual: 99th percentile of the conversations' numbers of tokens; 0 for texts.
+        count: number of conversations or documents.
+        longest: length of the longest conversation in tokens; 0 for texts.
+        usual: 99th percentile of the conversations' lengths in tokens; 0 for texts.
     """
 
     kind: Literal["chat", "text"]
@@ -50,13 +50,13 @@ class TuningData:
 
     @property
     def name(self) -> str:
-        """The name of the data in messages."""
+        """Name of the data in messages."""
         return "the conversations" if self.kind == "chat" else "the text"
 
     @property
     def most_epochs(self) -> float:
-        """Largest number of passes over the data: more would make the model memorize it. Few
-        conversations get more passes than many."""
+        """Maximum number of passes over the data before the model memorises it. Small sets of
+        conversations get more passes than large ones."""
         if self.kind == "text":
             return defaults.MOST_EPOCHS
         few = math.sqrt(defaults.MANY_CHATS / max(self.count, 1))
@@ -66,12 +66,12 @@ class TuningData:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of fine-tuning.
+    """A fine-tuning method.
 
     Attributes:
-        adapters: True trains adapters beside frozen weights (LoRA), False trains all weights.
-        checkpointing: True uses activation checkpointing, which saves memory.
-        quantized: True keeps the frozen weights in 4 bits (QLoRA).
+        adapters: True to train adapters on frozen weights (LoRA), False to train all weights.
+        checkpointing: True to use activation checkpointing, which saves memory.
+        quantized: True to keep the frozen weights in 4 bits (QLoRA).
         reason: text with the reason for the method, for the printed table.
         memory_bytes: expected memory of the run with a micro-batch of one sequence.
     """
@@ -84,13 +84,13 @@ class Method:
 
     @property
     def name(self) -> str:
-        """The method's name in messages."""
+        """Name of the method in messages."""
         if not self.adapters:
             return "all weights"
         return "QLoRA" if self.quantized else "LoRA"
 
     def choices(self) -> Iterator[Choice]:
-        """The choices that set the method in a recipe."""
+        """Yield the choices that set the method in a recipe."""
         if self.adapters:
             yield Choice("lora.rank", defaults.ADAPTER_RANK, "rank of the adapters")
             yield Choice(
@@ -105,7 +105,7 @@ class Method:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """Facts about the model from which fine-tuning starts.
+    """Facts about the initial model of fine-tuning.
 
     Attributes:
         parameters: number of parameters.
@@ -120,14 +120,13 @@ class StartingModel:
 
 
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
-    """Choose `data.seq_len`, the tokens of a training row.
+    """Choose `data.seq_len`, the number of tokens in a training row.
 
-    For conversations, the longest one fits into a row, or if that is too long, 99 % of them fit.
-    For texts it is the sequence length of large new models. It is never longer than the model's
-    context.
+    For conversations, a row fits the longest one or, if that is too long, 99 % of them. For texts,
+    it is the sequence length of large new models. It never exceeds the model's context length.
 
     Args:
-        data, model: training data and starting model.
+        data, model: training data and initial model.
         fixed: values given by the user, by `section.key`; a given length is not checked here.
     """
     key, given = "data.seq_len", fixed.get("data.seq_len")
@@ -154,14 +153,14 @@ def _power_of_two(count: float) -> int:
 
 @dataclass(frozen=True)
 class TuningFacts:
-    """The facts from which the settings of fine-tuning are chosen.
+    """The facts from which fine-tuning settings are chosen.
 
     Attributes:
-        data, model, method: training data, starting model and method.
-        machine: the machine, with its speed for this model.
-        epoch_tokens: tokens of a pass over the training split, padding included.
-        val_tokens: tokens of the validation split, padding included.
-        row: the choice of `row_of`.
+        data, model, method: training data, initial model and method.
+        machine: machine with its speed for this model.
+        epoch_tokens: number of tokens in one pass over the training split, including padding.
+        val_tokens: number of tokens in the validation split, including padding.
+        row: choice from `row_of`.
     """
 
     data: TuningData
@@ -173,14 +172,15 @@ class TuningFacts:
     row: Choice
 
     def part_facts(self, fixed: Mapping[str, Any]) -> PartFacts:
-        """Facts from which evaluations, sample texts and checkpoints are chosen.
+        """Return the facts from which evaluations, sample texts and checkpoints are chosen.
 
         Args:
             fixed: values given by the user, by `section.key`.
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
-            # Of four matrices of the model's width, and three that are about three times as wide.
+            # Per layer: four matrices of the model's width, and three that are about three times as
+            # wide.
             rank = fixed.get("lora.rank", defaults.ADAPTER_RANK)
             trained = 20 * rank * model.hidden_size * model.layers
         return PartFacts(self.row.value, self.val_tokens, STATE_BYTES * trained, fixed)
@@ -190,13 +190,13 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     """Choose all settings of a fine-tuning run.
 
     Args:
-        facts: the facts.
-        length: length of the run as time, tokens or steps.
+        facts: facts about data, model, method and machine.
+        length: length of the run in time, tokens or steps.
         fixed: values given by the user, by `section.key`.
 
     Raises:
-        ConfigError: given values of the batch disagree, or no learning rate is known for the
-            given optimizer.
+        ConfigError: the user's values for the batch contradict each other, or no learning rate is
+            known for the user's optimizer.
     """
     data, machine = facts.data, facts.machine
     row = facts.row
@@ -213,7 +213,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         left = way.left_of(length.seconds)
         return min(rate * left * (1 - part_facts.parts(rate, left).share), most)
 
-    # The batch is the one for full speed: a smaller one would make a GPU slower still.
+    # Use the batch size for full speed: a smaller batch would slow a GPU down further.
     unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     batch, rate, way = batch_and_rate(
@@ -249,13 +249,13 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
-    """Tokens of a step: so many that the run has about `defaults.TUNING_STEPS` steps, up to a
-    limit, in whole micro-batches.
+    """Return the number of tokens per step, chosen so that the run has about
+    `defaults.TUNING_STEPS` steps, up to a limit, and rounded to whole micro-batches.
 
     Args:
-        tokens: tokens of the run.
-        seq_len: tokens of a row.
-        unit: tokens of which the step has a multiple: those of given micro-batches.
+        tokens: number of tokens of the run.
+        seq_len: number of tokens per row.
+        unit: number of tokens of which a step must be a multiple, from the user's micro-batches.
     """
     wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
@@ -270,10 +270,10 @@ def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
 
 
 def check_given(request: Request, *, conversations: bool = False) -> None:
-    """Refuse invalid given values before any data is prepared.
+    """Reject invalid user values before any data is prepared.
 
     Raises:
-        ConfigError: see `Request.check`; or no learning rate is known for the given optimizer.
+        ConfigError: see `Request.check`; or no learning rate is known for the user's optimizer.
     """
     request.check(conversations=conversations)
     name = str(request.fixed.get("optimizer.name") or "adamw")

@@ -1,8 +1,8 @@
-"""Fine-tunes an existing model on conversations or texts: the plan, with adapters or all weights,
-and its run.
+"""Fine-tune an existing model on conversations or texts: plan the run, with adapters or all
+weights, and train.
 
 Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
-the run folder with the model's own tokenizer.
+the run folder with the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class TuningPlan(RunPlan):
     """The plan of a fine-tuning run.
 
     Attributes:
-        facts: the facts from which the settings are chosen.
-        template: name of the chat template and the reason for it; None for texts.
+        facts: facts from which the settings are chosen.
+        template: (name of the chat template, reason for it); None for texts.
         too_long: lines with the numbers of conversations that are longer than a row.
-        recipe: the recipe by which the method was chosen, with one sequence at a time.
+        recipe: recipe with which the method was chosen, with a micro-batch of one sequence.
     """
 
     facts: TuningFacts
@@ -101,7 +101,8 @@ class TuningPlan(RunPlan):
         return replace(self, choices=choose_tuning(self.facts, length, self.request.fixed))
 
     def with_memory(self) -> TuningPlan:
-        """The plan with the expected memory of the chosen micro-batch, halved until it fits."""
+        """Return the plan with a micro-batch size that fits in memory, halved as often as needed,
+        and with the estimated memory."""
         from firstlight.from_texts.machine import fitting_choices
         from firstlight.planner.plan.machine import with_changes
 
@@ -127,13 +128,13 @@ class TuningPlan(RunPlan):
 
 
 class FineTuning:
-    """The fine-tuning of a model: reads model and data, plans and runs the training; implements
+    """Fine-tunes a model: reads model and data, and plans and runs the training. Implements
     `run.Work`.
 
     Args:
-        request: inputs, length and overrides of the run, with the model to start from.
-        tell: function that is called with each message for the user.
-        progress: show a progress bar.
+        request: inputs, length and overrides of the run, and the initial model.
+        tell: callback for each message to the user.
+        progress: True to show a progress bar.
 
     Attributes:
         content_key: hash of the data and of the model's path.
@@ -211,13 +212,14 @@ class FineTuning:
         """Choose method and settings.
 
         Args:
-            request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
-            gpu: name of a GPU to plan for; None plans for this machine.
+            request: inputs, overrides and length of the run; the default length is
+                `DEFAULT_SECONDS`.
+            gpu: name of a GPU to plan for; None to plan for this machine.
 
         Raises:
-            ConfigError: an option is invalid, no method fits into memory, or the budget is too
-                short.
-            DataError: no conversation fits into a row, or `data.long` is "refuse" and one does not.
+            ConfigError: an option is invalid, no method fits in memory, or the budget is too short.
+            DataError: no conversation fits in a row, or one does not fit and `data.long` is
+                "refuse".
         """
         from firstlight.from_texts.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
@@ -255,7 +257,8 @@ class FineTuning:
         return plan
 
     def _tokens(self, seq_len: int) -> tuple[float, float]:
-        """Tokens of one pass over the training split and of one over the validation split."""
+        """Return the numbers of tokens in one pass over the training split and the validation
+        split."""
         if self._chats is not None:
             return self._chats.tokens(seq_len)
         assert self._scan is not None
@@ -268,8 +271,8 @@ class FineTuning:
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice
     ) -> tuple[ResolvedRecipe, Method]:
-        """The first method of `_methods` that fits into memory with a micro-batch of one sequence,
-        and the resolved recipe with which it was tried.
+        """Return the first method of `_methods` that fits in memory with a micro-batch of one
+        sequence, and the resolved recipe with which it was tried.
 
         Raises:
             ConfigError: no method fits.
@@ -313,7 +316,7 @@ class FineTuning:
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """The methods to try, in the order of what they can learn, the one with most first."""
+        """Yield the methods to try, the one with the largest capacity to learn first."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)
@@ -350,8 +353,8 @@ class FineTuning:
     def _with_texts(
         self, plan: TuningPlan, scan: Scan, call: RunCall
     ) -> tuple[TuningPlan, dict[str, Any]]:
-        """Prepare the texts; return the plan with their real numbers of tokens, and the recipe's
-        section `data`."""
+        """Prepare the texts; return the plan with counted tokens, and the recipe's `data`
+        section."""
         from firstlight.data.shards import read_manifest
 
         text = self._estimated(scan)
@@ -367,7 +370,7 @@ class FineTuning:
         return replace(plan, facts=facts), {"dir": str(data)}
 
     def _prompts(self, plan: TuningPlan) -> list[str]:
-        """Sample prompts that leave at least half of the context for the answer."""
+        """Return sample prompts that leave at least half of the context for the answer."""
         if self._chats is not None:
             return self._chats.prompts(self._model.context // 2)
         assert self._scan is not None
@@ -375,11 +378,12 @@ class FineTuning:
 
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
-    """Refuse a damaged file of records, and an only one whose records are neither conversations nor
-    texts. Read as texts, it would be refused with the advice to do what was just done.
+    """Reject a damaged file of records, and a single file whose records are neither conversations
+    nor texts. If such a file were read as text, the error message would advise what the user has
+    just done.
 
     Raises:
-        InputError: see above.
+        InputError: there is such a file.
     """
     for item in inputs:
         if not item.lower().endswith(RECORD_SUFFIXES) or not Path(item).expanduser().is_file():
@@ -399,8 +403,9 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """The overrides of sections that influence the memory of the run with a micro-batch of one
-    sequence, whose number would then be wrong."""
+    """Return the overrides in sections that influence the run's memory, except the number of
+    micro-batches: it would be wrong for the micro-batch of one sequence with which methods are
+    tried."""
     sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
     named = [one for one in request.overrides if one[0].partition(".")[0] in sections]
     return [one for one in named if one[0] != "batch.gradient_accumulation_steps"]
@@ -408,28 +413,28 @@ def _of_run(request: Request) -> list[tuple[str, str]]:
 
 # The conversations
 
-#: Number of held-out conversations in which sample questions are searched, and of samples.
+#: Number of held-out conversations that are searched for sample questions, and number of samples.
 _LOOKED_AT, _SAMPLES = 40, 3
-#: Largest number of characters of a sample question.
+#: Maximum number of characters in a sample question.
 _MOST_QUESTION = 400
 
 
 class Conversations:
-    """Conversations that are prepared for a model.
+    """Conversations prepared for a model.
 
     Args:
         request: inputs and overrides of the run.
-        sources: the files with conversations.
-        folder: the model's folder.
-        tokenizer: the model's tokenizer.
-        tell: function that is called with each message for the user.
-        progress: show a progress bar.
+        sources: files with conversations.
+        folder: folder of the model.
+        tokenizer: tokenizer of the model.
+        tell: callback for each message to the user.
+        progress: True to show a progress bar.
 
     Attributes:
-        section: the recipe's section `data`: key -> value.
-        template: name of the chat template, and the reason for it.
-        train, val: the splits; `val` is None without held-out conversations.
-        facts: facts from which settings are chosen.
+        section: the recipe's `data` section: key -> value.
+        template: (name of the chat template, reason for it).
+        train, val: splits; `val` is None without held-out conversations.
+        facts: facts from which the settings are chosen.
 
     Raises:
         InputError, DataError, TokenizerError, StorageError: see `cached_chat`.
@@ -486,8 +491,8 @@ class Conversations:
             tell(line)
 
     def tokens(self, seq_len: int) -> tuple[float, float]:
-        """Tokens of one pass over the training split and of one over the validation split, with
-        padding, if rows have `seq_len` tokens."""
+        """Return the numbers of tokens in one pass over the training split and the validation
+        split, including padding, for rows of `seq_len` tokens."""
 
         def of(split: Corpus | None) -> float:
             return 0.0 if split is None else float(split.num_rows(seq_len) * seq_len)
@@ -495,8 +500,8 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def too_long(self, seq_len: int) -> list[str]:
-        """Lines for the user with the numbers of conversations that are left out and that are cut,
-        because they are longer than a row of `seq_len` tokens; [] if all of them fit.
+        """Return lines for the user with the numbers of conversations that are dropped and
+        truncated because they are longer than a row of `seq_len` tokens, or [] if all of them fit.
 
         Raises:
             DataError: no conversation fits, or `data.long` is "refuse" and one does not fit.
@@ -511,8 +516,8 @@ class Conversations:
         return lines
 
     def too_long_places(self, seq_len: int) -> list[str]:
-        """File and line of each conversation that is longer than a row of `seq_len` tokens, with
-        the number of its tokens."""
+        """Return file and line of each conversation that is longer than a row of `seq_len` tokens,
+        with its length in tokens."""
         from firstlight.data.packing import ORIGINS_NAME
 
         places = []
@@ -525,7 +530,7 @@ class Conversations:
         return places
 
     def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
-        """The splits of conversations, each with its name in messages."""
+        """Yield the splits of conversations, each with its name in messages."""
         from firstlight.data.packing import ExampleDataset
 
         yield self.train, "training"
@@ -533,7 +538,7 @@ class Conversations:
             yield self.val, "held-out"
 
     def prompts(self, most_tokens: int) -> list[str]:
-        """Up to three different questions of held-out conversations, each with fewer than
+        """Return up to three different questions from held-out conversations, each shorter than
         `most_tokens` tokens."""
         from firstlight.tokenizer import Tokenizer
 
@@ -552,7 +557,7 @@ class Conversations:
         return found
 
     def _questions(self) -> Iterator[str]:
-        """The users' first messages of held-out conversations, if they are short."""
+        """Yield the users' first messages in held-out conversations, if they are short."""
         from firstlight.data.packing import ExampleDataset
 
         if not isinstance(self.val, ExampleDataset):
@@ -573,7 +578,8 @@ class Conversations:
 
 
 def _chat_template(request: Request, tokenizer: Tokenizer) -> tuple[str | None, tuple[str, str]]:
-    """The value of `data.template`, and the template's name and reason for the printed table."""
+    """Return the value of `data.template`, and the template's name and reason for the printed
+    table."""
     given = request.fixed.get("data.template")
     if given is not None:
         return str(given), (str(given), "given")

@@ -1,8 +1,9 @@
-"""Chooses the settings of a new model's run from facts about the text, the machine, and the length
-of the run: the vocabulary, the model among candidate sizes, its batch, rates and schedule.
+"""Choose the settings of a new model's run from facts about the text, the machine and the length of
+the run: the vocabulary, the model size among candidates, the batch size, learning rates and
+schedule.
 
-Each choice is a key of the recipe, its value, and a sentence with the reason. Values given by the
-user are kept, and the other choices take them into account.
+Each choice has a recipe key, a value, and a sentence with the reason. Values given by the user are
+kept, and the other choices take them into account.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # 256 tokens for bytes, one for each common character, and as many for their combinations.
+    # 256 byte tokens, one token per common character, and as many again for combinations of
+    # characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
@@ -69,11 +71,12 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 
 def check_given(request: Request) -> None:
-    """Refuse invalid given values before any text is read, also those that go with no model.
+    """Reject invalid user values before any text is read, including values that do not fit any
+    model.
 
     Raises:
         ConfigError: see `Request.check` and `choose`.
-        TokenizerError: the given vocabulary size is too small.
+        TokenizerError: the requested vocabulary size is too small.
     """
     from firstlight.tokenizer import require_vocab_size
 
@@ -81,8 +84,8 @@ def check_given(request: Request) -> None:
     fixed = request.fixed
     vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
     require_vocab_size(vocab_size)
-    # The choice for a usual text, by a machine on which every model fits. A number of parameters
-    # (--size 10M) may be possible only with the text's own vocabulary.
+    # Choose settings for ordinary text on a machine on which every model fits. A parameter count
+    # (--size 10M) is not checked here: it may be valid only with the text's real vocabulary.
     machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
     size = request.size if request.size in defaults.SIZES else None
     text = usual_text(vocab_size, None)
@@ -91,8 +94,8 @@ def check_given(request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate model, the run that it would have, its expected bits per byte of held-out text,
-    and the shortest training loop that is accepted for it."""
+    """A candidate model, the run that it would have, its expected bits per byte on held-out text,
+    and the shortest training loop that is acceptable for it."""
 
     shape: ModelSize
     run: RunFacts
@@ -124,16 +127,17 @@ def choose(
     Args:
         text: facts about the prepared text, or an estimate of them.
         machine: the machine to train on.
-        length: length of the run as time, tokens or steps.
+        length: length of the run in time, tokens or steps.
         fixed: values given by the user, by `section.key`.
-        size: a name of `defaults.SIZES`, or a number of parameters such as "10M"; None chooses the
+        size: a name in `defaults.SIZES`, or a parameter count such as "10M"; None to choose the
             size.
 
     Raises:
-        ConfigError: the size is unknown, no model fits into memory, or given values are invalid
-            together.
+        ConfigError: the size is unknown, no model fits in memory, or values given by the user
+            contradict each other.
     """
-    # The tokenizer may have fewer tokens than the given vocab_size: `text` has the real number.
+    # The tokenizer may have fewer tokens than the requested vocab_size: `text` has the real
+    # number.
     given = {key: value for key, value in (fixed or {}).items() if value is not None}
     fixed = {key: value for key, value in given.items() if key != "model.vocab_size"}
     best, count = _best_of_all(text, machine, length, fixed, size=size)
@@ -148,7 +152,7 @@ def choose(
     def with_text(more: TextFacts) -> _Candidate:
         return _best_of_all(more, machine, length, fixed, size=size)[0]
 
-    # With another vocabulary, a given size might be another model, or none.
+    # With another vocabulary, a given size could mean a different model, or none.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
     within = "with as many tokens" if length.seconds is None else "within the same budget"
     return replace(
@@ -167,7 +171,7 @@ def _best_of_all(
     *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
-    """The best candidate, and the number of candidates. For the arguments see `choose`.
+    """Return the best candidate, and the number of candidates. For the arguments see `choose`.
 
     Raises:
         ConfigError: see `choose`.
@@ -177,7 +181,7 @@ def _best_of_all(
     for shape in shapes:
         try:
             candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
-        except ConfigError as error:  # a given batch is not one of whole sequences of this length
+        except ConfigError as error:  # the given batch is not a multiple of this sequence length
             problem = problem or error
     if problem is not None and not candidates:
         raise problem
@@ -203,8 +207,8 @@ def _candidate(
     *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """A model with its run: the batch, the steps for which there is time, and the expected loss. In
-    a long run its sequences are longer."""
+    """Return a model with its run: the batch size, the number of steps that fit in the time, and
+    the expected loss. Long runs use longer sequences."""
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
     size = STATE_BYTES * shape.parameters
@@ -213,8 +217,9 @@ def _candidate(
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        # With the usual share of the time for other parts than steps, also where they need more: so
-        # `plan --budget` chooses the same model, and measured steps decide the length.
+        # Reserve the usual share of the time for everything other than steps, even if more is
+        # needed: `plan --budget` then chooses the same model. The measured speed later decides the
+        # length.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
@@ -230,7 +235,7 @@ def _candidate(
     left = None if length.seconds is None else way.left_of(length.seconds)
     parts = part_facts.parts_of_run(rate, steps * batch, left)
     run = RunFacts(steps, batch, shape.seq_len, rate, parts, way)
-    # A given batch may be a multiple of the short sequences only.
+    # The given batch may be a multiple of the short sequence length only.
     context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)
     fits = tokens_given % (defaults.LONG_SEQ_LEN * unit // shape.seq_len) == 0
@@ -248,7 +253,7 @@ def _candidate(
 def _reason_of_width(
     best: _Candidate, size: str | None, fixed: Mapping[str, Any], candidates: int
 ) -> str:
-    """The reason for the best candidate's width, chosen among a number of candidates."""
+    """Return the reason for the best candidate's width, given the number of candidates."""
     if size is not None:
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
@@ -260,11 +265,11 @@ def _reason_of_width(
 
 
 def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> Iterator[Choice]:
-    """The choices of the model's section.
+    """Yield the choices of the `model` section.
 
     Args:
-        shape: the chosen sizes.
-        reason: the reason for its width.
+        shape: chosen model size.
+        reason: reason for the width.
         fixed: values given by the user, by `section.key`.
     """
     layout = {key: value for key, value in defaults.LAYOUT.items() if key.startswith("model.")}
@@ -314,7 +319,8 @@ def _uses_muon(fixed: Mapping[str, Any]) -> bool:
 
 
 def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """`defaults.LAYOUT` without the keys that don't fit the user's optimizer and schedule."""
+    """Return `defaults.LAYOUT` without the keys that conflict with the user's optimizer and
+    schedule."""
     kind = fixed.get("schedule.kind", "wsd")
     unfit = {"schedule.decay_fraction"} if kind != "wsd" else set[str]()
     if kind == "constant":
@@ -330,7 +336,7 @@ _OPTIMIZER_REASONS = {
     "init.residual_projections": "every layer starts as the identity",
     "optimizer.name": "Muon for the layers' matrices, AdamW for the rest: needs fewer steps",
 }
-#: Reasons of Muon's learning rates.
+#: Reasons for Muon's learning rates.
 _RATE_REASONS = {
     "learning_rate": "learning rate of the embedding",
     "muon_learning_rate": "of the layers' matrices; falls with the square root of the hidden size",
@@ -357,8 +363,8 @@ def _length_choices(
         else:
             most /= defaults.EARLY  # so that steps that are faster than measured fill the time
         yield Choice("schedule.max_minutes", minutes, reason)
-        # Also far below the limit of epochs: a machine that was busy when its speed was measured
-        # may be several times as fast in the run.
+        # Also set if the run is far below the limit of epochs: a machine that was busy while its
+        # speed was measured may be several times as fast during the run.
         if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = f"at most {most:g} passes over the text: more would help little or overfit"
             yield Choice("schedule.epochs", most, reason)
@@ -367,7 +373,7 @@ def _length_choices(
         yield Choice("schedule.max_steps", run.steps, passes)
     yield run.warmup(2)
     if "schedule.decay_fraction" in schedule:
-        # Warm-up and decay are within the run.
+        # Warm-up and decay must fit in the run.
         rising = fixed.get("schedule.warmup_ratio", 0.0)
         schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
@@ -394,15 +400,16 @@ def _advice(
     *,
     keeps_vocabulary: bool,
 ) -> str:
-    """A sentence about the gain of more text; "" for a long text that is not read too often.
+    """Return a sentence about the benefit of more text, or "" if the text is long and not repeated
+    too often.
 
     Args:
-        best: the chosen model and its run.
+        best: chosen model and its run.
         text: facts about the text.
-        with_text: function from another text to the model that would be chosen for it, with the
+        with_text: function that returns the model that would be chosen for another text and the
             same length of the run.
-        within: the length of the run as text.
-        keeps_vocabulary: True keeps the vocabulary size for other text.
+        within: length of the run as text.
+        keeps_vocabulary: True to keep the vocabulary size for other text.
     """
     size = text.train_tokens * text.bytes_per_token
     if size < defaults.LITTLE_TEXT:
@@ -416,7 +423,7 @@ def _advice(
     plenty = longer_text(text, defaults.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
     other = with_text(plenty)
     gain = 1 - other.bits / best.bits
-    # No more than the other run would read.
+    # At most as much text as the other run would read.
     factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (
@@ -429,16 +436,18 @@ def _advice(
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """The candidate models: those of `defaults.SHAPES`, or the one of a given size, with given
-    width and depth, and with widths that given heads divide.
+    """Return the candidate models: those in `defaults.SHAPES`, or a single one for a given size. A
+    given width or depth is used, and widths must be divisible by the number of heads if that is
+    given.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
         fixed: values given by the user, by `section.key`.
-        size: a name of `defaults.SIZES`, or a number of parameters such as "10M"; None takes all.
+        size: a name in `defaults.SIZES`, or a parameter count such as "10M"; None for all
+            candidates.
 
     Raises:
-        ConfigError: the size is unknown, or no width fits the given heads.
+        ConfigError: the size is unknown, or no width is divisible by the given number of heads.
     """
     known = defaults.SHAPES if size is None else _of_size(size, vocab_size, fixed)
     width, depth = fixed.get("model.hidden_size"), fixed.get("model.num_hidden_layers")
@@ -455,15 +464,16 @@ def candidate_shapes(
     return [ModelSize(w, d, vocab_size, _seq_len(w, fixed)) for w, d in fitting]
 
 
-#: Smallest size of a head of a width that is chosen.
+#: Minimum head dimension of a width that is chosen automatically.
 _LEAST_HEAD = 16
 
 
 def head_count(width: int, fixed: Mapping[str, Any]) -> int:
-    """The number of attention heads for a width (hidden_size).
+    """Return the number of attention heads for a width (hidden_size).
 
     Raises:
-        ConfigError: the width is given without heads, and is not a multiple of a head's size.
+        ConfigError: the user gave a width without heads, and it is not a multiple of the head
+            dimension.
     """
     if given := fixed.get(HEADS[0]):
         return int(given)
@@ -480,22 +490,24 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
     if not any(key in fixed for key in HEADS):
         return True
     if "model.hidden_size" in fixed:
-        return True  # the model's own rules decide
+        return True  # checked by the model config
     heads = head_count(width, fixed)
-    # Rotary embeddings turn pairs of a head's dimensions, and tiny heads see little.
+    # RoPE rotates pairs of dimensions, so the head dimension must be even. Tiny heads learn poorly.
     divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads
     return divides and heads % int(fixed.get(HEADS[1]) or heads) == 0
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """The tokens of a sequence: given, or usual for the width within a given context."""
+    """Return the sequence length: the given one, or the usual one for the width, limited to a given
+    context length."""
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
     return fixed.get("data.seq_len") or min(usual, context)
 
 
 def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-    """The shape of a size, alone; of a number of parameters, the nearest that fits given heads."""
+    """Return the shape of a named size, or the shape nearest to a parameter count that fits the
+    given heads, as a list of one."""
     if size in defaults.SIZES:
         return [defaults.SIZES[size]]
     wanted = parameters_of(size)

@@ -1,10 +1,11 @@
-"""Chooses the documents of a corpus that are held out, so that near-duplicates don't straddle the
-split.
+"""Choose which documents of a corpus to hold out, so that near-duplicates do not end up on both
+sides of the split.
 
-Near-duplicates are found by a sketch of each document: a bottom-k MinHash of its shingles. A
+Near-duplicates are found with a sketch of each document: a bottom-k MinHash of its shingles. A
 shingle is a window of bytes of the text, after normalising white space and lower-casing. The
 smallest hashes in the union of two sketches are a random sample of both documents' shingles. The
-fraction of them that is in both sketches estimates the documents' Jaccard similarity (Broder 1997).
+fraction of these hashes that occurs in both sketches estimates the documents' Jaccard similarity
+(Broder 1997).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from firstlight.data.records import digest_of
 
 if TYPE_CHECKING:
-    # It imports tokenizers, which takes too long before the first message.
+    # This imports tokenizers, which takes too long before the first message.
     from firstlight.data.prepare import SplitOf
 import functools
 from typing import TypeAlias
@@ -27,13 +28,13 @@ import numpy.typing as npt
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
-#: Bytes of a shingle: about five words, or a line of code.
+#: Length of a shingle in bytes: about five words, or a line of code.
 _SHINGLE_BYTES = 32
-#: Number of hashes of a sketch, and of those that are keys of the index of similar documents.
+#: Number of hashes in a sketch, and how many of them are keys of the index of similar documents.
 _SKETCH, _KEYS = 48, 8
-#: Number of bytes of a document from which its sketch is made, the first ones.
+#: Number of bytes at the start of a document from which its sketch is computed.
 _MOST_BYTES = 1 << 20
-#: Estimated Jaccard similarity from which two documents are near-duplicates.
+#: Minimum estimated Jaccard similarity of near-duplicates.
 _SIMILAR = 0.5
 
 #: Base of the rolling hash: an odd number with irregular bits, 2^64 divided by the golden ratio.
@@ -42,15 +43,15 @@ _MASK = (1 << 64) - 1
 
 
 class NearDuplicates:
-    """Groups of documents that are similar to each other, found one document at a time.
+    """Groups of similar documents, found by adding one document at a time.
 
     Args:
-        most: largest number of documents whose sketches are kept (each about 600 bytes and 8
-            entries of a dictionary). Later documents are not compared, to bound the memory.
+        most: maximum number of documents whose sketches are kept (each takes about 600 bytes and 8
+            dictionary entries). Later documents are not compared, to bound the memory.
 
     Attributes:
-        groups: group of each document, in the order of `add`. The number of a group is that of its
-            first document.
+        groups: group of each document, in the order of `add`. A group has the number of its first
+            document.
         bridged: groups with a document that is similar to a document of another group.
         compared: number of documents that were compared with earlier ones.
     """
@@ -78,7 +79,8 @@ class NearDuplicates:
             if similarity(found, self._sketches[other]) >= _SIMILAR
         ]
         if similar:
-            # The document joins the earliest group, that of a validation document if there is one.
+            # The document joins the earliest group, which is a validation document's group if there
+            # is one.
             self.groups[number] = min(similar)
         if len(set(similar)) > 1:
             self.bridged.update(similar)
@@ -90,15 +92,16 @@ class NearDuplicates:
 
 
 def sketch(text: str) -> Hashes:
-    """The smallest hashes of a text's shingles, ascending, at most 48; empty for a text that is
-    shorter than a shingle."""
+    """Return the smallest hashes of a text's shingles, in ascending order: at most 48, or none if
+    the text is shorter than a shingle."""
     data = " ".join(text[:_MOST_BYTES].lower().split()).encode("utf-8")[:_MOST_BYTES]
     count = len(data) - _SHINGLE_BYTES + 1
     if count < 1:
         return np.empty(0, np.uint64)
     powers, inverses = _powers()
-    # Polynomial hash: that of the prefix up to the window's end, less that of the prefix before the
-    # window, divided by a power of the base, so that it does not depend on the window's position.
+    # Polynomial hash of a window: the hash of the prefix that ends with the window, minus the hash
+    # of the prefix before the window, divided by a power of the base so that the result does not
+    # depend on the window's position.
     before = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
@@ -110,7 +113,7 @@ def sketch(text: str) -> Hashes:
 
 
 def similarity(one: Hashes, other: Hashes) -> float:
-    """The Jaccard similarity of two documents, estimated from their sketches; 0 if both are
+    """Estimate the Jaccard similarity of two documents from their sketches; 0 if both sketches are
     empty."""
     union = np.union1d(one, other)[:_SKETCH]
     if not len(union):
@@ -121,7 +124,7 @@ def similarity(one: Hashes, other: Hashes) -> float:
 
 @functools.cache
 def _powers() -> tuple[Hashes, Hashes]:
-    """The powers of the base, and their inverses, modulo 2^64, uint64 [2^20] each."""
+    """Return the powers of the base and their inverses modulo 2^64, uint64 [2^20] each."""
     count = np.uint64(1)
     found = []
     for base in (_BASE, pow(_BASE, -1, 1 << 64)):
@@ -131,7 +134,8 @@ def _powers() -> tuple[Hashes, Hashes]:
     return found[0], found[1]
 
 
-#: Fraction and largest number of bytes that are held out; more would hardly improve the estimate.
+#: Held-out fraction of the bytes, and the maximum held-out bytes; more would hardly improve the
+#: estimate.
 HELD_OUT_SHARE = 0.1
 HELD_OUT_BYTES = 1 << 20
 
@@ -141,14 +145,14 @@ class HeldOut:
     """The split of a corpus into training and validation text.
 
     Attributes:
-        digests: hashes of the documents that are held out; None if the end of each document is held
-            out.
-        fraction: fraction of the text that is held out.
-        whole: hashes of the documents of which no end is held out, because it may be in a document
-            that is similar.
-        similar: number of held-out documents that are similar to an earlier held-out one.
-        left_out: hashes of the documents that are not trained on, because they are similar to
-            validation texts that were given.
+        digests: hashes of the held-out documents; None if the end of every document is held out
+            instead.
+        fraction: held-out fraction of the text.
+        whole: hashes of documents whose end is not held out, because a similar document may contain
+            it.
+        similar: number of held-out documents that are similar to an earlier held-out document.
+        left_out: hashes of documents that are excluded from training, because they are similar to
+            validation texts given by the user.
         left_out_bytes: UTF-8 bytes of these documents.
     """
 
@@ -160,8 +164,9 @@ class HeldOut:
     left_out_bytes: int = 0
 
     def splitter(self) -> SplitOf:
-        """A function from a document's text to its split, for one pass over the documents in order:
-        None for a duplicate of an earlier one, "tail" if the document's end is held out."""
+        """Return a function from a document's text to its split, for one pass over the documents in
+        order. It returns None for a duplicate of an earlier document, and "tail" if the document's
+        end is held out."""
         seen: set[bytes] = set()
 
         def split_of(text: str) -> Literal["train", "val", "tail"] | None:
@@ -177,11 +182,13 @@ class HeldOut:
 
 
 def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
-    """Select the text to hold out: whole documents, or the ends of documents if there are few.
+    """Select the text to hold out: whole documents, or the ends of documents if there are only a
+    few.
 
     Args:
-        near: the near-duplicates among the documents.
-        sizes: bytes of each document by the hash of its text, in the order of `near.groups`.
+        near: near-duplicates among the documents.
+        sizes: size of each document in bytes, by the hash of its text, in the order of
+            `near.groups`.
     """
     digests, counts = list(sizes), list(sizes.values())
     share = held_out_share(sum(counts))
@@ -192,17 +199,17 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
     members = Counter(near.groups)
     others = {group for group, count in members.items() if count == 1} - near.bridged
     alike = [number for number, group in enumerate(near.groups) if group not in others]
-    # Without most of the text, too little would be left to hold out.
+    # If most of the text were excluded, too little would be left to hold out.
     is_most = 2 * sum(counts[number] for number in alike) > sum(counts)
     return HeldOut(None, share, frozenset(() if is_most else (digests[n] for n in alike)))
 
 
 def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int) -> HeldOut:
-    """The split if the first `count` documents were given for validation.
+    """Return the split in which the first `count` documents were given for validation.
 
     Args:
         near, sizes: see `hold_out`.
-        count: number of these documents, without duplicates.
+        count: number of validation documents, without duplicates.
     """
     digests, counts = list(sizes), list(sizes.values())
     given = set(near.groups[:count])
@@ -221,19 +228,20 @@ def held_out_groups(
 ) -> list[int] | None:
     """Select the documents to hold out, in whole groups of near-duplicates.
 
-    A group is held out whenever the held-out bytes are less than their share of the bytes so far.
-    So held-out documents are spread over the corpus. A group larger than the total share is never
+    A group is held out whenever the held-out bytes are below their share of the bytes so far, so
+    that held-out documents are spread over the corpus. A group larger than the total share is never
     held out.
 
     Args:
-        groups: number of the group of each document.
-        sizes: bytes of each document.
+        groups: group number of each document.
+        sizes: size of each document in bytes.
         bridged: groups that are never held out, because they are similar to other groups. They are
-            not merged with these, so that one more document changes no other group's side.
+            not merged with these, so that adding one document does not move other groups to the
+            other side.
 
     Returns:
-        The numbers of the documents, ascending. None if there are too few groups for the share:
-        then the end of each document is held out.
+        The numbers of the held-out documents, ascending, or None if there are too few groups to
+        reach the share. The end of each document is then held out.
     """
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
@@ -255,6 +263,6 @@ def held_out_groups(
 
 
 def held_out_share(text_bytes: int) -> float:
-    """The fraction of a corpus' bytes that is held out, rounded to four significant digits."""
+    """Return the fraction of a corpus's bytes to hold out, rounded to four significant digits."""
     share = min(HELD_OUT_SHARE, HELD_OUT_BYTES / max(text_bytes, 1))
     return float(f"{share:.4g}")

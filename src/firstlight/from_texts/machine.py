@@ -1,5 +1,5 @@
-"""A plan on its machine: the micro-batch that fits into memory, the speed of fine-tuning, which is
-timed on this machine's CPU and predicted for GPUs, and the training by the fitted recipe."""
+"""Fit a plan to its machine: find a micro-batch size that fits in memory, measure (CPU) or predict
+(GPU) the speed of fine-tuning, and train the fitted recipe."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from firstlight.training.loop import TrainResult, train
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
-    """The number of parameters of a recipe's model, without adapters. A model with given keys can
-    differ from the candidates among which it was chosen."""
+    """Return the parameter count of a recipe's model, without adapters. Keys given by the user can
+    make the model differ from the candidates among which it was chosen."""
     return count_parameters(meta_model(recipe.model)).total
 
 
-#: Keys that cut a step into micro-batches, which then stay as they are.
+#: Keys that divide a step into micro-batches. If the user sets one of them, it is not changed.
 _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
 
 
@@ -47,15 +47,15 @@ def fitting_choices(
     fixed: Mapping[str, Any],
     machine: Machine,
 ) -> tuple[Choices, int | None]:
-    """Choices whose micro-batch is halved until the run fits into memory, as `fitted_recipe` does
-    once the data is prepared, with the parameters counted; and the expected memory in bytes, None
-    if it can't be predicted.
+    """Return choices whose micro-batch size is halved until the run fits in memory, and the
+    expected memory in bytes, or None if it can't be predicted. The choices also have the exact
+    parameter count. `fitted_recipe` does the same once the data is prepared.
 
     Args:
         choices: all settings.
-        recipe_of: function from choices to the recipe of the run.
-        fixed: values of keys that the user has given, which stay.
-        machine: the machine to train on.
+        recipe_of: function from choices to the run's recipe.
+        fixed: values given by the user, by `section.key`, which are kept.
+        machine: machine to train on.
     """
     key = "batch.micro_batch_size"
     while True:
@@ -68,8 +68,8 @@ def fitting_choices(
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
-    """A machine and its speed for the model of a recipe without torch.compile, measured on a CPU,
-    predicted for a GPU.
+    """Return a machine with its speed for a recipe's model without torch.compile: measured on a
+    CPU, predicted for a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
@@ -101,13 +101,13 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
 
 @dataclass(frozen=True)
 class FittedRecipe:
-    """A recipe whose micro-batch was adapted to the memory.
+    """A recipe whose micro-batch size was adapted to the memory.
 
     Attributes:
-        recipe: the recipe to train.
-        resolved: the same recipe with all open keys resolved, as it is written to the run folder.
-        choices: the choices with the recipe's final micro-batch size and minutes, and its number of
-            parameters.
+        recipe: recipe to train.
+        resolved: the same recipe with all open keys resolved, as written to the run folder.
+        choices: choices with the recipe's final micro-batch size and time budget, and the exact
+            parameter count.
         forecast: expected memory and speed; None if they can't be predicted.
     """
 
@@ -123,17 +123,17 @@ def fitted_recipe(
     length: Callable[[], Length],
     start: str | None = None,
 ) -> FittedRecipe:
-    """The recipe of a plan, with the micro-batch size halved until the run fits into memory. A
-    micro-batch size given by the user, or their number, is kept.
+    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. If the
+    user sets the size or the number of micro-batches, it is kept.
 
     Args:
-        plan: the plan.
-        values: sections of the recipe; changed in place.
-        length: function that returns the remaining length of the run. It is called at the end,
-            because fitting takes time, too.
-        start: name or folder of the model to start from; None for a new model.
+        plan: plan of the run.
+        values: sections of the recipe, changed in place.
+        length: function that returns the remaining length of the run. It is called last, because
+            fitting itself takes time.
+        start: name or folder of the initial model; None for a new model.
     """
-    # The tokenizer may have fewer tokens than the given vocab_size.
+    # The tokenizer may have fewer tokens than the requested vocab_size.
     overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
     choices, machine = plan.choices, plan.machine
     given = any(name in _CUTS for name, _ in overrides)
@@ -170,17 +170,17 @@ def train_plan(
     on_step: Callable[[Choices], OnStep] | None = None,
     is_told: bool = True,
 ) -> TrainResult:
-    """Fit the recipe of a plan to the memory, write it into the run folder, and train.
+    """Fit a plan's recipe to the memory, write it to the run folder, and train.
 
     Args:
-        plan: the plan, chosen from the prepared data.
-        data: keys of the recipe's section `data` beside the chosen ones.
+        plan: plan chosen from the prepared data.
+        data: keys of the recipe's `data` section in addition to the chosen keys.
         prompts: prompts of the sample texts.
         call: run folder, time and messages.
-        start: name or folder of the model to start from; None for a new model.
-        on_step: function from the final choices to the function that is called with each step's
-            metrics; None calls that of `call`.
-        is_told: True shows the plan to the user.
+        start: name or folder of the initial model; None for a new model.
+        on_step: function from the final choices to a callback for each step's metrics; None uses
+            the callback of `call`.
+        is_told: True to show the plan to the user.
     """
     values = plan.choices.values
     values["run"] = {"dir": str(call.folder)}
@@ -208,13 +208,14 @@ def train_plan(
 
 
 def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
-    """Lines for the user with the files that have every choice, and what was left out."""
+    """Yield lines for the user that name the files with every choice and with the skipped
+    inputs."""
     recipe = call.folder / RECIPE_NAME
     if call.explain:
         yield from plan.table()
     option = "" if call.explain else " (--explain shows them)"
     yield f"all settings with their reasons: {recipe}{option}"
-    # Texts are prepared in the data folder of the run, conversations in the cache.
+    # Texts are prepared in the run's data folder, conversations in the cache.
     names = UNREAD_NAME, REJECTED_NAME, TOO_LONG_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
     lists = [call.folder / name for name in names]
     if written := [str(path) for path in lists if path.is_file()]:
@@ -222,7 +223,7 @@ def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
 
 
 class KnownForecast:
-    """A `training.forecast.Forecaster` that returns a forecast that was made before."""
+    """A `training.forecast.Forecaster` that returns an existing forecast."""
 
     def __init__(self, forecast: Forecast | None) -> None:
         self._forecast = forecast

@@ -1,5 +1,5 @@
-"""Trains a new model on texts: scans the texts, makes tokenizer and shards, chooses settings, and
-trains."""
+"""Train a new model on texts: scan the texts, create tokenizer and shards, choose settings, and
+train."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from firstlight.recipe import ResolvedRecipe
     from firstlight.training.loop import TrainResult
 
-#: Seconds of a run's first steps, after which its speed is compared with the measured one.
+#: Seconds of training after which the run's speed is compared with the measured speed.
 _FIRST_SECONDS = 10.0
-#: First steps, which compile and allocate memory.
+#: Number of initial steps that are slow because they compile and allocate memory.
 _SLOW_STEPS = 2
 
 
@@ -41,8 +41,8 @@ class TextPlan(RunPlan):
     """The plan of a new model's run.
 
     Attributes:
-        scan: the scan of the texts.
-        text: facts about the texts as tokens: estimated, or counted after they are prepared.
+        scan: scan of the texts.
+        text: token statistics of the texts: estimated, or counted after the texts are prepared.
         vocabulary: reason for the vocabulary size.
     """
 
@@ -60,13 +60,14 @@ class TextPlan(RunPlan):
         return {"corpus": asdict(self.scan.facts)}
 
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
-        """The plan for another length of the run, or with counted facts about the texts."""
+        """Return the plan for another length of the run, or with counted token statistics of the
+        texts."""
         text = text or self.text
         choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
         return replace(self, text=text, choices=choices)
 
     def with_memory(self) -> TextPlan:
-        """See `RunPlan.with_memory`; the texts need not be prepared yet."""
+        """See `RunPlan.with_memory`. The texts do not have to be prepared yet."""
         from firstlight.from_texts.machine import fitting_choices
         from firstlight.planner.plan.machine import resolve_for
         from firstlight.recipe import parse_recipe
@@ -105,12 +106,12 @@ class TextPlan(RunPlan):
 
 
 class NewModel:
-    """The training of a new model on texts; implements `run.Work`.
+    """Trains a new model on texts; implements `run.Work`.
 
     Args:
         request: inputs, length and overrides of the run.
-        tell: function that is called with each message for the user.
-        progress: show a progress bar.
+        tell: callback for each message to the user.
+        progress: True to show a progress bar.
 
     Attributes:
         content_key: hash of the texts.
@@ -124,11 +125,12 @@ class NewModel:
         self.content_key = self._scan.facts.content_key
 
     def plan(self, request: Request, gpu: str | None = None) -> TextPlan:
-        """Choose settings from estimated facts about the texts.
+        """Choose settings from estimated token statistics of the texts.
 
         Args:
-            request: inputs and overrides, and the length of the run, by default `DEFAULT_SECONDS`.
-            gpu: name of a GPU to plan for; None plans for this machine.
+            request: inputs, overrides and length of the run; the default length is
+                `DEFAULT_SECONDS`.
+            gpu: name of a GPU to plan for; None to plan for this machine.
 
         Raises:
             ConfigError: an option is invalid, the GPU is unknown, or the budget is too short.
@@ -155,8 +157,8 @@ class NewModel:
         return plan
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the texts, choose settings again from the counted tokens and the remaining time,
-        and train."""
+        """Prepare the texts, choose the settings again from the counted tokens and the remaining
+        time, and train."""
         assert isinstance(plan, TextPlan)
         scan, size = plan.scan, plan.text.vocab_size
         texts = Preparation(
@@ -180,17 +182,17 @@ class NewModel:
         except _OtherModelError as error:
             plan = error.plan
             call.tell(str(error))
-        gc.collect()  # the memory of the first model
+        gc.collect()  # free the memory of the first model
         _forget_first_steps(call.folder)
         return self._train(plan, data, call, chosen_again=True)
 
     def _train(
         self, plan: TextPlan, data: Path, call: RunCall, *, chosen_again: bool = False
     ) -> TrainResult:
-        """Train the model of a plan.
+        """Train a plan's model.
 
         Raises:
-            _OtherModelError: see `_FirstSteps`; not if the plan was chosen again.
+            _OtherModelError: see `_FirstSteps`; not raised if the plan was already chosen again.
         """
         from firstlight.from_texts.machine import train_plan
         from firstlight.tokenizer import Tokenizer
@@ -209,11 +211,11 @@ class NewModel:
 
 
 class _OtherModelError(RunReplacedError):
-    """Ends a run with which another model is better.
+    """Raised to end a run because another model is expected to be better.
 
     Args:
         message: text for the user.
-        plan: the plan with that model.
+        plan: plan with the other model.
     """
 
     def __init__(self, message: str, plan: TextPlan) -> None:
@@ -222,26 +224,26 @@ class _OtherModelError(RunReplacedError):
 
 
 class _FirstSteps:
-    """The function that `train` calls with each step's metrics. It calls `call.on_step`, and
-    chooses the model again if the first seconds of training have another speed than was measured.
+    """Callback for each step's metrics in `train`. It calls `call.on_step`, and chooses the model
+    again if the speed in the first seconds of training differs from the measured speed.
 
     Args:
-        plan: the plan of the run.
-        call: the call of `train_texts`.
+        plan: plan of the run.
+        call: call of `train_texts`.
     """
 
     def __init__(self, plan: TextPlan, call: RunCall) -> None:
         self._plan, self._call = plan, call
         self._rates: list[float] = []
         self._seconds = 0.0
-        # For given tokens or steps, the choice is the same at any speed.
+        # If the user sets tokens or steps, the choice does not depend on the speed.
         self._is_done = plan.request.seconds is None or plan.request.size is not None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """See `train`.
 
         Raises:
-            _OtherModelError: another model is expected to be better, even if it has less time.
+            _OtherModelError: another model is expected to be better, even with less time.
         """
         if self._call.on_step is not None:
             self._call.on_step(record)
@@ -259,12 +261,13 @@ class _FirstSteps:
             self._choose_again(reached, factor, record["elapsed_seconds"])
 
     def _choose_again(self, reached: float, factor: float, used: float) -> None:
-        """Choose among the model of the run, with all of its time, and others, with the rest.
+        """Choose again between the run's model, with the full time, and other models, with the
+        remaining time.
 
         Args:
-            reached: tokens per second of the first steps.
-            factor: the same as a multiple of the expected speed.
-            used: seconds of the training loop.
+            reached: tokens per second in the first steps.
+            factor: ratio of the reached speed to the expected speed.
+            used: seconds that the training loop has taken.
         """
         plan, call = self._plan, self._call
         before = plan.choices
@@ -274,7 +277,7 @@ class _FirstSteps:
         try:
             left = call.length(plan.request)
             other = plan.choose_again(left)
-        except ConfigError:  # no time is left, not even for the smallest model
+        except ConfigError:  # too little time is left, even for the smallest model
             return
         assert left.seconds is not None
         whole = Length(used + left.seconds)
@@ -289,13 +292,13 @@ class _FirstSteps:
         )
 
 
-#: Keys of the chosen size of a model.
+#: Keys of the chosen model size.
 _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 
 def _is_better(other: Choices, kept: Choices) -> bool:
-    """True if the choices are those of another model, with fewer expected bits; also if nothing is
-    known of the bits."""
+    """Return True if the choices are for another model with fewer expected bits per byte; also if
+    the expected bits per byte are unknown."""
     if all(other[key] == kept[key] for key in _SHAPE):
         return False
     if other.bits_per_byte is None or kept.bits_per_byte is None:
@@ -306,7 +309,7 @@ def _is_better(other: Choices, kept: Choices) -> bool:
 def _forget_first_steps(folder: Path) -> None:
     """Delete the checkpoints, times and metrics of a run's first steps.
 
-    A run that is killed in between begins again with the model of the recipe.
+    If a run is killed in between, it starts again with the model in its recipe.
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
@@ -319,12 +322,13 @@ def _forget_first_steps(folder: Path) -> None:
 
 
 def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> TextFacts:
-    """Facts about prepared text, with counted tokens.
+    """Return facts about prepared text, with counted tokens.
 
     Args:
-        data: the folder of the shards.
+        data: folder of the shards.
         facts: facts about the corpus from its scan.
-        xz: bits per byte of the held-out text compressed by xz; None keeps those of the sample.
+        xz: bits per byte of the held-out text compressed by xz; None keeps the value from the
+            sample.
     """
     from firstlight.data.shards import read_manifest
 

@@ -1,5 +1,5 @@
-"""Measures of how hard a text is to learn, of a sample of it: the bits of a character by xz and by
-n-gram models, found in one to four seconds."""
+"""Measure on a sample how hard a text is to learn: the bits per character of xz and of n-gram
+models, computed in one to four seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from firstlight.from_texts.held_out import HeldOut
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness
 
-#: Characters of a piece of the sample, and the most that the sample keeps.
+#: Number of characters in a piece, and the maximum that the sample keeps.
 _PIECE, _KEPT = 1 << 13, 5 << 19
-#: Most characters that the model is trained and tested on.
+#: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
-#: Fewest characters of held-out text for the test. With fewer, one of so many pieces is taken.
+#: Minimum number of held-out characters for the test. If there are fewer, one in `_TEST_PART`
+#: training pieces is used as well.
 _FEWEST, _TEST_PART = 1 << 11, 8
-#: Characters of the contexts of the two n-gram models.
+#: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
-#: Code points are smaller than 2 to this power, as are numbers of contexts.
+#: Bits of a code point, and of a context number.
 _BITS = 21
 
 _Codes = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -34,8 +35,9 @@ class _Piece:
 
     Attributes:
         digest: hash of the document.
-        text: the part.
-        end: characters of the part before the end of the document that may be held out.
+        text: text of the part.
+        end: number of characters of the part that come before the end of the document that may be
+            held out.
     """
 
     digest: bytes
@@ -44,7 +46,7 @@ class _Piece:
 
 
 class TextSample:
-    """A sample of a corpus in pieces, spread evenly over it."""
+    """A sample of a corpus, made of pieces that are spread evenly over it."""
 
     def __init__(self) -> None:
         self._every = 1
@@ -53,12 +55,13 @@ class TextSample:
         self._pieces: list[_Piece] = []
 
     def add(self, digest: bytes, text: str, end: int) -> None:
-        """Take pieces of a document.
+        """Add pieces of a document to the sample.
 
         Args:
             digest: hash of the document.
-            text: its text.
-            end: number of characters before the part that is held out if the ends of documents are.
+            text: text of the document.
+            end: number of characters before the part that is held out, if the ends of documents are
+                held out.
         """
         count = -(-len(text) // _PIECE)
         for number in range(-self._seen % self._every, count, self._every):
@@ -73,9 +76,9 @@ class TextSample:
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
     def hardness(self, held: HeldOut) -> Hardness:
-        """How hard the text is to learn, by what is in the sample.
+        """Measure how hard the text is to learn, on the sample.
 
-        Too little text to tell is as hard as usual text for n-gram models.
+        If there is too little text for a measurement, assume the n-gram bits of ordinary text.
         """
         train, test = [], []
         for piece in self._pieces:
@@ -96,39 +99,40 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # In its order, in which xz finds as many repetitions as in the held-out text itself.
+        # In its original order, xz finds as many repetitions as in the held-out text itself.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Bits per byte of data compressed by xz."""
+    """Return the bits per byte of data compressed by xz."""
     xz = lzma.LZMACompressor()
     return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
 
 def _shuffled(pieces: Sequence[str]) -> str:
-    """The pieces in a random order."""
+    """Return the pieces in random order, joined by newlines."""
     order = np.random.default_rng(0).permutation(len(pieces))
     # Without a newline, the first letters of each piece would follow those of another.
     return "\n".join(pieces[i] for i in order)
 
 
 def _codes(text: str) -> _Codes:
-    """The code points of a text."""
+    """Return the code points of a text."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
 
 
 def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
-    """Mean bits that models of `train` need for a character of `test`, by the characters of their
-    longest context, from none to `context`.
+    """Return the mean bits per character on `test` of n-gram models trained on `train`, one value
+    for each context length from 0 to `context`.
 
-    A model mixes the counts of all contexts up to its longest one by the method of Witten and Bell
-    (1991, method C). A character that it has not seen costs 21 bits more than its context's share.
+    A model mixes the counts of all contexts up to its longest one by method C of Witten and Bell
+    (1991). A character that does not occur in `train` costs 21 bits in addition to the probability
+    that the context leaves for new characters.
 
     Args:
-        train: code points, at least one.
-        test: code points, at least one.
-        context: characters of the longest context of the last model.
+        train: code points, non-empty.
+        test: code points, non-empty.
+        context: largest context length, in characters.
     """
     found = []
     bits = np.uint64(_BITS)
@@ -148,14 +152,16 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
         mixed = (count + kinds[place] * probability) / (totals[place] + kinds[place])
         probability = np.where(has_context, mixed, probability)
         found.append(float(-np.log2(probability).mean()))
-        # A context of one more character is that of the character before, and that character. No
-        # context of `train` has the number of those that it does not know.
+        # A context that is one character longer consists of the previous character's context and
+        # the previous character. Contexts that do not occur in `train` get a number that no context
+        # of `train` has.
         before = _shifted(number)
         wanted_before = _shifted(np.where(is_known, same, len(known)))
     return found
 
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
-    """For each character the number of the one before it; for the first, a number above all."""
+    """Shift context numbers by one character: each character gets the number of the character
+    before it, and the first one a number above all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

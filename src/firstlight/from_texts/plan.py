@@ -1,4 +1,4 @@
-"""The settings and the printed plan that runs of new models and of fine-tuning share."""
+"""The settings and the printed plan, shared by runs of new models and fine-tuning runs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Choice:
     """A chosen setting.
 
     Attributes:
-        key: key of the recipe, `section.key`.
-        value: the chosen value.
-        reason: text for the user with the reason; "" leaves the key out of the printed table, for
-            the measured settings of `optim.new_model` that nobody needs to think about.
+        key: recipe key, `section.key`.
+        value: chosen value.
+        reason: text with the reason, for the user. "" hides the key in the printed table; used for
+            the measured settings of `optim.new_model`, which need no attention.
     """
 
     key: str
@@ -36,27 +36,27 @@ class Choice:
     reason: str
 
     def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
-        """This choice, or the user's value if `fixed` has one for its key."""
+        """Return this choice, with the user's value if `fixed` has one for its key."""
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
 @dataclass(frozen=True)
 class Choices:
-    """All chosen settings of a run, and what to expect from it.
+    """All chosen settings of a run, and its expected results.
 
     Attributes:
-        choices: the settings, in the order of a recipe.
-        parameters: number of the model's parameters; without those of norms until the recipe is
+        choices: settings, in the order of a recipe.
+        parameters: number of the model's parameters; without norm parameters until the recipe is
             known.
         tokens, steps, seconds: expected length of the run.
-        tokens_per_second: expected speed of training.
-        epochs: passes over the training data.
-        bits_per_byte: lowest and highest expected bits per byte of held-out text; None for
-            fine-tuning and for other optimizers than Muon, for which there is no estimate.
-        advice: a sentence about the gain of more text; "" if the text is enough.
-        compile_gain: the part of `tokens_per_second` that torch.compile is expected to gain, as a
-            multiple; 1 for a run that is not compiled.
-        samples: number of sample texts at an evaluation.
+        tokens_per_second: expected training speed.
+        epochs: number of passes over the training data.
+        bits_per_byte: lowest and highest expected bits per byte on held-out text; None for
+            fine-tuning and for optimizers other than Muon, for which there is no estimate.
+        advice: sentence about the benefit of more text; "" if the text is long enough.
+        compile_gain: expected speed-up by torch.compile, which `tokens_per_second` includes; 1 for
+            a run that is not compiled.
+        samples: number of sample texts per evaluation.
         least_seconds: shortest training loop that is accepted as a time budget.
     """
 
@@ -75,7 +75,7 @@ class Choices:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The chosen values as sections of a recipe: section -> key -> value."""
+        """Return the chosen values as recipe sections: section -> key -> value."""
         found: dict[str, Any] = {}
         for choice in self.choices:
             section, _, key = choice.key.partition(".")
@@ -84,11 +84,11 @@ class Choices:
 
     @property
     def keys(self) -> set[str]:
-        """The chosen keys, as `section.key`."""
+        """Return the chosen keys, as `section.key`."""
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """The choices with another value for a key; unchanged if the key is not among them."""
+        """Return the choices with another value for a key; unchanged if the key was not chosen."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -99,27 +99,28 @@ class Choices:
 
 
 def _given_passes(fixed: Mapping[str, Any]) -> int:
-    """The micro-batches of a step given by the user; 1 if their number is not given."""
+    """Return the user's number of micro-batches per step, or 1 if it is not given."""
     return fixed.get("batch.gradient_accumulation_steps") or 1
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """The tokens of which a step has a multiple: those of a sequence, times the given size and the
-    given number of micro-batches."""
+    """Return the number of tokens of which a step must be a multiple: the sequence length times the
+    user's micro-batch size and number of micro-batches."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
 
 def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
-    """The tokens of a step as the user gives them: as such, or by the size and the number of its
-    micro-batches; None if neither is given.
+    """Return the user's number of tokens per step, given directly or by the size and number of
+    micro-batches, or None if it is not given.
 
     Args:
         fixed: values given by the user, by `section.key`.
-        seq_len: tokens of a sequence.
+        seq_len: sequence length in tokens.
 
     Raises:
-        ConfigError: the given number is not that of whole sequences or of the given micro-batches.
+        ConfigError: the given number is not a multiple of the sequence length, or contradicts the
+            given micro-batches.
     """
     tokens, unit = fixed.get("batch.global_batch_tokens"), given_unit(fixed, seq_len)
     is_whole = isinstance(fixed.get("batch.micro_batch_size"), int) and (
@@ -140,8 +141,8 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
 def expected_range(
     bits: float, text: TextFacts, fixed: Mapping[str, Any]
 ) -> tuple[float, float] | None:
-    """The lowest and the highest bits per byte where `bits` are expected; None if the user gives an
-    optimizer other than the one whose losses are known.
+    """Return the lowest and highest bits per byte to expect, or None if the user gives an optimizer
+    whose losses are not known.
 
     Args:
         bits: result of `facts.expected_bits`.
@@ -152,14 +153,14 @@ def expected_range(
     if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
         return None
     low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
-    # Text that repeats itself is easier than its n-grams tell, and xz finds the repetitions.
+    # Repetitive text is easier than its n-grams suggest, and xz finds the repetitions.
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
     # Guessing a byte costs 8 bits.
     return lowest, min(high * bits, 8.0)
 
 
 def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a section that the user gives, from `fixed` by `section.key`."""
+    """Return the user's values for the keys of a section, from `fixed` by `section.key`."""
     prefix = f"{section}."
     return {
         key.removeprefix(prefix): value for key, value in fixed.items() if key.startswith(prefix)
@@ -169,14 +170,15 @@ def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
 def compile_ways(
     machine: MachineFacts, fixed: Mapping[str, Any], size: tuple[int, int]
 ) -> list[Compiling]:
-    """The ways to compile a model, or not to, that the user leaves open.
+    """Return the candidate ways to compile a model, or not to, that the user's settings leave open.
 
     Args:
-        machine: the machine to train on.
+        machine: machine to train on.
         fixed: values given by the user, by `section.key`.
-        size: hidden size and number of layers of the model.
+        size: (hidden size, number of layers) of the model.
     """
-    # Imported only here, because they import torch: the first line of `train TEXTS` comes before.
+    # Imported here, because these modules import torch, and `train TEXTS` must print its first line
+    # before.
     from firstlight.methods import EfficiencyConfig
     from firstlight.parallel.engine import DistributedConfig
     from firstlight.recipe.resolve import open_compile_modes
@@ -191,7 +193,7 @@ def compile_ways(
 
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
-    """True if the user gives another key that says the same as `key`, such as warmup_ratio for
+    """Return True if the user sets an alternative to `key`, such as warmup_ratio for
     warmup_steps."""
     from firstlight.optim.schedule import ALTERNATIVES
 
@@ -200,23 +202,24 @@ def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
 
 
-#: Bytes of a trained parameter in a checkpoint: the weight and two moments in fp32.
+#: Bytes per trained parameter in a checkpoint: weight and two moments in fp32.
 STATE_BYTES = 12
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run other than steps: evaluations, sample texts and checkpoints.
+    """Everything in a run other than steps: evaluations, sample texts and checkpoints.
 
     Attributes:
-        evaluations: number of evaluations after steps. Another one comes before the first step.
-        rows: rows of an evaluation.
-        samples: sample texts at each evaluation after steps.
-        sample_tokens: tokens of a sample text.
+        evaluations: number of evaluations after steps, not counting the one before the first step.
+        rows: number of rows per evaluation.
+        samples: number of sample texts at each evaluation after steps.
+        sample_tokens: number of tokens per sample text.
         saves: number of checkpoints.
-        loss_seconds, sample_seconds, save_seconds: expected seconds of all evaluations of the loss,
-            of all sample texts, and of all checkpoints.
-        loop_seconds: seconds of the training loop for which the parts were chosen.
+        loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
+            sample texts and checkpoints.
+        loop_seconds: duration of the training loop, in seconds, for which these numbers were
+            chosen.
     """
 
     evaluations: int
@@ -231,29 +234,30 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of all parts."""
+        """Expected total seconds of evaluations, sample texts and checkpoints."""
         return self.loss_seconds + self.sample_seconds + self.save_seconds
 
     @property
     def share(self) -> float:
-        """Share of the training loop's time that is kept for the parts: the usual one, or a larger
-        one that they need; at most 0.9, so that models can be compared."""
+        """Fraction of the training loop's time reserved for evaluations, sample texts and
+        checkpoints: the usual fraction, or more if needed; at most 0.9, so that models can be
+        compared."""
         needed = self.seconds / max(self.loop_seconds, 1e-9)
         return min(max(needed, defaults.EVALUATION_SHARE), 0.9)
 
     def share_text(self, seconds: float) -> str:
-        """A part's share of the training loop's time, as text."""
+        """Return the fraction of the training loop's time that `seconds` take, as text."""
         share = seconds / max(self.loop_seconds, 1e-9)
         return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    """Facts from which the parts of a run other than steps are chosen.
+    """The facts from which evaluations, sample texts and checkpoints are chosen.
 
     Attributes:
-        seq_len: tokens of a sequence.
-        held_out_tokens: tokens of the validation split.
+        seq_len: sequence length in tokens.
+        held_out_tokens: number of tokens in the validation split.
         checkpoint_bytes: size of a checkpoint.
         fixed: values given by the user, by `section.key`.
     """
@@ -264,15 +268,16 @@ class PartFacts:
     fixed: Mapping[str, Any]
 
     def parts(self, rate: float, loop_seconds: float, *, timed: bool = True) -> Parts:
-        """The first parts of `defaults.PARTS` that fit into a training loop, or the last ones with
-        as few rows as possible.
+        """Return the first entry of `defaults.PARTS` that fits in a training loop; if none fits,
+        the last entry with as few rows as possible.
 
         Args:
-            rate: tokens per second of training.
-            loop_seconds: seconds of the training loop.
-            timed: False for a run of given tokens or steps, which always has the first parts.
+            rate: training speed in tokens per second.
+            loop_seconds: duration of the training loop in seconds.
+            timed: False for a run with a given number of tokens or steps, which always gets the
+                first entry.
         """
-        # Imported only here, because it imports torch.
+        # Imported here, because it imports torch.
         from firstlight.training.time_budget import (
             FORWARD_SHARE,
             PROBE_TOKENS,
@@ -286,7 +291,7 @@ class PartFacts:
         for count, samples, tokens, share in defaults.PARTS if timed else defaults.PARTS[:1]:
             samples = len(self.fixed.get("evaluation.sample_prompts", range(samples)))
             tokens = self.fixed.get("evaluation.sample_tokens", tokens)
-            # The first texts of a run are not kept: see `training.validation.evaluate`.
+            # The first sample texts of a run are discarded: see `training.validation.evaluate`.
             sampling = token * (count * samples * tokens + sum(PROBE_TOKENS) + 2)
             left = share * loop_seconds - sampling - count * save
             left = min(left, defaults.LOSS_SHARE * share * loop_seconds)
@@ -300,7 +305,7 @@ class PartFacts:
         if "evaluation.max_rows" in self.fixed:
             rows = min(self.fixed["evaluation.max_rows"] or held, held)
         losses = (count + 1) * rows * row
-        # The rest of the time is for more checkpoints, so that a killed run loses less.
+        # The rest of the time is used for more checkpoints, so that a killed run loses less work.
         saves = int((share * loop_seconds - sampling - losses) / max(save, 1e-9))
         saves = max(count, min(saves, defaults.PARTS[0][0]))
         return Parts(
@@ -316,12 +321,13 @@ class PartFacts:
         )
 
     def parts_of_run(self, rate: float, tokens: float, loop_seconds: float | None) -> Parts:
-        """The parts of a run that reads a number of tokens.
+        """Return the evaluations, sample texts and checkpoints of a run with a given number of
+        tokens.
 
         Args:
-            rate: tokens per second of training.
-            tokens: tokens of the run.
-            loop_seconds: seconds of the training loop at most; None without a limit.
+            rate: training speed in tokens per second.
+            tokens: number of tokens of the run.
+            loop_seconds: maximum duration of the training loop in seconds; None without a limit.
         """
         share = defaults.EVALUATION_SHARE
         if loop_seconds is not None:
@@ -329,13 +335,13 @@ class PartFacts:
         return self.parts(rate, tokens / rate / (1 - share), timed=loop_seconds is not None)
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
-        """Seconds of the shortest training loop that is worth its parts: at least half of it is for
-        steps, of which there are `defaults.LEAST_STEPS`, or as many as the data have.
+        """Return the duration in seconds of the shortest useful training loop: at least half of it
+        is spent on steps, of which there are `defaults.LEAST_STEPS`, or as many as the data allows.
 
         Args:
-            rate: tokens per second of training.
-            most_tokens: largest number of tokens that the run reads.
-            unit: tokens of the smallest step.
+            rate: training speed in tokens per second.
+            most_tokens: maximum number of tokens that the run can read.
+            unit: number of tokens in the smallest step.
         """
         parts = self.parts(rate, 0.0).seconds
         return parts + max(parts, min(defaults.LEAST_STEPS * unit, most_tokens) / rate)
@@ -343,15 +349,15 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Length and speed of a run, and the choices that follow from them.
+    """Length and speed of a run, and the choices that depend on them.
 
     Attributes:
         steps: number of optimizer steps.
-        batch_tokens: tokens of a step.
-        seq_len: tokens of a sequence.
-        rate: speed of training in tokens per second.
-        parts: the evaluations, sample texts and checkpoints.
-        way: the way in which the run is compiled.
+        batch_tokens: number of tokens per step.
+        seq_len: sequence length in tokens.
+        rate: training speed in tokens per second.
+        parts: evaluations, sample texts and checkpoints.
+        way: how the run is compiled.
     """
 
     steps: int
@@ -363,24 +369,24 @@ class RunFacts:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are trained on, repetitions included."""
+        """Number of tokens the run trains on, including repetitions."""
         return self.steps * self.batch_tokens
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of the training loop, compiling and evaluations included."""
+        """Expected seconds of the training loop, including compilation and evaluations."""
         return self.tokens / self.rate / (1 - self.parts.share) + self.way.seconds
 
     def choices(
         self, items: Sequence[Choice], fixed: Mapping[str, Any], parameters: int, epochs: float
     ) -> Choices:
-        """All settings of the run, with its expected length and speed.
+        """Return all settings of the run, with its expected length and speed.
 
         Args:
-            items: a choice for each key.
-            fixed: values given by the user, by `section.key`, which replace chosen ones.
+            items: one choice per key.
+            fixed: values given by the user, by `section.key`, which replace chosen values.
             parameters: number of the model's parameters.
-            epochs: passes over the training data.
+            epochs: number of passes over the training data.
         """
         chosen = [one.unless_given(fixed) for one in items if not is_displaced(one.key, fixed)]
         return Choices(
@@ -396,10 +402,10 @@ class RunFacts:
         )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
-        """The micro-batch size in sequences, a divisor of the sequences of a step.
+        """Choose the micro-batch size in sequences: a divisor of the number of sequences per step.
 
         Args:
-            machine: the machine to train on.
+            machine: machine to train on.
             fixed: values given by the user, by `section.key`.
         """
         rows = self.batch_tokens // self.seq_len
@@ -419,11 +425,11 @@ class RunFacts:
         )
 
     def warmup(self, percent: int) -> Choice:
-        """The warm-up: a share of the run, at least ten steps, but not more than 10 % of a short
-        run.
+        """Choose the warm-up: a percentage of the run, at least ten steps, but at most 10 % of a
+        short run.
 
         Args:
-            percent: share of the warm-up in a long run, in percent.
+            percent: length of the warm-up in a long run, in percent of the run.
         """
         steps = max(self.steps * percent // 100, min(10, self.steps // 10))
         share = f"{percent} % of the run, at least 10 steps"
@@ -432,11 +438,11 @@ class RunFacts:
         return Choice("schedule.warmup_steps", steps, share)
 
     def other_choices(self, machine: MachineFacts, held_out_tokens: float) -> Iterator[Choice]:
-        """The choices for compiling, evaluations, sample texts and checkpoints.
+        """Yield the choices for compilation, evaluations, sample texts and checkpoints.
 
         Args:
-            machine: the machine to train on.
-            held_out_tokens: tokens of the validation split.
+            machine: machine to train on.
+            held_out_tokens: number of tokens in the validation split.
         """
         way, why = self.way, "compiling would cost more than it gains"
         if machine.compiler is None:
@@ -451,7 +457,8 @@ class RunFacts:
         every = max(math.ceil(self.steps / parts.evaluations), 1)
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
-            # Not in between if the run has more steps than are expected.
+            # So that no evaluation happens in between, even if the run has more steps than
+            # expected.
             every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:
@@ -469,26 +476,26 @@ class RunFacts:
         yield Choice("checkpoint.every_steps", every, reason)
 
 
-#: Lengths in seconds that are offered when the user is asked.
+#: Lengths in seconds that are offered to the user.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
-#: A row of the printed table: name, value and reason.
+#: Row of the printed table: (name, value, reason).
 Row = tuple[str, str, str]
 
-#: Shortest time of a run, as a multiple of the expected one, for which an advised budget is enough.
+#: An advised budget is sufficient for a run that takes up to this multiple of the expected time.
 _SLOWER = 1.2
 
-#: Largest number of characters of a value in the table.
+#: Maximum number of characters of a value in the table.
 _MOST_VALUE = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(ABC):
-    """The plan of a run: of a new model (`TextPlan`) or of fine-tuning (`TuningPlan`).
+    """The plan of a run that trains a new model (`TextPlan`) or fine-tunes one (`TuningPlan`).
 
     Attributes:
         request: inputs, length and overrides of the run.
-        machine: the machine to train on.
-        speed: its speed.
+        machine: machine to train on.
+        speed: machine with its measured or predicted speed.
         choices: all settings.
         memory_bytes: expected memory of the run; None if unknown or not computed yet.
     """
@@ -502,30 +509,30 @@ class RunPlan(ABC):
     @property
     @abstractmethod
     def data_name(self) -> str:
-        """The name of the training data in messages, such as "the text"."""
+        """Name of the training data in messages, such as "the text"."""
 
     @property
     @abstractmethod
     def held_out_tokens(self) -> float:
-        """Tokens of the validation split."""
+        """Number of tokens in the validation split."""
 
     @property
     @abstractmethod
     def recorded(self) -> dict[str, Any]:
-        """Facts from which the settings follow, for `record`."""
+        """Facts from which the settings were chosen, for `record`."""
 
     @abstractmethod
     def choose_again(self, length: Length) -> Self:
-        """The plan for another length of the run."""
+        """Return the plan for another length of the run."""
 
     def require_time(self, length: Length) -> None:
-        """Refuse a time budget that does not leave enough time for steps.
+        """Reject a time budget that does not leave enough time for steps.
 
         Args:
             length: length of the training loop within the budget.
 
         Raises:
-            ConfigError: the time is too short; the message names a budget that is enough.
+            ConfigError: the time is too short; the message names a sufficient budget.
         """
         whole, least = self.request.seconds, self.choices.least_seconds
         if whole is None or length.seconds is None or length.seconds >= least:
@@ -542,22 +549,24 @@ class RunPlan(ABC):
 
     @abstractmethod
     def with_memory(self) -> Self:
-        """The plan with expected memory and counted parameters, which take a second or two."""
+        """Return the plan with the expected memory and the exact parameter count, which take a
+        second or two to compute."""
 
     @abstractmethod
     def first_rows(self) -> list[Row]:
-        """The rows of the table above those of the choices: name, value and reason."""
+        """Return the table rows that come before the choices: name, value and reason."""
 
     @abstractmethod
     def model_lines(self) -> Iterator[str]:
-        """Lines for the user with the model, the reason for it, and how it is trained."""
+        """Yield lines for the user with the model, the reason for choosing it, and how it is
+        trained."""
 
     def expected_result(self) -> str:
-        """The expected result of the run as text for the user; "" if it is not known."""
+        """Return the expected result of the run as text for the user, or "" if it is unknown."""
         return ""
 
     def lines(self) -> Iterator[str]:
-        """The plan as a few lines for the user: model, length, expected result and memory."""
+        """Yield the plan as a few lines for the user: model, length, expected result and memory."""
         yield from self.model_lines()
         yield from length_lines(self.choices, self.speed, self.data_name)
         expected = [self.expected_result()]
@@ -570,7 +579,8 @@ class RunPlan(ABC):
             yield f"more text: {self.choices.advice}"
 
     def table(self) -> Iterator[str]:
-        """A blank line and the table of all choices with their reasons, as lines for the user."""
+        """Yield a blank line and the table of all choices with their reasons, as lines for the
+        user."""
         yield ""
         rows = self.first_rows()
         if given := self.request.val_inputs:
@@ -579,7 +589,7 @@ class RunPlan(ABC):
         yield from _table_lines(self, rows)
 
     def record(self) -> dict[str, Any]:
-        """The plan as a JSON object."""
+        """Return the plan as a JSON object."""
         return {
             "machine": self.speed.name,
             **self.recorded,
@@ -589,18 +599,19 @@ class RunPlan(ABC):
 
 
 def _whole_minutes(seconds: float) -> str:
-    """A time as the value of an option, rounded up: to 10 s below two minutes, else to a minute."""
+    """Return a duration as the value of an option, rounded up to 10 s if it is below two minutes,
+    otherwise to a minute."""
     if seconds <= 120:
         return f"{10 * math.ceil(seconds / 10)}s"
     return f"{math.ceil(seconds / 60)}m"
 
 
 def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[str]:
-    """Lines for the user with the length of the run and the machine's speed.
+    """Yield lines for the user with the length of the run and the machine's speed.
 
     Args:
         choices: all settings.
-        speed: the machine.
+        speed: machine with its speed.
         data: name of the training data, such as "the text".
     """
     origin = speed.origin
@@ -623,7 +634,8 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
 
 
 def _ends_early(choices: Choices) -> bool:
-    """True if the run ends by its passes over the data, clearly before its time."""
+    """Return True if the run ends because of its limit of passes over the data, well before its
+    time is up."""
     if "schedule.max_minutes" not in choices.keys:
         return False
     minutes: float = choices["schedule.max_minutes"]
@@ -631,12 +643,12 @@ def _ends_early(choices: Choices) -> bool:
 
 
 def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
-    """The lines of a table with the length of the run, the precision, all choices that have a
-    reason, and the other given keys.
+    """Yield the lines of a table with the length of the run, the precision, all choices that have a
+    reason, and the user's other keys.
 
     Args:
-        plan: the plan of the run.
-        first: rows above all others.
+        plan: plan of the run.
+        first: rows that come before all others.
     """
     choices, machine = plan.choices, plan.machine
     steps = "given"
@@ -657,7 +669,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
         *((c.key, plain(c.value), c.reason) for c in choices.choices if c.reason),
         *((key, plain(value), "given") for key, value in others.items()),
     ]
-    # Given values may have line breaks.
+    # Values given by the user may contain line breaks.
     shown = [
         (key, shortened(" ".join(value.split()), _MOST_VALUE), reason)
         for key, value, reason in shown
@@ -668,7 +680,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
-    """Some lengths of a run in seconds (`OFFERED_SECONDS`), each with the settings for it."""
+    """Yield the offered lengths of a run in seconds (`OFFERED_SECONDS`), each with its settings."""
     for seconds in OFFERED_SECONDS:
         request = replace(plan.request, seconds=seconds)
         yield seconds, plan.choose_again(request.training_length()).choices

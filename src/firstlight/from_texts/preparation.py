@@ -1,4 +1,4 @@
-"""Prepares the texts of a run as token shards, which later calls with the same texts use again."""
+"""Prepare a run's texts as token shards, which later calls with the same texts reuse."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from firstlight.planner.advise import defaults
 if TYPE_CHECKING:
     from firstlight.tokenizer import Tokenizer
 
-#: Bytes of text on which a tokenizer is trained: more text hardly changes it.
+#: Bytes of text on which a tokenizer is trained: more text would hardly change it.
 _TOKENIZER_BYTES = 24 << 20
-#: Prepared text as a multiple of the text that the run is expected to read.
+#: Amount of prepared text, as a multiple of the text that the run is expected to read.
 _SPARE = 1.5
-#: Bytes of held-out text that are compressed by xz, for comparison with the model.
+#: Bytes of held-out text that are compressed by xz for comparison with the model.
 _XZ_BYTES = 8 << 20
 
 
@@ -33,11 +33,11 @@ class Preparation:
     """Texts to prepare.
 
     Attributes:
-        scan: the scan of the texts.
-        text_key: field of the text in JSONL lines, tables and datasets.
+        scan: scan of the texts.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
-        tokenizer_key: hash or vocabulary size of the tokenizer, which is part of the key of
-            prepared texts.
+        tokenizer_key: hash or vocabulary size of the tokenizer, as part of the key of prepared
+            texts.
         tokenizer: function that trains or loads the tokenizer.
     """
 
@@ -49,14 +49,14 @@ class Preparation:
 
     @property
     def limit(self) -> int:
-        """Bytes of text that are prepared: a power of two times `defaults.PREPARED_BYTES`, so
-        that runs with slightly different budgets use the same shards."""
+        """Bytes of text to prepare: `defaults.PREPARED_BYTES` times a power of two, so that runs
+        with slightly different budgets share the same shards."""
         parts = _SPARE * self.needed_bytes / defaults.PREPARED_BYTES
         return defaults.PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
 
     @property
     def key(self) -> str:
-        """The key of the prepared data: texts with equal keys give the same shards."""
+        """Key of the prepared data: texts with equal keys have the same shards."""
         facts = self.scan.facts
         # The size of a dataset on the hub is unknown.
         known = all(source.dataset is None for source in self.scan.sources)
@@ -65,8 +65,8 @@ class Preparation:
 
 
 def prepared_texts(texts: Preparation, call: RunCall) -> Path:
-    """The run's folder of tokenizer and shards, linked from an earlier call with the same key or
-    prepared anew. If another call is preparing the same texts, this one waits for it.
+    """Return the run's folder of tokenizer and shards, linked from an earlier call with the same
+    key or newly prepared. If another call is preparing the same texts, wait for it.
 
     Raises:
         InputError, StorageError: see `prepare`.
@@ -79,12 +79,12 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
             data, state = folder / DATA_FOLDER, read_state(folder)
-            # A call that was killed leaves its `data_key` beside older shards.
+            # If a call was killed, its `data_key` may be stored next to older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"using the tokenizer and shards of {data} again")
                 call.remember(data_key=texts.key, prepared_key=None)
-                # The run keeps its data if the other run is deleted.
+                # Linked, so that this run keeps its data if the other run is deleted.
                 own = call.folder / DATA_FOLDER
                 if folder != call.folder:
                     with new_folder(own, replace=True, synced=True) as linked:
@@ -107,7 +107,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
 
 
 def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
-    """Prepare texts in the run folder, replacing existing shards."""
+    """Prepare texts in the run folder, and replace existing shards."""
     from firstlight.data.prepare import prepare
 
     data = call.folder / DATA_FOLDER
@@ -135,14 +135,14 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
 def train_tokenizer_on(
     scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
 ) -> Tokenizer:
-    """Train a tokenizer on texts, without what is held out: a tokenizer that has seen the held-out
+    """Train a tokenizer on the texts without the held-out part: a tokenizer trained on the held-out
     text, with its names and rare words, would need fewer tokens for it than for other text.
 
     Args:
-        scan: the scan of the texts.
-        text_key: field of the text in JSONL lines, tables and datasets.
+        scan: scan of the texts.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
         vocab_size: number of tokens.
-        tell: function that is called with a message for the user.
+        tell: callback for messages to the user.
     """
     from firstlight.data.prepare import cut_tail
     from firstlight.data.records import read_documents
@@ -167,7 +167,8 @@ def train_tokenizer_on(
 
 
 def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> list[str]:
-    """Prompts shortened to at most `most` tokens each, without empty ones; [""] if none is left."""
+    """Shorten prompts to at most `most` tokens each and drop empty prompts; return [""] if none is
+    left."""
     found = []
     for prompt in prompts:
         while len(tokenizer.encode_prompt(prompt)) > most:
@@ -177,7 +178,8 @@ def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> 
 
 
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
-    """Bits per byte of the held-out text compressed by xz; None without held-out text."""
+    """Return the bits per byte of the held-out text compressed by xz, or None without held-out
+    text."""
     from firstlight.data.corpus import TokenDataset
     from firstlight.data.shards import read_manifest
 

@@ -1,5 +1,5 @@
-"""The user's request for a run on texts or conversations: inputs, length and given settings, and
-checks of them before anything is read."""
+"""The user's request for a run on texts or conversations: inputs, length and settings, which are
+checked before anything is read."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
-#: Length of a run in seconds if none is given and the user can't be asked.
+#: Length of a run in seconds if the user does not set one and can't be asked.
 DEFAULT_SECONDS = 600.0
-#: Keys with which not every width is valid.
+#: Keys that restrict the valid widths.
 HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The user's request. At most one of seconds, tokens and steps is given.
+    """The user's request. At most one of seconds, tokens and steps is set.
 
     Attributes:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
         seconds: wall-clock time of the whole command.
         tokens, steps: number of tokens to train on; number of optimizer steps.
-        size: name of a size, or number of parameters, of the model; None chooses it.
+        size: name of a size, or parameter count, of the model; None to choose it.
         overrides: pairs (`section.key`, value as YAML text).
-        text_key: field of the text in JSONL lines, tables and datasets.
-        init_from: folder of the model to start from; None trains a new one.
-        val_inputs: texts to validate on, named as `inputs` are; without any, a part of the inputs
-            is held out.
-        as_is: read texts unchanged: see `prepare`.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
+        init_from: folder of the initial model; None to train a new model.
+        val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
+            inputs is held out.
+        as_is: True to read texts unchanged: see `prepare`.
     """
 
     inputs: Sequence[str]
@@ -57,12 +57,12 @@ class Request:
 
     @property
     def has_length(self) -> bool:
-        """True if the request gives the length of the run."""
+        """True if the request sets the length of the run."""
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     def training_length(self, text_bytes: float = 0.0) -> Length:
-        """The expected length of the training: a time budget, by default `DEFAULT_SECONDS`, without
-        the seconds that the other parts of the command are expected to take.
+        """Return the expected length of the training: a time budget (by default `DEFAULT_SECONDS`)
+        minus the seconds that the other parts of the command are expected to take.
 
         Args:
             text_bytes: bytes of text that have to be prepared.
@@ -75,19 +75,19 @@ class Request:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The values of the overrides, by `section.key`."""
+        """Values of the overrides, by `section.key`."""
         from firstlight.recipe.load import override_value
 
         return {name: override_value(name, text) for name, text in self.overrides}
 
     def check(self, *, conversations: bool = False) -> None:
-        """Refuse invalid overrides before anything is trained.
+        """Reject invalid overrides before anything is trained.
 
         Args:
             conversations: True if the inputs are conversations.
 
         Raises:
-            ConfigError: a key is unknown or follows from the inputs, or its value is invalid.
+            ConfigError: a key is unknown or determined by the inputs, or its value is invalid.
         """
         from firstlight.recipe import parse_recipe
 
@@ -119,7 +119,7 @@ class Request:
                 f"--size applies to new models only: omit it, or omit --init-from {self.init_from}"
             )
         data = {"kind": "chat", "files": ["unused"]} if conversations else {"dir": "unused"}
-        # Some keys are valid only with others that will be chosen.
+        # Some keys are only valid together with keys that are chosen later.
         others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
@@ -137,19 +137,20 @@ def request_of(
     *,
     as_is: bool = False,
 ) -> Request:
-    """The request for the arguments of `train_texts`.
+    """Return the request for the arguments of `train_texts`.
 
     Raises:
         ConfigError: a time, number or size is invalid, or two lengths are given.
     """
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     if not all(isinstance(value, str) for _, value in pairs):
-        # Not for options of the command line: it imports torch, before the first message.
+        # Not needed for command-line options: this imports torch, which would delay the first
+        # message.
         from firstlight.recipe import override_pairs
 
         pairs = override_pairs(pairs)
     if size is not None and size not in defaults.SIZES:
-        parameters_of(size)  # before any text is read
+        parameters_of(size)  # raises before any text is read
     return Request(
         _names(inputs),
         _parsed("--budget", parse_time, budget),
@@ -165,7 +166,7 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of a recipe with keys that will be chosen, with which the given ones are valid."""
+    """Return recipe sections with the keys to be chosen later that make the given keys valid."""
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}
     if "optimizer.name" not in fixed:
@@ -182,7 +183,7 @@ def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameters_of(size: str) -> float:
-    """The number of parameters of a size such as "10M".
+    """Return the parameter count of a size such as "10M".
 
     Raises:
         ConfigError: `size` is not a number above 0.

@@ -1,5 +1,5 @@
-"""The result of a run on texts: its loss compared with gzip and xz, samples, and commands that use
-the model."""
+"""The result of a run on texts: its loss compared with gzip and xz, sample texts, and commands that
+use the model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
-#: Largest numbers of sample texts and of commands that are shown.
+#: Maximum number of sample texts and of commands that are shown.
 _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
-#: Largest number of characters of the prompt in a proposed command.
+#: Maximum number of characters of the prompt in a suggested command.
 _PROMPT_CHARS = 32
-#: Shortest budget, in minutes, that is proposed for a longer run.
+#: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
-#: Fraction of the last evaluation's bits per byte by which an earlier one has to be lower, so that
-#: its checkpoint is recommended.
+#: An earlier checkpoint is recommended if its bits per byte were lower than those of the last
+#: evaluation by at least this fraction.
 _WORSE = 0.02
 
 
@@ -52,25 +52,26 @@ class TextRun:
 
     Attributes:
         run_folder: folder with the recipe, the data, checkpoints and the report.
-        training: the result of the training; None for a run that was already complete.
-        choices: all settings; None if the call resumed the run of an earlier call.
-        bits_per_byte: bits per byte of held-out text at the last evaluation (see `best`); None
+        training: result of the training; None if the run was already complete.
+        choices: all settings; None if the call resumed an earlier call's run.
+        bits_per_byte: bits per byte on held-out text at the last evaluation (see `best`); None
             without an evaluation.
         gzip_bits_per_byte: bits per byte of the held-out text compressed by gzip -9; None if
             unknown.
         xz_bits_per_byte: bits per byte of the held-out text compressed by xz; None if unknown.
-        samples: pairs (prompt, continuation) of the last evaluation.
+        samples: pairs (prompt, continuation) from the last evaluation.
         seconds: wall-clock time of the whole call.
         next_commands: pairs (command, purpose) of commands that use the model.
-        answers: True if the model was trained on conversations; `bits_per_byte` is that of answers
-            then.
+        answers: True if the model was trained on conversations; `bits_per_byte` is then measured on
+            answers.
         best: True if the last evaluation was clearly worse than an earlier one whose checkpoint is
-            kept and should be used (`--best`); `bits_per_byte`, `samples` and `next_commands` are
-            for that checkpoint then.
-        held_out_share: fraction of the held-out text that `bits_per_byte` was measured on, 1 for
-            conversations; `gzip_bits_per_byte` and `xz_bits_per_byte` are those of all of it.
-        expected_bits_per_byte: lowest and highest value that was expected of `bits_per_byte`; None
-            for fine-tuning, and for a run that was stopped.
+            kept and should be used (`--best`). `bits_per_byte`, `samples` and `next_commands` then
+            refer to that checkpoint.
+        held_out_share: fraction of the held-out text on which `bits_per_byte` was measured; 1 for
+            conversations. `gzip_bits_per_byte` and `xz_bits_per_byte` refer to the whole held-out
+            text.
+        expected_bits_per_byte: lowest and highest expected value of `bits_per_byte`; None for
+            fine-tuning, and for a run that was stopped.
     """
 
     run_folder: Path
@@ -89,11 +90,11 @@ class TextRun:
 
 
 def result_of(call: RunCall, result: TrainResult | None, request: Request) -> TextRun:
-    """The result of a call, from the run folder's files.
+    """Return the result of a call, read from the run folder's files.
 
     Args:
-        call: the call of `train_texts`.
-        result: the result of the training; None for a run that was already complete.
+        call: call of `train_texts`.
+        result: result of the training; None if the run was already complete.
         request: inputs, length and overrides of the run.
     """
     folder, state = call.folder, call.state
@@ -101,7 +102,8 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
-    # Several steps can have the lowest value, and the recipe may keep none of their checkpoints.
+    # Several steps may share the lowest value, and the recipe may not keep any of their
+    # checkpoints.
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
@@ -114,7 +116,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     try:
         held = read_manifest(Path(state["data"]))["splits"].get("val")
     except DataError as error:
-        # The shards were deleted during the run, which had them open. The model is complete.
+        # The shards were deleted while the run had them open. The model itself is complete.
         call.tell(f"warning: {error}")
         held = None
     gzip = None
@@ -144,8 +146,8 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 
 def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
-    """The fraction of a validation split of `tokens` tokens that the run's evaluations read; 1 for
-    conversations, whose rows are not full."""
+    """Return the fraction of a validation split with `tokens` tokens that the run's evaluations
+    read, or 1 for conversations, whose rows are not full."""
     if kind == "chat":
         return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))
@@ -154,12 +156,12 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
 
 
 def first_words(prompt: str) -> str:
-    """The beginning of a prompt, for a command line: words of its first line that is not empty, up
-    to the first unprintable character; "" if there are none."""
+    """Return the beginning of a prompt for use in a command line: words of its first non-empty
+    line, up to the first unprintable character; "" if there are none."""
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
     line = "".join(itertools.takewhile(str.isprintable, line))
     short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
-    # A language without spaces between words has one long word: cut it by characters.
+    # In a language without spaces, the line is one long word: cut it by characters.
     return short or line[:_PROMPT_CHARS]
 
 
@@ -186,7 +188,7 @@ def _next_commands(
         yield chat
         yield server
     else:
-        # The prompt is in the language and kind of the texts.
+        # The prompt is in the language and style of the texts.
         words = shlex.quote(prompt or "Once upon a time")
         yield f"firstlight generate {run} --prompt {words}", "continue a text"
         yield chat
@@ -200,8 +202,7 @@ def _next_commands(
 def _longer(
     call: RunCall, request: Request, metrics: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """The command that trains longer, with its purpose; nothing if that would give the same
-    model."""
+    """Yield the command that trains longer and its purpose, unless it would give the same model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
         return  # the run has reached the limit of epochs
@@ -219,11 +220,11 @@ def _longer(
 
 
 def result_lines(run: TextRun) -> Iterator[str]:
-    """The result as at most twelve lines for the user: the loss compared with gzip and xz, sample
-    texts, the place of the model, and the first commands that use it.
+    """Yield the result as at most twelve lines for the user: the loss compared with gzip and xz,
+    sample texts, the path of the model, and the first commands that use it.
 
     Args:
-        run: the result.
+        run: result to show.
     """
     if run.bits_per_byte is not None:
         beside = [
@@ -245,7 +246,7 @@ def result_lines(run: TextRun) -> Iterator[str]:
         )
     for prompt, text in run.samples[:_SHOWN_SAMPLES]:
         yield f"  {sample_line(prompt, text, console().width - 2)}"
-    # A call that found the run complete took a moment.
+    # If the run was already complete, the call took only a moment.
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield ""

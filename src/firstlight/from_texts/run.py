@@ -1,4 +1,4 @@
-"""`train_texts`: trains a model on texts or conversations within a given time."""
+"""`train_texts`: train a model on texts or conversations within a time budget."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
     from firstlight.from_texts.result import TextRun
     from firstlight.training.loop import TrainResult
 
-#: Function that shows a plan to the user, and returns the length of the run that the user chose, in
-#: seconds.
+#: Function that shows a plan to the user and returns the chosen length of the run in seconds.
 Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """The work for a request: training a new model (`NewModel`), or fine-tuning (`FineTuning`).
+    """The work for a request: training a new model (`NewModel`) or fine-tuning one (`FineTuning`).
 
     Attributes:
         content_key: hash of the inputs' content.
@@ -44,11 +43,11 @@ class Work(Protocol):
     def content_key(self) -> str: ...
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """The plan from estimated facts.
+        """Return the plan from estimated facts.
 
         Args:
             request: inputs, length and overrides of the run.
-            gpu: name of a GPU to plan for; None plans for this machine.
+            gpu: name of a GPU to plan for; None to plan for this machine.
         """
         ...
 
@@ -56,7 +55,7 @@ class Work(Protocol):
         """Prepare the data, choose settings again from facts about it, and train.
 
         Args:
-            plan: the plan from estimated facts.
+            plan: plan from estimated facts.
             request: inputs, length and overrides of the run.
             call: run folder, time and messages.
         """
@@ -68,13 +67,13 @@ def work_of(request: Request, tell: Callable[[str], None], *, progress: bool) ->
 
     Args:
         request: inputs, length and overrides of the run.
-        tell: function that is called with each message for the user.
-        progress: show a progress bar.
+        tell: callback for each message to the user.
+        progress: True to show a progress bar.
 
     Raises:
         InputError: the inputs can't be read, or contain neither texts nor conversations.
         ConfigError: an override is invalid.
-        ModelError, CheckpointError: the model to start from does not exist or can't be used.
+        ModelError, CheckpointError: the initial model does not exist or can't be used.
     """
     from firstlight.from_texts.new_model import NewModel
     from firstlight.from_texts.scan import require_texts
@@ -110,38 +109,39 @@ def train_texts(
 ) -> TextRun:
     """Train a model on texts: tokenizer, shards, settings, training, evaluation and report.
 
-    A second call with the same inputs and options resumes an unfinished run. Other options begin
-    another run, which uses the tokenizer and shards again if they are the same.
+    A second call with the same inputs and options resumes an unfinished run. A call with other
+    options starts another run, which reuses tokenizer and shards if they are the same.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
             With `init_from` also conversations; see `prepare_chat`.
         budget: wall-clock time of the whole call, such as "30m", or a number of seconds. At most
-            one of budget, tokens and steps may be given; without any, the budget is ten minutes.
+            one of budget, tokens and steps can be set; without any, the budget is ten minutes.
         tokens: number of tokens to train on, such as "10M".
         steps: number of optimizer steps.
-        size: "tiny", "small", "medium", "large", "xl", or parameters such as "10M"; None chooses.
-        init_from: folder, run or hub id of a model to fine-tune; None trains a new model.
-        run_dir: run folder; None is runs/NAME, with the name of the first input.
-        overrides: values of the recipe by `section.key`; other settings are chosen to fit them.
-        text_key: field of the text in JSONL lines, tables and datasets.
-        val_inputs: texts to validate on, named as `inputs` are; without any, a part of the inputs
-            is held out.
-        as_is: read texts unchanged; see `prepare`.
-        resume: continue the newest unfinished run of the inputs, without its other options; the
-            newest complete one if all are complete.
-        on_step: called with each step's metrics; see `train`. The steps begin again at 1 if another
-            model is chosen after the first seconds.
-        progress: show messages and progress on stderr.
-        explain: show every chosen setting with its reason before training; they are also in the
-            comments of the run's recipe.yaml.
-        ask: function that asks the user for the length of the run if none is given.
-        began: `time.time()` from which the budget counts; None is now.
+        size: "tiny", "small", "medium", "large", "xl", or a parameter count such as "10M"; None to
+            choose the size.
+        init_from: folder, run or hub id of a model to fine-tune; None to train a new model.
+        run_dir: run folder; None for runs/NAME, where NAME is the first input's name.
+        overrides: recipe values by `section.key`; other settings are chosen to fit them.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
+        val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
+            inputs is held out.
+        as_is: True to read texts unchanged; see `prepare`.
+        resume: True to continue the newest unfinished run on the inputs without repeating its other
+            options; if all runs are complete, the newest one.
+        on_step: callback for each step's metrics; see `train`. Steps restart at 1 if another model
+            is chosen after the first seconds.
+        progress: True to show messages and progress on stderr.
+        explain: True to show every chosen setting with its reason before training; the reasons are
+            also comments in the run's recipe.yaml.
+        ask: function that asks the user for the length of the run if it is not set.
+        began: `time.time()` at which the budget starts; None for now.
 
     Raises:
-        InputError: the inputs can't be read, or have no text.
-        ConfigError: an argument is invalid, the budget is too short, `run_dir` has another run, or
-            there is no run to resume.
+        InputError: the inputs can't be read, or do not contain text.
+        ConfigError: an argument is invalid, the budget is too short, `run_dir` holds another run,
+            or there is no run to resume.
         CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
     began = time.time() if began is None else began
@@ -159,7 +159,7 @@ def train_texts(
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)
-    # After the first message, because they import torch, which takes seconds.
+    # Imported after the first message, because these import torch, which takes seconds.
     from firstlight.checkpoint.run_folder import held
     from firstlight.from_texts.result import result_of
 
@@ -183,8 +183,9 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
-    """The request with a length, the plan that was shown to the user, and the seconds until the
-    answer, which do not count as the run's; (..., None, 0) if the user was not asked."""
+    """Return the request with a length, the plan shown to the user, and the seconds spent waiting
+    for the user, which do not count towards the budget; (..., None, 0) if the user was not
+    asked."""
     if request.has_length:
         return request, None, 0.0
     if ask is None:
@@ -199,14 +200,14 @@ def _with_length(
 def _result(
     work: Work, plan: RunPlan | None, request: Request, call: RunCall, notes: Sequence[str]
 ) -> TrainResult | None:
-    """Begin the run or resume it; None if it is complete already.
+    """Start or resume the run; return None if it is already complete.
 
     Args:
-        work: the work for the request.
-        plan: the plan that was shown to the user; None if none was.
+        work: work for the request.
+        plan: plan that was shown to the user; None if none was shown.
         request: inputs, length and overrides of the run.
         call: run folder, time and messages.
-        notes: messages about the run folder, for a run that begins.
+        notes: messages about the run folder, printed if a new run starts.
     """
     if call.state.get("complete"):
         call.tell(f"{call.folder} is complete: nothing to do")
@@ -222,7 +223,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # not before the plan, which may be refused
+            for note in notes:  # after the plan, which may be rejected
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:
@@ -234,7 +235,7 @@ def _result(
 
 
 def _go_on(request: Request, call: RunCall) -> TrainResult:
-    """Resume the run of an earlier call."""
+    """Resume an earlier call's run."""
     from firstlight.planner.plan.processes import RunForecaster
     from firstlight.recipe import load_recipe
     from firstlight.training.loop import train

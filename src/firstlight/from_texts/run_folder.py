@@ -1,5 +1,5 @@
 """One call of `train_texts`: its run folder, the state that it saves there for later calls, and its
-time."""
+time budget."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ from firstlight.planner.advise.law import Length
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
 
-#: File in the run folder with the run's inputs and options, and the state of its preparation.
+#: File in the run folder with the run's inputs and options, and the state of the preparation.
 STATE_NAME = "pipeline.json"
-#: Folder in the run folder with tokenizer and shards.
+#: Subfolder of the run folder with tokenizer and shards.
 DATA_FOLDER = "data"
-#: File in the run folder with the conversations that are longer than a row.
+#: File in the run folder that lists conversations longer than a row.
 TOO_LONG_NAME = "too-long.txt"
-#: Lock file in the run folder, locked during a call of `train_texts`.
+#: Lock file in the run folder, held during a call of `train_texts`.
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
-#: Seconds of the budget that are reserved for the report: at least, at most, and as a share of the
-#: start, which takes longer on a busy machine, too.
+#: Minimum and maximum seconds of the budget that are reserved for the report. In between, the
+#: reserve is proportional to the duration of the start, which also takes longer on a busy machine.
 _RESERVED_SECONDS, _MOST_RESERVED = 4.0, 12.0
 _RESERVED_SHARE = 1 / 8
-#: Fewest seconds of a training: a shorter one is not worth its start.
+#: Minimum duration of the training in seconds: a shorter training would not be worth starting.
 _LEAST_SECONDS = 10.0
-#: Time of a second call for the same work, as a multiple of the first one's, for which an advised
-#: budget is enough.
+#: An advised budget is sufficient for a second call that takes up to this multiple of the first
+#: call's time for the same work.
 _SLOWER = 1.25
-#: Attributes of a request that an earlier call's state has beside its overrides.
+#: Attributes of a request that are saved in the state in addition to the overrides.
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
-#: Largest number of files that are remembered.
+#: Maximum number of files whose size and time are recorded.
 _KNOWN_FILES = 1000
-#: Reason in the recipe for choices that have no other.
+#: Reason in the recipe for choices without another reason.
 _MEASURED = "new models learned best with this value: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
 
 
-#: Function that is called with each step's metrics; see `train`.
+#: Callback for each step's metrics; see `train`.
 OnStep = Callable[[Mapping[str, Any]], None]
 
 
 class RunCall:
-    """One call of `train_texts`: its run folder, its time, and its messages.
+    """One call of `train_texts`: its run folder, time and messages.
 
     Args:
-        folder: the run folder.
-        began: `time.time()` from which the budget counts.
-        tell: function that is called with each message for the user.
-        progress: show progress bars.
-        explain: show the table of all choices with their reasons.
-        on_step: called with each step's metrics; see `train`.
+        folder: run folder.
+        began: `time.time()` at which the budget starts.
+        tell: callback for each message to the user.
+        progress: True to show progress bars.
+        explain: True to show the table of all choices with their reasons.
+        on_step: callback for each step's metrics; see `train`.
 
     Attributes:
-        state: the contents of the folder's state file (`STATE_NAME`).
-        choices: all settings, after the recipe is written; None for a resumed run.
-        preparing_seconds: seconds in which this call has prepared texts.
-        measured: `time.time()` at which the remaining time was measured last, and before, `began`.
+        state: contents of the folder's state file (`STATE_NAME`).
+        choices: all settings, available once the recipe is written; None for a resumed run.
+        preparing_seconds: seconds that this call has spent preparing texts.
+        measured: `time.time()` at which the remaining time was last computed; initially `began`.
     """
 
     def __init__(
@@ -116,21 +116,21 @@ class RunCall:
         write_json(self.folder / STATE_NAME, self.state)
 
     def forget(self) -> None:
-        """Delete the state of a run that has not begun and has no data of its own, so that no
-        folder is left of it."""
+        """Delete the state of a run that has not started and does not have its own data, so that
+        its folder disappears."""
         if self.state.get("begun"):
             return
         data = self.folder / DATA_FOLDER
         if self.state.get("has_linked_data") and data.is_dir():
-            remove_folder(data)  # another run has these files, too
-        # Without its state, a folder with unfinished shards would belong to no run.
+            remove_folder(data)  # another run also has these files
+        # Without its state, a folder with unfinished shards would not belong to any run.
         if not data.exists():
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
-        """Write the list of files that are not read into the run folder, if there are any.
+        """Write the list of unread files to the run folder, if there are any.
 
         Raises:
             StorageError: a file system error.
@@ -139,8 +139,8 @@ class RunCall:
             write_file(self.folder / UNREAD_NAME, "".join(f"{name}\n" for name in names))
 
     def length(self, request: Request) -> Length:
-        """The length of the training loop. For a time budget it is the time that remains now,
-        without the seconds that are reserved for the other parts of the command.
+        """Return the length of the training loop. With a time budget, this is the remaining time
+        minus the seconds reserved for the other parts of the command.
 
         Raises:
             ConfigError: less than `_LEAST_SECONDS` remain.
@@ -154,7 +154,7 @@ class RunCall:
         left = request.seconds - taken - reserved
         if left < _LEAST_SECONDS:
             rest = reserved + _LEAST_SECONDS
-            # A second call reads the texts again, and does not prepare them again.
+            # A second call reads the texts again, but does not prepare them again.
             again = _SLOWER * start + rest <= request.seconds
             use = ", or run the command again, which uses the prepared texts" if again else ""
             raise ConfigError(
@@ -184,17 +184,17 @@ class RunCall:
 
 
 def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[str] = ()) -> str:
-    """A recipe as YAML text with comments.
+    """Return a recipe as YAML text with comments.
 
     Args:
-        recipe: the recipe; all of its keys are written.
-        reasons: reasons of chosen keys by `section.key`, written above the keys.
+        recipe: recipe, of which all keys are written.
+        reasons: reasons for chosen keys by `section.key`, written above the keys.
         header: lines of a comment at the top.
     """
-    from firstlight.recipe.load import yaml_text  # imports torch, as a recipe has by then
+    from firstlight.recipe.load import yaml_text  # imports torch, which is loaded by now
 
     text = yaml_text(recipe.model_dump())
-    # A file's name may have line breaks.
+    # File names may contain line breaks.
     lines = [f"# {' '.join(line.split())}" for line in header]
     section = ""
     for line in text.splitlines():
@@ -208,7 +208,7 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
 
 
 def length_options(request: Request) -> list[str]:
-    """The option with the length of the run, for a command line; [] if none is given."""
+    """Return the command-line option that sets the length of the run, or [] if it is not set."""
     if request.seconds is not None:
         whole = request.seconds % 60 == 0
         return ["--budget", f"{request.seconds / 60:g}m" if whole else f"{request.seconds:g}s"]
@@ -218,7 +218,7 @@ def length_options(request: Request) -> list[str]:
 
 
 def own_options(request: Request) -> list[str]:
-    """The size and the values of the recipe that are given, for a command line."""
+    """Return the command-line options for the user's size and recipe values."""
     size = [] if request.size is None else ["--size", request.size]
     return size + [
         word for key, value in request.overrides if key != "run.dir" for word in (f"--{key}", value)
@@ -226,10 +226,10 @@ def own_options(request: Request) -> list[str]:
 
 
 def command_of(request: Request, options: Sequence[str]) -> str:
-    """The command of a run on the inputs of a request.
+    """Return the command for a run on a request's inputs.
 
     Args:
-        request: inputs, model to start from, and the options for reading the inputs.
+        request: inputs, initial model, and the options for reading the inputs.
         options: further options, as words.
     """
     start = [] if request.init_from is None else ["--init-from", request.init_from]
@@ -245,20 +245,20 @@ def place_of_run(
     run_dir: str | Path | None,
     tell: Callable[[str], None],
 ) -> Path:
-    """The run folder: that of an earlier call with the same content and options, or a new one.
+    """Return the run folder of an earlier call with the same content and options, or a new one.
 
     Args:
         request: inputs, length and overrides of the run.
         content_key: hash of the inputs' content.
-        run_dir: the folder given by the user; None uses runs/NAME, runs/NAME-2 and so on.
-        tell: function that is called with a message if runs/NAME has another run.
+        run_dir: folder set by the user; None for runs/NAME, runs/NAME-2 and so on.
+        tell: callback for a message if runs/NAME holds another run.
 
     Raises:
-        ConfigError: the folder given by the user has another run.
+        ConfigError: the folder set by the user holds another run.
     """
     base, is_given = _base_folder(request, run_dir)
     for folder in _numbered(base):
-        # A folder with only a lock file belongs to a call that has just begun: the lock decides.
+        # A folder with only a lock file belongs to a call that has just started: the lock decides.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)
@@ -280,8 +280,8 @@ def place_of_run(
 
 
 def facts_of_files(request: Request) -> dict[str, list[int]]:
-    """Size in bytes and time of the last change of the first files among the texts to validate and
-    to train on, by name. A later call with other texts finds by them which files have changed."""
+    """Return the size in bytes and the modification time of the first validation and training text
+    files, by name. A later call with other texts uses them to find which files have changed."""
     inputs = [*request.val_inputs, *request.inputs]
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
@@ -294,13 +294,13 @@ def facts_of_files(request: Request) -> dict[str, list[int]]:
 def _changes_since(
     state: Mapping[str, Any], folder: Path, request: Request, content_key: str
 ) -> Iterator[str]:
-    """The files that have changed since the run of an earlier call on the same inputs, and the
-    command that continues this run, as text; nothing if the run has other inputs or the same
+    """Yield text about the files that have changed since an earlier call's run on the same inputs,
+    and the command that continues that run. Yield nothing if the run has other inputs or the same
     content.
 
     Args:
         state: state of the run folder.
-        folder: the run folder.
+        folder: run folder.
         request: inputs of this call.
         content_key: hash of the inputs' content.
     """
@@ -321,7 +321,7 @@ def _changes_since(
         yield f"the texts have changed, or are read differently, since the run in {folder}"
     else:
         return
-    # Conversations are read from their own files, which a run requires as they were.
+    # Conversations are read from the original files, and a run requires that these are unchanged.
     if state.get("begun") and not state.get("complete") and state.get("kind") != "chat":
         model = state["request"].get("init_from")
         start = [] if model is None else ["--init-from", model]
@@ -330,14 +330,14 @@ def _changes_since(
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
-    """The request of the newest unfinished run of an earlier call with the same content, or of the
-    newest complete one if all are complete.
+    """Return the request of the newest unfinished run with the same content, or of the newest
+    complete run if all runs are complete.
 
     Args:
-        request: inputs of the run. If it has a length, a size or overrides, they have to be those
-            of the earlier call.
+        request: inputs of the run. Its length, size and overrides, if set, must equal the earlier
+            call's.
         content_key: hash of the inputs' content.
-        run_dir: the folder given by the user; None searches runs/NAME, runs/NAME-2 and so on.
+        run_dir: folder set by the user; None searches runs/NAME, runs/NAME-2 and so on.
 
     Raises:
         ConfigError: there is no such run.
@@ -349,7 +349,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     changes: list[str] = []
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
-        # Of several runs, one that can be continued.
+        # Among several runs, prefer one that can be continued.
         changes = max(changes, list(_changes_since(state, folder, request, content_key)), key=len)
         if _is_of(state, content_key) and (is_bare or state["request"] == wanted):
             changed = (folder / STATE_NAME).stat().st_mtime
@@ -365,12 +365,12 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}
     own = [one for one in request.overrides if one[0] == "run.dir"]
     overrides = (*map(tuple, earlier["overrides"]), *own)
-    # The model to start from may be given as another path to the same folder.
+    # The initial model may be given as a different path to the same folder.
     return replace(request, **length, init_from=earlier.get("init_from"), overrides=overrides)
 
 
 def has_run(request: Request, content_key: str) -> bool:
-    """True if one of the folders runs/NAME, runs/NAME-2 and so on has a run of the same content and
+    """Return True if runs/NAME, runs/NAME-2 and so on include a run with the same content and
     options."""
     base, _ = _base_folder(request, None)
     states = map(read_state, itertools.takewhile(Path.is_dir, _numbered(base)))
@@ -379,19 +379,19 @@ def has_run(request: Request, content_key: str) -> bool:
 
 
 def _is_of(state: Mapping[str, Any], content_key: str) -> bool:
-    """True if a state is that of a run of the content."""
+    """Return True if a state belongs to a run with this content."""
     return state.get("content_key") == content_key and "request" in state
 
 
 def _numbered(base: Path) -> Iterator[Path]:
-    """FOLDER, FOLDER-2, FOLDER-3, ..."""
+    """Yield FOLDER, FOLDER-2, FOLDER-3, ..."""
     yield base
     for number in itertools.count(2):
         yield base.with_name(f"{base.name}-{number}")
 
 
 def run_name(inputs: Sequence[str]) -> str:
-    """A name for a run folder, from the first input's name."""
+    """Return a name for a run folder, based on the first input's name."""
     first = inputs[0].removeprefix("hf:").partition(":")[0]
     stem = Path(first).expanduser().resolve().name if Path(first).exists() else Path(first).name
     name = stem.partition(".")[0] or stem.strip(".")
@@ -400,13 +400,14 @@ def run_name(inputs: Sequence[str]) -> str:
 
 
 def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
-    """The first candidate for the run folder, and True if the user has given it."""
+    """Return the first candidate for the run folder, and True if the user has set it."""
     given = run_dir or request.fixed.get("run.dir")
     return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The contents of a run folder's state file (`STATE_NAME`); {} if it is missing or damaged."""
+    """Return the contents of a run folder's state file (`STATE_NAME`), or {} if it is missing or
+    damaged."""
     try:
         state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -415,7 +416,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remembered(request: Request) -> dict[str, Any]:
-    """The options by which a later call is recognised as one for the same run, as a JSON object."""
+    """Return the options by which a later call recognises the same run, as a JSON object."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
     kept = {name: getattr(request, name) for name in _LENGTH_AND_SIZE}
     if request.init_from is not None:

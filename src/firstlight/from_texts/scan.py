@@ -1,5 +1,5 @@
-"""Reads inputs once before settings are chosen: which of them are conversations, and of texts the
-scripts, duplicates and held-out documents."""
+"""Scan the inputs once before settings are chosen: find conversations, and for texts the scripts,
+duplicates and held-out documents."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ from firstlight.from_texts.ngrams import TextSample
 from firstlight.from_texts.request import Request
 from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_token
 
-#: Largest number of file names in a message.
+#: Maximum number of file names in a message.
 SHOWN_FILES = 5
-#: Bytes that are read of a larger corpus: the first part of each file.
+#: Bytes to read of a larger corpus: the first part of each file.
 MOST_BYTES = 256 << 20
-#: Characters that are counted at a time.
+#: Number of characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of unreadable documents after which reading stops if no document had text.
+#: Reading stops after this many unreadable documents if no document had text.
 _HOPELESS = 1000
 #: Bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
 
-#: Unicode's names of scripts -> better known names.
+#: Unicode script names -> more familiar names.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
@@ -76,23 +76,23 @@ class CorpusFacts:
     """Facts about the part of a corpus that was read.
 
     Attributes:
-        documents: number of documents with text, duplicates included.
-        text_bytes: UTF-8 bytes of the documents without duplicates.
-        characters: characters of the documents without duplicates.
+        documents: number of documents with text, including duplicates.
+        text_bytes: UTF-8 bytes of the documents, without duplicates.
+        characters: number of characters in the documents, without duplicates.
         total_bytes: estimated bytes of the whole corpus; `text_bytes` if all of it was read.
-        common_characters: number of different characters that make up 99.9 % of the text.
-        scripts: fraction of the letters' bytes by script, the largest first.
-        duplicates: number of documents with the same text as an earlier one.
-        near_duplicates: number of documents that are similar to an earlier one.
-        compared: number of documents that were compared with earlier ones, the first ones.
+        common_characters: number of distinct characters that make up 99.9 % of the text.
+        scripts: fraction of the letters' bytes by script, largest first.
+        duplicates: number of documents with the same text as an earlier document.
+        near_duplicates: number of documents that are similar to an earlier document.
+        compared: number of documents (the first ones) that were compared with earlier documents.
         rejected: number of unreadable documents by reason (see `records.REASONS`).
-        first_rejected: place and error of the first unreadable document by reason.
+        first_rejected: location and error of the first unreadable document, by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
         hardness: how hard the text is to learn.
-        content_key: hash of all text that was read, and for a sample of the limits of each file.
-        is_sampled: True if only a part of the corpus was read.
+        content_key: hash of all text that was read and, for a sample, of each file's read limit.
+        is_sampled: True if only part of the corpus was read.
         changes: numbers of documents and files by kind of change: see `cleaning`.
-        changed_files: name of the file for each change that only one file had.
+        changed_files: for each change that affected only one file, the name of the file.
     """
 
     documents: int
@@ -126,12 +126,12 @@ class Scan:
     Attributes:
         sources: files and datasets of the corpus.
         facts: facts about the corpus.
-        split: the documents that are held out.
-        prompts: beginnings of held-out texts, for samples.
-        held_out_files: text files that are held out, with the limits with which they were read.
-        val_documents: number of documents that were given for validation, without duplicates; 0 if
-            a part of the texts is held out.
-        unread: names of the files that are not read because they are not texts.
+        split: documents that are held out.
+        prompts: beginnings of held-out texts, for sample texts.
+        held_out_files: text files that are held out, with the limits up to which they were read.
+        val_documents: number of validation documents given by the user, without duplicates; 0 if
+            part of the texts is held out.
+        unread: names of files that are not read because they are not texts.
     """
 
     sources: Sequence[DataSource]
@@ -144,14 +144,15 @@ class Scan:
 
     @property
     def val_bytes(self) -> float:
-        """UTF-8 bytes of the text that was read and is held out."""
+        """UTF-8 bytes of the held-out text, as far as it was read."""
         return self.split.fraction * self.facts.text_bytes
 
     def limited(self, most_bytes: int) -> list[DataSource]:
-        """The sources from which about `most_bytes` bytes of text are read in all, among them all
-        text files that are held out.
+        """Return sources limited to about `most_bytes` bytes of text in total, including all
+        held-out text files.
 
-        These are read as in the scan, because the hash of another part of a file's text would not
+        Held-out files keep the limits of the scan: with a different limit, the hash of the text
+        would not be found in `split`.
         be found in `split`.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
@@ -165,14 +166,14 @@ def scan_corpus(
     most_bytes: int = MOST_BYTES,
     progress: bool = False,
 ) -> Scan:
-    """Read a corpus once, or the first part of each file of a large one.
+    """Read a corpus once; of a large corpus, read the first part of each file.
 
     Args:
         sources: see `find_sources`.
         text_key: see `read_documents`.
-        val_sources: texts to validate on; without any, a part of `sources` is held out.
-        most_bytes: number of bytes that are read of a larger corpus.
-        progress: show a progress bar on stderr.
+        val_sources: texts to validate on; if empty, part of `sources` is held out.
+        most_bytes: number of bytes to read of a larger corpus.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         InputError: see `read_documents`; or there is no text.
@@ -210,7 +211,7 @@ def scan_corpus(
 
 
 class _Counts:
-    """Counts over the documents read so far."""
+    """Statistics of the documents read so far."""
 
     def __init__(self) -> None:
         self.documents = self.text_bytes = self.duplicates = self.near = 0
@@ -235,7 +236,8 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source; return its approximate size for the progress bar."""
+        """Count a document of a source; return its approximate size in bytes for the progress
+        bar."""
         if record.error is not None:
             reason = record.error.reason
             self._rejected[reason] += 1
@@ -251,7 +253,8 @@ class _Counts:
             return len(text)
         size = len(text.encode("utf-8"))
         self._digests[digest] = size
-        # The hash of a whole file is found again only if the file is read as it was in the scan.
+        # The hash of a whole file matches only if the file is later read in the same way as in the
+        # scan.
         if holds_one_document(source) and not any(map(is_separator, record.changes)):
             self._files[digest] = source
         self.text_bytes += size
@@ -261,8 +264,8 @@ class _Counts:
         share = held_out_share(size)
         self._sample.add(digest, text, int(len(text) * (1 - share)))
         if len(self._openings) < _MOST_OPENINGS:
-            # Candidates for prompts: the beginning of the text, and places near its end, because
-            # the end of each document is held out if there are few documents.
+            # Candidates for prompts: the beginning of the text and positions near its end, because
+            # the end of each document is held out if there are only a few documents.
             places = (0, *(int(len(text) * (1 - share * part)) for part in (0.9, 0.6, 0.3)))
             self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
         self._waiting.append(text)
@@ -272,10 +275,10 @@ class _Counts:
         return size
 
     def end_validation(self) -> None:
-        """Take all documents so far for validation.
+        """Mark all documents read so far as validation documents.
 
         Raises:
-            InputError: there is none.
+            InputError: there are none.
         """
         self.val_documents = len(self._digests)
         if not self.val_documents:
@@ -283,7 +286,7 @@ class _Counts:
 
     @property
     def _nothing_read(self) -> str:
-        """The message about inputs without text."""
+        """Return the error message for inputs without text."""
         return nothing_read(self._rejected, next(iter(self._first_rejected.values()), ""))
 
     def _count_characters(self) -> None:
@@ -301,16 +304,16 @@ class _Counts:
         text_key: str,
         held: HeldOut,
     ) -> CorpusFacts:
-        """The facts about everything that was read.
+        """Return the facts about everything that was read.
 
         Args:
             sources: all sources.
-            limited: the sources with the limits with which they were read.
+            limited: sources with the limits up to which they were read.
             text_key: see `read_documents`.
-            held: the documents that are held out.
+            held: documents that are held out.
 
         Raises:
-            InputError: there is no text, or it is one repeated character.
+            InputError: there is no text, or the text is a single repeated character.
         """
         if not self.documents:
             raise InputError(self._nothing_read)
@@ -357,11 +360,11 @@ class _Counts:
         return hold_out(self._near, self._digests)
 
     def files(self, held: HeldOut) -> list[DataSource]:
-        """The text files that are held out."""
+        """Return the text files that are held out."""
         return [file for digest, file in self._files.items() if digest in (held.digests or ())]
 
     def prompts(self, held: HeldOut) -> list[str]:
-        """Beginnings of up to three held-out texts."""
+        """Return the beginnings of up to three held-out texts."""
         if held.digests is None:
             ends = [own[1:] for one, own in self._openings.items() if one not in held.whole]
             texts = [text for end in ends for text in end]
@@ -375,24 +378,26 @@ class _Counts:
         return [one for one in dict.fromkeys(texts[::step]) if one][:_PROMPTS]
 
 
-#: Number of prompts, largest number of their characters, and of documents with kept beginnings.
+#: Number of prompts, maximum characters of a prompt, and number of documents whose beginnings are
+#: kept.
 _PROMPTS = 3
 _PROMPT_CHARACTERS = 60
 _MOST_OPENINGS = 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:
-    """Some words from the beginning of a text, as a prompt. If `text` starts in the middle of a
-    document (`start` > 0), its first, incomplete line is skipped."""
+    """Return some words from the beginning of a text, as a prompt. If `text` starts in the middle
+    of a document (`start` > 0), skip its first, incomplete line."""
     text = (text[text.find("\n") + 1 :] if start else text).lstrip("\ufeff\n\r ")
-    # At most half of the text: a whole text would leave nothing to continue.
+    # At most half of the text: the whole text would leave nothing to continue.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
     end = max(cut.rfind(" "), cut.rfind("\n"))
     return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """The fraction of the letters' UTF-8 bytes by script, from counts by code point."""
+    """Return the fraction of the letters' UTF-8 bytes by script, from a histogram over code
+    points."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -404,7 +409,7 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """The facts of a scan as lines for the user, one for each kind of change or loss."""
+    """Yield the facts of a scan as lines for the user, one line per kind of change or loss."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
@@ -453,15 +458,15 @@ def described(scan: Scan) -> Iterator[str]:
 
 
 def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> TextFacts:
-    """Estimated facts about the text as tokens, before it has a tokenizer.
+    """Estimate token statistics of the text before it has a tokenizer.
 
     Args:
         facts: facts about the corpus.
         vocab_size: vocabulary size of the tokenizer.
         held_out: bytes of text that are held out.
     """
-    # Other scripts have more bytes per character and about as many characters per token as Latin.
-    # The exponent 0.8 takes somewhat fewer characters per token.
+    # Scripts other than Latin have more bytes per character, and about as many characters per
+    # token. The exponent 0.8 assumes slightly fewer characters per token.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
@@ -476,16 +481,16 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
 def conversations_in(
     inputs: Sequence[str], text_key: str = "text", *, datasets: bool = True
 ) -> list[DataSource]:
-    """The files of conversations and preference pairs among the inputs.
+    """Return the files of conversations and preference pairs among the inputs.
 
     Args:
         inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
-        text_key: the field that holds the text, if records are texts.
-        datasets: True also looks into datasets on the Hugging Face hub.
+        text_key: field that holds the text, if the records are texts.
+        datasets: True to also check datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
     for item in inputs:
-        # "stdlib" means Python's standard library, even if there is a file of this name.
+        # "stdlib" means Python's standard library, even if a file has this name.
         if item == STANDARD_LIBRARY:
             continue
         try:
@@ -500,8 +505,8 @@ def conversations_in(
 
 
 def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
-    """Refuse inputs that are mostly conversations or preference pairs, for a run that trains a new
-    model. `text_key` is the field that holds the text, if records are texts.
+    """Reject inputs that are mostly conversations or preference pairs, for a run that trains a new
+    model. `text_key` is the field that holds the text, if the records are texts.
 
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.
@@ -526,12 +531,12 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """The value of the recipe's `data.files` for `sources`: the inputs as they were given if they
-    have no other files of records, else the names of `sources`.
+    """Return the value of the recipe's `data.files` for `sources`: the inputs as given if they
+    contain no other record files, otherwise the names of `sources`.
 
     Args:
         inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
-        sources: the sources among the inputs that contain conversations.
+        sources: sources among the inputs that contain conversations.
     """
     names = {source.name for source in sources}
     try:
@@ -542,7 +547,7 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
 
 
 def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """The names of the files among the inputs that have no conversations and are not read."""
+    """Return the names of input files that do not contain conversations and are not read."""
     names = {source.name for source in sources}
     others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
     for item in inputs:
@@ -553,7 +558,7 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     return others
 
 
-#: Fewest bytes of text: less leaves no validation text.
+#: Minimum bytes of text: less would leave no validation text.
 LEAST_BYTES = 1000
 
 
@@ -564,13 +569,13 @@ def scan_texts(
     *,
     progress: bool,
 ) -> Scan:
-    """Scan the texts of a request. The first message comes before reading begins.
+    """Scan a request's texts. The first message is printed before reading begins.
 
     Args:
         request: inputs, length and overrides of the run.
-        tell: function that is called with each message for the user.
-        check: function that refuses invalid overrides.
-        progress: show a progress bar on stderr.
+        tell: callback for each message to the user.
+        check: function that rejects invalid overrides.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         InputError: the inputs can't be read, or have too little text.
@@ -584,7 +589,7 @@ def scan_texts(
     tell(reading_line(named, [*sources, *val_sources]))
     if note := note_on_inputs(named):
         tell(note)
-    # After the first message, because it imports torch, which takes seconds.
+    # Called after the first message, because it imports torch, which takes seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
@@ -607,12 +612,12 @@ def scan_texts(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first names of files as text."""
+    """Return the first file names, as text."""
     return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 
 def reading_line(inputs: Sequence[str], sources: Sequence[DataSource]) -> str:
-    """The first message of a run, with its inputs."""
+    """Return the first message of a run, which names its inputs."""
     named = shlex.join(inputs) if len(inputs) <= 3 else f"{len(inputs)} inputs"
     files = [source for source in sources if source.dataset is None]
     parts = [counted(len(files), "file")] if files else []

@@ -1,1 +1,2 @@
-"""The machine: device, GPU table, environment of the thread library and allocator."""
+"""The machine: device detection, the GPU table, and the environment of thread library and
+allocator."""

@@ -16,9 +16,9 @@ from firstlight.errors import StorageError
 from firstlight.files.atomic import make_folder, write_json
 from firstlight.files.cache import cache_folder
 
-#: By kind of device, and by `efficiency.compile_regional`: seconds of compiling a model, further
-#: seconds for each of its layers, speed of a compiled step as a multiple, and the same for a step
-#: that is bound by launching its kernels.
+#: By kind of device and `efficiency.compile_regional`: seconds for compiling a model, additional
+#: seconds per layer, speed-up of a compiled step, and speed-up of a step that is limited by kernel
+#: launches.
 #:
 #: Measured: on 2 cores of a CPU, 15 s, and 1.4 and 1.18 times the speed for widths of 64 and 192;
 #: on an H100, 28 s and 2.07 times the speed for a full GPT-2 124M. The other figures for GPUs are
@@ -27,14 +27,15 @@ _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (8.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, a compiled step is faster by _CPU_WIDTH / (_CPU_WIDTH + width): in a wide model, matrix
-#: products take most of the time, and compiling speeds up only the operations between them.
+#: On a CPU, the speed-up shrinks with the width as _CPU_WIDTH / (_CPU_WIDTH + width): in a wide
+#: model, matrix products take most of the time, and compilation speeds up only the operations
+#: between them.
 _CPU_WIDTH = 40.0
-#: On a machine with at most this number of cores, compiling for a GPU takes this multiple.
+#: On machines with at most this many cores, compiling for a GPU takes this many times as long.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
-#: Compiling takes at least this multiple while other programs use the cores.
+#: Compilation takes at least this many times as long while other programs use the cores.
 _BUSY = 4.0
-#: Multiple of its time that compiling has to save, because time and gain are estimates.
+#: Compilation must save this multiple of the time it takes, because time and gain are estimates.
 _MARGIN = 1.2
 #: File in the cache folder with the times of compiling.
 _TIMES_NAME = "compile_times.json"
@@ -58,8 +59,8 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return the seconds of a time that are left for steps: at least a tenth, so that models
-        can be compared even if compiling takes all of it."""
+        """Return how many of `seconds` remain for steps: at least a tenth, so that models can be
+        compared even if compilation takes all of the time."""
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
 
@@ -72,8 +73,8 @@ def best_compile_mode(
     """Return the compilation mode with which a run takes the least time.
 
     Args:
-        modes: the modes to choose from, usually including `NOT_COMPILED`.
-        seconds: function that maps a mode to the seconds of the run, without those of compiling.
+        modes: modes to choose from, usually including `NOT_COMPILED`.
+        seconds: function from a mode to the seconds of the run without compilation.
     """
     return min(modes, key=lambda mode: seconds(mode) + _MARGIN * mode.seconds)
 
@@ -114,9 +115,11 @@ class Compiler:
         return found
 
     def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
-        """Store the time that compiling a model took, with nothing in inductor's cache, as a
-        multiple of the usual time. The smallest multiple is kept, because other programs, which may
-        have started after the run, can only make compiling slower."""
+        """Record a compile time measured with a cold inductor cache, as a multiple of the usual
+        time.
+
+        Keep the smallest multiple seen: other load on the machine can only make compilation slower.
+        """
         multiple, times = seconds / self._usual(regional, size), self._times()
         times[self._key] = min(multiple, times.get(self._key, multiple))
         with contextlib.suppress(StorageError):  # an unwritable cache must not end a run
@@ -133,7 +136,7 @@ class Compiler:
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
 
     def _times(self) -> dict[str, float]:
-        """Return the stored multiples; {} if there are none, or if the file is damaged."""
+        """Return the stored multiples, or {} if there are none, or if the file is damaged."""
         if not self.device:
             return {}
         try:

@@ -296,7 +296,7 @@ class GpuMonitor:
         self._read_at = -math.inf
 
     def read(self) -> dict[str, float]:
-        """Return the current values, without waiting for the GPU; {} without a CUDA GPU.
+        """Return the current values, without waiting for the GPU, or {} without a CUDA GPU.
 
         Returns:
             - "reserved_bytes": peak of the memory that torch's allocator has reserved;

@@ -62,7 +62,7 @@ def ask(
         module: name of a module with the function `measure`.
         request: argument of the function, passed as JSON.
         environment: environment variables of the process.
-        seconds: time limit of the process; None is no limit.
+        seconds: time limit of the process; None for no limit.
 
     Returns:
         The JSON object that the process printed as its last line on stdout. If it failed,

@@ -36,12 +36,14 @@ def reset_peak() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident bytes now; without /proc, the process's peak so far."""
+    """Return the current resident memory in bytes; without /proc, the peak since the process
+    started."""
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak of the resident bytes since `reset_peak`."""
+    """Return the peak resident memory in bytes since `reset_peak`; without /proc, since the process
+    started."""
     return _status_bytes("VmHWM")
 
 
@@ -54,7 +56,8 @@ def _status_bytes(field: str) -> int:
 
 
 def begin_peak() -> int:
-    """Reset the peak of resident memory; return the resident bytes, the level for `peaks`."""
+    """Reset the peak of resident memory, and return the current resident memory in bytes, the
+    baseline for `peaks`."""
     gc.collect()
     reset_peak()
     return resident_bytes()
@@ -105,8 +108,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Return the bytes that are allocated now, in the heap and as separate mappings; None if the C
-    library does not count them."""
+    """Return the bytes that are allocated now, in the heap and as separate mappings, or None if the
+    C library does not count them."""
     function = _mallinfo2()
     if function is None:
         return None

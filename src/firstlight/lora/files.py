@@ -119,7 +119,7 @@ def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]
 
 
 def short(value: object) -> str:
-    """Format a value for messages, cut at 100 characters."""
+    """Format a value for messages, truncated to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 
@@ -295,8 +295,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """Return the layer to which a tensor of an adapter's file belongs, and the layer's parameter;
-    None if the tensor is not one of an adapted layer."""
+    """Return the layer to which a tensor of an adapter's file belongs, and the layer's parameter,
+    or None if the tensor is not one of an adapted layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
@@ -430,15 +430,15 @@ def _read_layout(
 
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the last parts of names if they match no other of the known names, else the names in
-    full. The memory of a run is planned with fewer layers, of which full names may be none."""
+    """Return the last parts of names if they do not match any other known name, otherwise the full
+    names. A run's memory is planned with fewer layers, in which a full name may not exist."""
     wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
     is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
     return list(ends) if is_exact else list(names)
 
 
 def _is_saved(name: str, modules: list[str]) -> bool:
-    """Return True if a tensor belongs to one of `modules_to_save`, whose names PEFT takes for the
+    """Return True if a tensor belongs to one of `modules_to_save`, which PEFT matches against the
     ends of names."""
     module = name.removeprefix(PREFIX).rpartition(".")[0]
     parts = module.split(".")
@@ -471,8 +471,8 @@ def _ensures_tie(model: Model, config: PeftConfig | LoraConfig) -> bool:
 
 
 def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
-    """Give a base model the number of tokens that an adapter's file has rows for. New rows start as
-    the mean of the others.
+    """Give a base model as many tokens as an adapter's file has rows. New rows start as the mean of
+    the existing rows.
 
     Args:
         model: the base model; changed in place.
@@ -512,8 +512,8 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Check that a layer's rank in the settings is that of its tensor A in the file, before memory
-    is allocated according to the settings.
+    """Require that a layer's rank in the settings equals the rank of its tensor A in the file,
+    before memory is allocated according to the settings.
 
     Raises:
         ModelError: A is missing, or has another shape.

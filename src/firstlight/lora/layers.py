@@ -213,11 +213,11 @@ class _Table(nn.Module):
         return self.base_layer.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids [...] to vectors [..., C]."""
+        """Map token ids [...] to vectors [..., C]."""
         raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
-        """Vectors [..., C] to logits [..., V]."""
+        """Map vectors [..., C] to logits [..., V]."""
         raise NotImplementedError
 
     def merged_weight(self) -> Tensor:
@@ -225,7 +225,7 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """The embedding's vectors, or the head's logits."""
+        """Return the embedding's vectors, or the head's logits."""
         return self.embed(x) if isinstance(self.base_layer, Embedding) else self.project(x)
 
 
@@ -283,7 +283,7 @@ class TrainableTokens(_Table):
             are values, not differences.)
         token_ids: ids of the rows, int64 [n].
         rows: row in `trainable_tokens_delta` of each token, -1 for frozen ones, int64 [V].
-        is_table: True: the optimizer's settings are those of embeddings.
+        is_table: True, so that the optimizer uses the settings of embeddings.
     """
 
     is_table = True
@@ -334,12 +334,13 @@ class TiedHead(nn.Module):
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] to logits [..., V]."""
+        """Map [..., C] to logits [..., V]."""
         return self._table[0].project(x)
 
 
 def weight_of(layer: LinearLayer | NF4Linear | Embedding) -> Tensor:
-    """Return a layer's weight as [out, in], or an embedding's [V, C], in at least fp32."""
+    """Return a linear layer's weight [out, in] or an embedding's weight [V, C], promoted to at
+    least fp32."""
     if isinstance(layer, NF4Linear):
         return layer.weight_in(torch.promote_types(layer.dtype, torch.float32))
     weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
@@ -367,7 +368,7 @@ def add_lora(
 
     Raises:
         ConfigError: a target is not a layer of the model that can be adapted, two keys change one
-            table, or the device has no 4-bit kernels.
+            table, or the device lacks 4-bit kernels.
         MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     layers = linear_layers(model)
@@ -535,7 +536,7 @@ def _require_used_once(
     *,
     is_tied: bool,
 ) -> None:
-    """Refuse two adapters of one table."""
+    """Reject two adapters of one table."""
     for name in (model.embedding_name, HEAD):
         others = [name, HEAD] if is_tied and model.embedding_name in tokens else [name]
         keys = [
@@ -581,8 +582,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedd
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by name, without modules that are trained in full; {} for a
-    model without adapters."""
+    """Return the adapters' parameters by name, without modules that are trained in full, or {} for
+    a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()
@@ -690,9 +691,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-# Parameters under the names of PEFT's files
+# Parameter names in PEFT files
 
-#: Prefix of the tensor names in PEFT's file.
+#: Prefix of tensor names in a PEFT adapter file.
 PREFIX = "base_model.model."
 #: The parameter of `TrainableTokens`.
 TOKENS = "trainable_tokens_delta"

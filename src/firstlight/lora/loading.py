@@ -52,7 +52,7 @@ class LoadedModel:
         model: the model in evaluation mode, on the requested device.
         tokenizer: the folder's tokenizer; None if it has none.
         eos_token_ids: ids that end a generation.
-        folder: the model folder, or an adapter's own folder.
+        folder: the model folder, or the adapter's folder.
         mapped: the files that are memory-mapped as parameters; () if the weights were copied.
         trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
             None if it was not read.
@@ -112,8 +112,8 @@ def load_model(
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        config: config with which the model is built; None is that of the folder.
-        merge: False leaves the folder's adapter beside its base, as `LoadedModel.adapter`.
+        config: config with which the model is built; None for the folder's config.
+        merge: False to keep the folder's adapter separate, as `LoadedModel.adapter`.
 
     Raises:
         ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra

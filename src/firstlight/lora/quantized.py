@@ -19,8 +19,8 @@ from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.ops import product_dtype
 
-#: Number of weights that share a scale, and of scales that share a second scale: bitsandbytes'
-#: defaults.
+#: Number of weights that share a scale, and of scales that share a second scale: defaults of
+#: bitsandbytes.
 BLOCK_SIZE = 64
 _NESTED_BLOCK_SIZE = 256
 #: Entries of the table that maps an 8-bit code of a scale to a value.

@@ -1,5 +1,5 @@
-"""Methods that change how a step is computed, not its result, and the z-loss, which is part of the
-training loss. Each method is one key of the recipe, and is applied to a plain model from outside.
+"""Methods that change how a step is computed, but not its result; and the z-loss, which is part of
+the training loss. Each method is one recipe key, and is applied to a plain model from outside.
 `loss_function` creates the loss function of a training step from such a model."""
 
 from __future__ import annotations

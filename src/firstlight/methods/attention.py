@@ -107,7 +107,7 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
     """Return the backends that can compute a model's attention, which is the same in all layers of
-    a family; None if all backends can."""
+    a family, or None if all backends can."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -117,7 +117,7 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
-    """Return the reason why a backend can't compute a model, as the end of a sentence; "" if it
+    """Return the reason why a backend can't compute a model, as the end of a sentence, or "" if it
     can.
 
     Args:

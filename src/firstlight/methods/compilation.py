@@ -25,12 +25,12 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
-#: Minimum CUDA compute capability that triton, in which inductor writes kernels, supports.
+#: Minimum CUDA compute capability that Triton supports, in which inductor writes kernels.
 TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Check that a CPU machine has the software that inductor needs there.
+    """Check that a CPU machine has the software that inductor requires.
 
     Raises:
         ConfigError: something is not installed.
@@ -41,9 +41,12 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Return True if torch.compile's inductor can work for a device. CUDA needs triton, which needs
-    a C compiler and Python's headers, and a GPU that triton supports; for a CPU see
-    `require_compiler`. Other devices can't compile."""
+    """Return True if torch.compile's inductor backend supports the device.
+
+    CUDA requires Triton, a C compiler, the Python headers and a GPU that Triton supports; if this
+    machine has no GPU, only Triton is checked. For CPU requirements see `require_compiler`. Other
+    devices are not supported.
+    """
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
@@ -57,7 +60,7 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _missing_on_cpu() -> str:
-    """Return what inductor lacks on a CPU, and how to install it; "" if nothing is missing."""
+    """Return what inductor lacks on a CPU, and how to install it, or "" if nothing is missing."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
@@ -80,7 +83,7 @@ def _has_python_headers() -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """Return torch.compile for a device of this machine when no other programs run; None if it
+    """Return torch.compile for a device of this machine when no other programs run, or None if it
     can't compile."""
     if not can_compile(hardware.device):
         return None
@@ -166,7 +169,7 @@ def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
 
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
-    """Return the reason why a model can't be trained with the CUDA graphs of a recipe; "" if it
+    """Return the reason why a model can't be trained with the CUDA graphs of a recipe, or "" if it
     can, or if there are none."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""
@@ -268,8 +271,8 @@ def same_bits(
     """Context whose computations give the same bits every time: on a CPU always; on a CUDA GPU with
     `deterministic`, which requires an earlier call of `require_same_bits`.
 
-    Without this context, sums have no fixed order: on a CPU, in compiled code (the gradient of the
-    embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
+    Without this context, the order of sums is not fixed: on a CPU, in compiled code (the gradient
+    of the embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
     Furthermore, inductor chooses kernels for a GPU by measuring them.
     """
     kind = hardware.device.type

@@ -1,4 +1,4 @@
-"""The `efficiency` section of a recipe: methods that change how a step is computed, not its
+"""The `efficiency` section of a recipe: methods that change how a step is computed, but not its
 result."""
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# Imported to register their operators, which `_KEPT` names; `firstlight.models` registers MoE's.
+# Imported to register operators that `_KEPT` names; `firstlight.models` registers those of MoE.
 import firstlight.lora.quantized
 import firstlight.models.blockwise  # noqa: F401
 from firstlight.errors import ConfigError
@@ -65,7 +65,7 @@ _DROPOUT_AT = {
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 
-#: Number of elements below which a tensor is not offloaded: moving it costs more than it frees.
+#: Minimum number of elements of an offloaded tensor: moving a smaller one costs more than it frees.
 _OFFLOADED_ELEMENTS = 1024
 
 
@@ -157,7 +157,7 @@ _Copy = tuple[Tensor, torch.cuda.Event]
 
 @dataclass(eq=False)
 class _Activation:
-    """An activation of a GPU in page-locked memory.
+    """A GPU activation that is stored in pinned host memory.
 
     Attributes:
         kept: the values.
@@ -257,7 +257,7 @@ _TOP_PAD = -2
 _MMAP_THRESHOLD = -3
 
 
-#: Largest allocation, in bytes, that is kept when freed: for a plain and for a sharded model.
+#: Size in bytes up to which freed allocations are kept, for an unsharded and for a sharded model.
 _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
@@ -425,8 +425,8 @@ def _linear_cross_entropy(
         if softcap:
             grad_nV.mul_(slope_nV)
         low_nV = grad_nV.to(dtype)
-        # Tokens without a label have no gradient. Their rows are set to zero after the products: a
-        # pass over the gradient of the logits would take much longer.
+        # Tokens without a label do not get a gradient. Their rows are set to zero after the
+        # products: a pass over the gradient of the logits would take much longer.
         grad_x_NC[part] = (low_nV @ weight).mul_(valid_n[:, None])
         if learns:
             grad_weight_VC += low_nV.T @ (x_nC * valid_n[:, None])

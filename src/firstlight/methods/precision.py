@@ -121,7 +121,7 @@ def packet_note(
     above: int = 1,
 ) -> str | None:
     """Return a note about the widths of a model that a GPU's matrix units do not read at full speed
-    (see `matrix_packet_bytes`), with their cost; None if there are none.
+    (see `matrix_packet_bytes`), with their cost, or None if there are none.
 
     Args:
         config: config of the model.
@@ -201,8 +201,8 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
 
 
 def convert_to_fp8(model: nn.Module) -> None:
-    """Make the matrix products of `fp8_layers` run in fp8, with one scale for each tensor (torchao;
-    Micikevicius et al. 2022, arXiv 2209.05433)."""
+    """Convert the layers in `fp8_layers` to fp8 matrix multiplication with tensorwise scaling
+    (torchao; Micikevicius et al. 2022, arXiv 2209.05433)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 

@@ -1,8 +1,8 @@
 """Model families: config classes, models (plain `nn.Module`s), and the table of all families,
 `FAMILIES`.
 
-The families that share `LlamaConfig` are in `llama_families.py`. Those that need more than `Llama`
-itself have a model class in `llama_variants.py`.
+Families that share `LlamaConfig` are in `llama_families.py`. Those that need more than `Llama` have
+a model class in `llama_variants.py`.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def families_with(has: Callable[[Family], object]) -> str:
 
 
 def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model of a config on torch's current default device, not initialised.
+    """Create a config's model on torch's current default device, without initialising it.
 
     Args:
-        config: the model's config.
+        config: config of the model.
         vocab_multiple: multiple to which the rows of the embedding and the head are padded.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
@@ -130,13 +130,10 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 
 
 def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model of a config on the CPU with parameters that are allocated but not
-    initialised.
+    """Create a config's model on the CPU with allocated but uninitialised parameters.
 
-    This saves the time of torch's default initialisation. The caller initialises or loads the
-    values.
-
-    Arguments as in `build_model`.
+    This saves the time of torch's default initialisation. The caller must initialise or load the
+    values. Arguments as in `build_model`.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
@@ -148,8 +145,8 @@ def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 def allocate(model: Model, device: torch.device) -> None:
     """Allocate the parameters of a model that is on the meta device.
 
-    Values are not set, except for the rows beyond the vocabulary, which are zero: random values
-    there would reach the gradients.
+    Values are not set, except for the rows beyond the vocabulary, which are set to zero: random
+    values there would affect the gradients.
     """
     model.to_empty(device=device)
     model.finish_loading()

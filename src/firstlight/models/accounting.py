@@ -1,5 +1,5 @@
-"""Counts of parameters, FLOPs and bytes, from the modules of a model. Nothing is allocated for a
-model on the meta device (`meta_model`).
+"""Counts of parameters, FLOPs and bytes, computed from a model's modules. For a model on the meta
+device (`meta_model`), nothing is allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from firstlight.models.qwen3_next import GatedDeltaNet
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters by part of the model. A tied head counts once, under `embedding`;
+    """Number of parameters in each part of a model. A tied head is counted once, under `embedding`;
     `experts` counts routed experts, and `mlp` includes shared experts.
 
     Attributes:
@@ -37,17 +37,17 @@ class ParameterCount:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Part -> number of parameters; the parts add up to `total`."""
+        """Part -> number of parameters; the numbers add up to `total`."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return sum(self.by_part.values())
 
     @property
     def active(self) -> int:
-        """Number of parameters that are used for one token."""
+        """Number of parameters used per token."""
         return self.total - self.idle
 
 
@@ -62,7 +62,7 @@ _META_MODELS = 4
 def meta_model(config: ModelConfig) -> Model:
     """Return the model on the meta device, without memory for its parameters.
 
-    A run or a plan asks for the same model many times, so callers share it and must not change it.
+    A run or a plan needs the same model many times, so callers share it and must not change it.
     """
     key = (type(config), config.model_dump_json())
     if key not in _meta_models:
@@ -86,7 +86,7 @@ def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[in
     named = model.layers.named_parameters()
     weights: list[Tensor] = [p for name, p in named if not name.endswith("conv1d.weight")]
     weights.append(model.lm_head.weight)
-    # Experts have their weights in one tensor of three dimensions.
+    # The weights of all experts are stored in one 3-D tensor.
     return [
         (weight.shape[-2], weight.shape[-1])
         for weight in weights
@@ -113,7 +113,7 @@ def _part_for(model: Model, name: str) -> str:
         return "head"
     if isinstance(modules[-1], Embedding):
         return "embedding"
-    # Tested before attention, because attention modules have norms of queries and keys.
+    # Checked before attention, because attention modules contain norms of queries and keys.
     if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
     if any(isinstance(module, SelfAttention | GatedDeltaNet) for module in modules):
@@ -124,38 +124,38 @@ def _part_for(model: Model, name: str) -> str:
 
 
 def is_multiplied(model: Model, name: str) -> bool:
-    """Return True if the parameter `name` is a matrix that is multiplied; False for vectors and for
-    the embedding, which is only looked up."""
+    """Return True if the parameter `name` is a matrix that multiplies activations; False for
+    vectors and for the embedding, which is only looked up."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2
 
 
 def _visited_share(config: ModelConfig) -> float:
-    """Return the fraction of a layer's routed experts that a token uses; 1 for dense models."""
+    """Return the fraction of a layer's routed experts that a token uses, or 1 for dense models."""
     return config.visited_experts / config.expert_count if config.expert_count else 1.0
 
 
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
     """Return the FLOPs per token of a forward and backward pass, without recomputation.
 
-    - Matrices: 6 for each weight that is multiplied for a token, 2 forward and 4 backward. The head
-      counts even if it is tied; looking up the embedding does not. Only the routed experts chosen
-      for the token count.
-    - Attention: 12 * heads * head_dim in each layer for each token that a token sees. Because
-      attention is causal, this is half of the sequence on average, or less with a sliding window
-      (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, counts the full sequence).
-    - Layers with linear attention: 18 for each element of the state. Each token decays the element,
-      reads it for the update, writes it, and reads it for the output.
+    - Matrices: 6 per weight that multiplies a token, 2 forward and 4 backward. The head is included
+    even if it is tied, embedding lookups are not. Of the routed experts, only those chosen for the
+    token are included.
+    - Attention: 12 * heads * head_dim per layer for each visible token. Because attention is
+    causal, a token sees half of the sequence on average, or less with a sliding window (Chowdhery
+    et al. 2022, arXiv 2204.02311, appendix B, use the full sequence).
+    - Linear attention: 18 per element of the state. Each token decays the element, reads it for the
+    update, writes it, and reads it for the output.
 
     Args:
-        model: the model.
-        seq_len: tokens of a sequence.
-        frozen: True if the weights get no gradient (LoRA): 4 for each weight instead of 6. The
-            FLOPs of the adapters are not counted.
+        model: model to count.
+        seq_len: sequence length in tokens.
+        frozen: True if the weights do not get gradients (LoRA): 4 per weight instead of 6. The
+            FLOPs of the adapters are not included.
     """
     config = model.config
     matrix_weights = 0.0
-    # With duplicates, so that a tied head counts: its embedding is only looked up.
+    # Duplicates are included so that a tied head is counted: as an embedding it is only looked up.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)
@@ -165,7 +165,7 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     for layer in range(config.num_hidden_layers):
         spec = config.attention_spec(layer)
         if spec.state_size:
-            # The same for each token: it does not depend on the number of earlier tokens.
+            # Constant per token, because it does not depend on the number of earlier tokens.
             states += spec.state_size
             continue
         width = min(spec.window or seq_len, seq_len)
@@ -182,8 +182,8 @@ def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the bytes of the fp32 states of one sequence, over all layers with linear attention;
-    they do not depend on the sequence's length."""
+    """Return the fp32 bytes of one sequence's states, over all layers with linear attention. The
+    size does not depend on the sequence length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 

@@ -1,10 +1,10 @@
-"""Causal attention in blocks of queries, which stores no scores for the backward pass.
+"""Causal attention in blocks of queries, which saves no scores for the backward pass.
 
-The plain formula (Vaswani et al. 2017, arXiv 1706.03762) is computed for a block of queries and the
-keys that they see, so that the scores fit in the cache of a CPU core. The backward pass computes
-the scores again, by the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135). A block
-contains all keys that its queries see, so no running softmax is needed. On CPUs, in bf16 and up to
-1,024 tokens, this is faster than torch's fused kernel.
+Attention (Vaswani et al. 2017, arXiv 1706.03762) is computed for one block of queries and the keys
+that they see, so that the scores fit in a CPU core's cache. The backward pass recomputes the scores
+with the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135). A block contains all keys
+that its queries see, so no running softmax is needed. On CPUs, in bf16 and up to 1,024 tokens, this
+is faster than torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from firstlight.models.ops import (
 )
 
 #: Queries per block; number of scores, and minimum number of query heads, computed at a time. On an
-#: AMD EPYC in bf16 with 256 to 8,192 tokens, halving or doubling any of them cost up to 20 %.
+#: AMD EPYC in bf16 with 256 to 8,192 tokens, halving or doubling any of these made attention up to
+#: 20 % slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -36,12 +37,12 @@ _LEAST_HEADS = 4
 def blockwise_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Compute causal attention in blocks of queries, [B, H, T, value head size], in autocast's
-    dtype or the values'.
+    """Compute causal attention in blocks of queries, [B, H, T, value head dim], in autocast's dtype
+    or the values' dtype.
 
     Arguments as in `ops.AttentionFunction`; value heads may differ in size from query and key
-    heads. With dropout, the mask of kept weights is drawn for all T x S weights and stored for the
-    backward pass, with one byte per weight.
+    heads. With dropout, the mask is drawn for all T x S weights and saved for the backward pass,
+    with one byte per weight.
     """
     mask, dropout, scale, softcap, sinks_H = options
     # Autocast does not know this operator, so its inputs are rounded here.
@@ -68,8 +69,8 @@ _FORWARD = f"({_ARGUMENTS}) -> Tensor"
 _BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-# A custom operator: code that torch.compile generates for the blocks takes several times as long
-# and stores most of the scores for the backward pass.
+# A custom operator, because the code that torch.compile generates for the blocks takes several
+# times as long and saves most of the scores for the backward pass.
 @torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
 def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
@@ -136,12 +137,12 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """Mask and dropout of a part.
+    """Mask and dropout of a `_Part`.
 
     Attributes:
-        mask: True for the keys that a query sees, bool [T, S] or [B, 1, T, S]; None is causal.
-        kept: True for weights that dropout keeps, bool [B, H, T, S]; None keeps all.
-        growth: factor of the kept weights, 1 / (1 - dropout).
+        mask: True for keys that a query sees, bool [T, S] or [B, 1, T, S]; None for a causal mask.
+        kept: True for weights that dropout keeps, bool [B, H, T, S]; None without dropout.
+        growth: factor of the remaining weights, 1 / (1 - dropout).
     """
 
     mask: Tensor | None
@@ -164,11 +165,12 @@ class _Lost:
 
 
 class _Part:
-    """Attention of some rows of a batch, or of some heads of one row, computed together: N
-    key-value heads over all rows, with G query heads for each.
+    """Attention for some rows of a batch, or for some heads of one row, computed together: N
+    key-value heads over all rows, with G query heads each.
 
-    Scores are computed in fp32, as in fused kernels: bf16 would change a score of 10 by up to 0.03,
-    and its weight by up to 3 %. torch has no CPU product of bf16 factors with an fp32 result.
+    Scores are computed in fp32, as in fused kernels: in bf16, a score of 10 would have an error of
+    up to 0.03, and its weight an error of up to 3 %. torch does not have a CPU matrix product with
+    bf16 inputs and an fp32 result.
 
     Attributes:
         grad_sinks: gradient of the sinks, in the dtype of the scores [H], after `backward`; None
@@ -312,7 +314,7 @@ class _Part:
         _add_product(grad_v[:, :seen], weights, grad, is_first)
         of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).mul_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
-        # The rest of the scale goes to the queries, because the keys' gradient is a sum over
+        # The rest of the scale is applied to the queries, because the keys' gradient is a sum over
         # blocks.
         queries = self._queries[:, :, start:end].flatten(1, 2)
         queries = (queries * self._rest if self._rest != 1 else queries).to(weights.dtype)
@@ -359,7 +361,7 @@ def _parts(
             lost = _lost(mask, kept_BHTS, growth, own)
             sinks = None if sinks_H is None else sinks_H[own[1]]
             tensors = q_BHTD[own], k_BKSD[shared], v_BKSD[shared]
-            # The generator keeps no reference, so the caller can free the part.
+            # The generator does not keep a reference, so that the caller can free the part.
             yield own, shared, _Part(*tensors, lost, softcap, sinks, scale)
 
 

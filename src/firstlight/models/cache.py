@@ -33,8 +33,9 @@ class Cache(Protocol):
         (S)."""
 
     def text_length(self, new: int) -> int | Tensor:
-        """Return the length of the sequences in tokens, including the new ones: one number for all
-        sequences, or int64 [B]. The rotary frequencies "dynamic" and "longrope" depend on it."""
+        """Return the length of the sequences in tokens, including the new tokens: a single number
+        for all sequences, or int64 [B]. The "dynamic" and "longrope" rotary frequencies depend on
+        it."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values [B, K, T, D] of the new tokens.
@@ -44,8 +45,8 @@ class Cache(Protocol):
         """
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the state of a layer with linear attention after the tokens so far: tensors
-        [B, ...] in at least fp32, zeros before the first token."""
+        """Return a linear-attention layer's state after the tokens so far: tensors [B, ...] in at
+        least fp32, zeros before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
         """Replace a layer's state with the state after the new tokens, of the same shapes."""
@@ -55,24 +56,24 @@ class Cache(Protocol):
 
 
 class KVCache:
-    """Keys and values of `batch_size` sequences with up to `max_tokens` tokens, allocated once. All
-    sequences have the same length.
+    """Keys and values of `batch_size` sequences of equal length, with up to `max_tokens` tokens,
+    allocated once.
 
     Args:
         num_layers, num_key_value_heads, head_dim: sizes of the model.
         batch_size: number of sequences.
         max_tokens: capacity of each sequence, for its prompt and new tokens together.
-        dtype, device: dtype and device of the keys and values.
-        value_dim: size of a value head; None is `head_dim`.
-        states: layer (counted from 0) -> shapes, without the batch dimension, of the states that
-            the layer keeps in place of keys and values.
+        dtype, device: dtype and device of keys and values.
+        value_dim: dimension of a value head; None for `head_dim`.
+        states: layer (from 0) -> shapes, without the batch dimension, of the states that the layer
+            stores instead of keys and values.
 
     Attributes:
-        keys, values: one tensor [B, K, max_tokens, D] for each layer; K is 0 in layers with states.
-            With one tensor for all layers, a compiled step would copy all of it to write one layer.
+        keys, values: one tensor [B, K, max_tokens, D] per layer; K is 0 in layers with states. With
+            a single tensor for all layers, a compiled step would copy all of it to write one layer.
         states: tensors [B, ...] of each layer, in at least fp32; () for layers with attention.
-        length: tokens stored so far.
-        least_length: minimum length that each sequence will reach, for rotary frequencies that
+        length: number of tokens stored so far.
+        least_length: minimum length that every sequence will reach, for rotary frequencies that
             depend on the length.
     """
 
@@ -91,8 +92,8 @@ class KVCache:
     ) -> None:
         states = states or {}
         heads = [0 if layer in states else num_key_value_heads for layer in range(num_layers)]
-        # Zeros, not empty memory: attention multiplies unused positions by a weight of 0, and 0
-        # times a NaN is NaN.
+        # Zeros instead of empty memory: attention multiplies unused positions by a weight of 0, and
+        # 0 times NaN is NaN.
         self.keys, self.values = (
             [
                 torch.zeros(batch_size, K, max_tokens, size, dtype=dtype, device=device)
@@ -100,7 +101,8 @@ class KVCache:
             ]
             for size in (head_dim, head_dim if value_dim is None else value_dim)
         )
-        # A state is a sum over all tokens so far: bf16 would round late tokens away.
+        # A state is a sum over all tokens so far: in bf16, contributions of late tokens would be
+        # lost to rounding.
         wide = torch.promote_types(dtype, torch.float32)
         self.states = [
             tuple(
@@ -131,7 +133,7 @@ class KVCache:
         return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
-        """Return the number of tokens that attention reads: the stored and the next `new`
+        """Return the number of tokens that attention reads: the stored tokens and the next `new`
         tokens."""
         return self.length + new
 
@@ -204,22 +206,21 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """Return the first `len(lengths)` sequences, each with its own length: see
-        `RaggedCache`."""
+        """Return the first `len(lengths)` sequences with individual lengths: see `RaggedCache`."""
         return RaggedCache(self.keys, self.values, lengths, reach, states=self.states)
 
 
 class RaggedCache:
-    """The first `len(lengths)` sequences of a `KVCache` as one batch, each with its own length. It
+    """The first `len(lengths)` sequences of a `KVCache` as one batch with individual lengths. It
     shares the memory of the `KVCache`.
 
-    Positions of a row beyond its length have no effect, because the model masks them.
+    Positions beyond a row's length have no effect, because the model masks them.
 
     Args:
         keys, values: `KVCache.keys` and `KVCache.values`.
-        lengths: tokens of each sequence so far, int64 [B] on the cache's device.
+        lengths: number of tokens of each sequence so far, int64 [B] on the cache's device.
         reach: number of cache positions that attention reads: more than any length, at most
-            `max_tokens`. If it is the same for many steps, so are the shapes of these steps.
+            `max_tokens`. Steps with the same value have the same shapes.
         states: `KVCache.states`; if there are any, no sequence may be empty.
     """
 
@@ -260,8 +261,8 @@ class RaggedCache:
         rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
         cache_positions_BT = self.positions(k_BKTD.shape[2])
         keys, values = self.keys[layer], self.values[layer]
-        # With index tensors on both sides of the heads' dimension, B and T come first: hence
-        # `transpose`. Unlike assigning to a slice, assigning by index does not cast: hence `to`.
+        # With index tensors on both sides of the head dimension, B and T come first, so K and V are
+        # transposed. Unlike slice assignment, index assignment does not cast, so `to` is needed.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]

@@ -203,7 +203,7 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # Overrides `DecoderConfig._check_visited`: with groups, a token can choose from fewer experts.
+    # Overrides `DecoderConfig._check_visited`: with groups, a token can choose among fewer experts.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -310,7 +310,7 @@ class DeepseekAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
-        # In transformers, only V2 rotates by complex numbers in fp32.
+        # In transformers, only V2 rotates with complex numbers in fp32.
         self.rotates_complex = config.family.rope.polar
         self.rotate = apply_rope
         if config.rope_interleave:
@@ -335,8 +335,8 @@ class DeepseekAttention(SelfAttention):
         dtype = q_rope.dtype
         q_rope, k_B1SR = (self.rotate(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
         if cache is not None:
-            # The cache holds only L + R elements per token and layer; keys and values of all heads
-            # are computed again from the latents in every pass.
+            # The cache holds only L + R elements per token and layer; every pass recomputes the
+            # keys and values of all heads from the latents.
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
@@ -351,12 +351,12 @@ class DeepseekAttention(SelfAttention):
 
 
 class DeepseekRouter(Router):
-    """The router of one layer, without a bias on its logits.
+    """A layer's router, without a bias on its logits.
 
     Attributes:
         has_bias: True for V3.
-        e_score_correction_bias: bias [E] in fp32 that is added to the scores to choose the experts
-            (V3 only). It is a buffer: it gets no gradient, is never cast, and is saved with the
+        e_score_correction_bias: fp32 bias [E] that is added to the scores for choosing experts (V3
+            only). As a buffer, it does not get a gradient; it is never cast, and is saved with the
             weights.
     """
 
@@ -389,7 +389,7 @@ class DeepseekRouter(Router):
 
 
 class DeepseekMLP(RoutedMLP):
-    """The routed experts of one layer, and its shared experts, which are applied to all tokens."""
+    """A layer's routed experts, and its shared experts, which process all tokens."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -401,17 +401,17 @@ class DeepseekMLP(RoutedMLP):
         self.shared_experts = LlamaMLP(config.model_copy(update=shared))
 
     def scores(self, logits_NE: Tensor) -> Tensor:
-        """Return the experts' scores [N, E], fp32, for the router's logits [N, E]: sigmoids in V3,
-        a softmax in V2."""
+        """Return the experts' scores [N, E], fp32, from the router's logits [N, E]: a sigmoid in
+        V3, a softmax in V2."""
         return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
-        """Return the numbers of each token's experts, int64 [N, K], for the scores [N, E]: the K
-        experts with the greatest scores (plus the bias in V3) in the token's best `topk_group`
+        """Return the indices of each token's experts, int64 [N, K], from the scores [N, E]: the K
+        experts with the highest scores (plus the bias in V3) within the token's `topk_group` best
         groups."""
         config = self.config
-        # The choice has no gradient. The bias changes which experts are chosen, but not the weights
-        # of their outputs.
+        # The choice is not differentiated. The bias changes which experts are chosen, but not the
+        # weights of their outputs.
         wanted_NE = scores_NE.detach()
         if self.gate.has_bias:
             wanted_NE = wanted_NE + self.gate.e_score_correction_bias
@@ -422,7 +422,7 @@ class DeepseekMLP(RoutedMLP):
             kept_NG = best.topk(config.topk_group, dim=-1).indices
             is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
             wanted_NE = groups_NGX.masked_fill(is_out_NG[..., None], -math.inf).flatten(1)
-        # Unsorted, as in transformers: the experts' outputs are added up in this order.
+        # Unsorted, as in transformers: the experts' outputs are added in this order.
         return wanted_NE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -479,9 +479,9 @@ class Deepseek(Llama):
         )
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `LanguageModel.balance`. The loss uses the experts that group-limited routing chose,
-        and scores normalised to sum to 1 for each token (DeepSeek-V3, arXiv 2412.19437, equations
-        17 to 20). Means are over all tokens of the pass."""
+        """See `LanguageModel.balance`. The loss uses the experts chosen by group-limited routing,
+        and scores normalised to sum to 1 per token (DeepSeek-V3, arXiv 2412.19437, equations 17 to
+        20). Means are over all tokens of the pass."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
         scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
         chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]

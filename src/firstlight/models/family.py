@@ -1,9 +1,10 @@
-"""Model families: the facts that loading, conversion, parallelism and planning need about each.
+"""Model families: the facts about each family that loading, conversion, parallelism and planning
+need.
 
-Outside of `models/`, only readers of other programs' files and benchmarks name a family. A
-Llama-like family is one entry of `llama_families.py`; a family with its own architecture has a
-module with a config class, derived from `FamilyConfig`, and a model class. `FAMILIES` in
-`firstlight.models` lists them all.
+Outside `models/`, only benchmarks and readers of foreign checkpoint formats mention families by
+name. A Llama-like family is one entry of `llama_families.py`. A family with a different
+architecture has a module with a config class derived from `FamilyConfig` and a model class.
+`FAMILIES` in `firstlight.models` lists them all.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ class AttentionSpec:
     """Settings of attention in one layer.
 
     Attributes:
-        window: number of tokens, itself included, that a token sees; None is all earlier tokens.
-        dropout: probability with which an attention weight is dropped in training.
-        scale: factor of the scores; None is 1 / sqrt(head_dim).
-        softcap: bound c of the scores s, which become c tanh(s / c); None is no bound.
-        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, of
-            layers with a window; None is no rotation.
+        window: number of tokens that a token sees, including itself; None for all earlier tokens.
+        dropout: probability of dropping an attention weight in training.
+        scale: factor of the scores; None for 1 / sqrt(head_dim).
+        softcap: bound c of the scores s, which become c tanh(s / c); None for no bound.
+        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, used by
+            layers with a window; None for no rotation.
         sinks: True if each head has an attention sink: a learned logit in its softmax, without a
             value.
-        value_dim: size of a value head; None is the size of a key head.
-        state_size: elements of the recurrent state of a layer with linear attention; 0 is a layer
-            with attention to each earlier token.
+        value_dim: dimension of a value head; None for the dimension of a key head.
+        state_size: number of elements in the recurrent state of a linear-attention layer; 0 for a
+            layer with attention to every earlier token.
     """
 
     window: int | None = None
@@ -60,7 +61,7 @@ class ExpertNames:
 
     @property
     def router(self) -> str:
-        """The name of the router's weight, relative to the layer."""
+        """Name of the router's weight, relative to the layer."""
         return f"{self.module}.gate.weight"
 
     def matrix(self, word: str, expert: int) -> str:
@@ -69,14 +70,14 @@ class ExpertNames:
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
 
-#: The settings with which llama.cpp computes the experts of Qwen's families, for `GGUFSpec.fixed`.
+#: Settings with which llama.cpp computes the experts of Qwen's families, for `GGUFSpec.fixed`.
 GGUF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "norm_topk_prob": (True,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
 }
 
-#: Names of the experts in the files of Qwen and DeepSeek.
+#: Names of the experts in Qwen and DeepSeek files.
 QWEN_EXPERTS = ExpertNames(
     "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}, "moe_intermediate_size"
 )
@@ -84,7 +85,7 @@ QWEN_EXPERTS = ExpertNames(
 
 @dataclass(frozen=True)
 class GGUFSpec:
-    """Form of a family in GGUF files, and the limits of llama.cpp, which reads them.
+    """How a family is stored in GGUF files, and the limits of llama.cpp, which reads them.
 
     Attributes:
         architecture: value of general.architecture; "" if the family has no GGUF files.
@@ -177,7 +178,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """Facts of one `model_type`.
+    """Facts about one `model_type`.
 
     Attributes:
         architecture: name of transformers' class, as in config.json's "architectures".
@@ -260,7 +261,7 @@ def hf_values(
     Args:
         rms_norm_eps: value of this key.
         experts: num_experts and num_experts_per_tok of a mixture of experts.
-        values: values of all further keys that have a default.
+        values: default values of all other keys.
     """
     if experts is not None:
         num_experts, visited = experts
@@ -298,7 +299,7 @@ class FamilyConfig(Section):
 
     @property
     def family(self) -> FamilySpec:
-        """The facts of this model's family."""
+        """Facts about this model's family."""
         return self.families[self.model_type]
 
     @property
@@ -308,12 +309,12 @@ class FamilyConfig(Section):
 
     @property
     def expert_count(self) -> int:
-        """Routed experts of a layer that has experts; 0 for dense models."""
+        """Number of routed experts in a layer with experts; 0 for dense models."""
         return getattr(self, "num_experts", 0)
 
     @property
     def visited_experts(self) -> int:
-        """Routed experts of each token in a layer; 0 for dense models."""
+        """Number of routed experts per token in a layer; 0 for dense models."""
         return getattr(self, "num_experts_per_tok", 0)
 
     @property
@@ -323,14 +324,14 @@ class FamilyConfig(Section):
 
     @property
     def cached_numbers(self) -> int:
-        """Elements cached per token and layer, in layers with keys and values."""
+        """Number of elements cached per token and layer, in layers with keys and values."""
         config: Any = self
         return 2 * int(config.num_key_value_heads) * int(config.head_dim)
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Layer (counted from 0) -> shapes, without the batch dimension, of the states that it
-        caches in place of keys and values."""
+        """Layer (from 0) -> shapes, without the batch dimension, of the states that it caches
+        instead of keys and values."""
         return {}
 
     @property
@@ -345,7 +346,7 @@ class FamilyConfig(Section):
         return getattr(self, "router_aux_loss_coef", 0.0)
 
     def require_multiple(self, name: str, of: str) -> None:
-        """Check that one key is a multiple of another.
+        """Require that one key is a multiple of another.
 
         Raises:
             ValueError: it is not.
@@ -363,14 +364,14 @@ class FamilyConfig(Section):
         return AttentionSpec()
 
 
-#: Maximum number of families listed as lacking a key; with more, the message lists those that have
-#: it.
+#: Maximum number of families listed as lacking a key; if there are more, the message lists the
+#: families that have it.
 _MOST_WITHOUT = 3
 
 
 def not_a_key(name: str, model_type: str) -> str:
-    """Return the error message for a key that a family lacks, which names the families that have
-    it; "" if no family has a key of this name."""
+    """Return the error message for a key that a family does not have, with the names of the
+    families that have it, or "" if no family has such a key."""
     classes: list[type[FamilyConfig]] = [FamilyConfig]
     for kind in classes:  # the loop appends to this list, so that it reaches all subclasses
         classes += kind.__subclasses__()

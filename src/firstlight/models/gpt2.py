@@ -29,23 +29,23 @@ from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GG
 from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.ops import AttentionOptions, Embedding, SelfAttention, attention
 
-#: Hugging Face's name of an activation -> name in recipes.
+#: Hugging Face name of an activation -> name in recipes.
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
     "gelu": "gelu",
     "relu": "relu",
 }
 
-#: Name of an activation in recipes -> function.
+#: Activation name in recipes -> function.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    # OpenAI's model was trained with the tanh approximation; exact GELU gives other logits.
+    # OpenAI's model was trained with the tanh approximation; exact GELU gives different logits.
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
 }
 
-#: Keys that were added after the first versions. They are omitted from the section if they have
-#: their default, so that the hash of a base model, which runs with `lora` store, does not change.
+#: Keys added after the first versions. Omitted from the section if they have their default value,
+#: so that the hash of a base model, which runs with `lora` store, does not change.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
@@ -202,12 +202,12 @@ class GPT2Config(FamilyConfig):
 
     @property
     def head_dim(self) -> int:
-        """Size of one attention head."""
+        """Dimension of an attention head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def num_key_value_heads(self) -> int:
-        """Key and value heads: as many as query heads."""
+        """Number of key and value heads, equal to the number of query heads."""
         return self.num_attention_heads
 
 
@@ -257,12 +257,13 @@ class GPT2Attention(SelfAttention):
             cache: keys and values of earlier tokens.
         """
         B, T, C = x_BTC.shape
-        # One projection computes queries, keys and values, in this order, as in OpenAI's weights.
+        # A single projection computes queries, keys and values, in this order, as in OpenAI's
+        # weights.
         qkv_BT3HD = self.c_attn(x_BTC).view(B, T, 3, self.heads, C // self.heads)
         q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv_BT3HD.unbind(2))
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
-        # `attend` is a function, which `eval()` does not reach.
+        # `attend` is a function and is not affected by `eval()`.
         options = AttentionOptions(mask, self.dropout if self.training else 0.0, self.scale)
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, options)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))

@@ -93,8 +93,8 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class GPTNeoXAttention(LlamaAttention):
-    """Multi-head attention with one matrix for queries, keys and values. Its rows are those of
-    query, key and value of the first head, then those of the second head, and so on."""
+    """Multi-head attention with one matrix for queries, keys and values. Its rows are ordered by
+    head: query, key and value of the first head, then those of the second head, and so on."""
 
     def add_projections(self, config: DecoderConfig) -> None:
         """Create the projections, under the names of the family's files."""

@@ -132,7 +132,7 @@ class GptOssExperts(Experts):
             return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
 
         gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
-        # The gate needs no lower bound: g sigmoid(a g) goes to 0 for negative g.
+        # The gate needs no lower bound: g sigmoid(a g) approaches 0 for negative g.
         gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))
@@ -152,7 +152,7 @@ class GptOssMLP(RoutedMLP):
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""
         logits_NE = self.router(x_NC)
-        # In fp32, as in the other routers: bf16 would change the order of experts with close
+        # In fp32, as in the other routers: bf16 would change the order of experts with similar
         # logits.
         greatest_NK, experts_NK = logits_NE.float().topk(self.num_experts_per_tok)
         return logits_NE, greatest_NK.softmax(-1), experts_NK

@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
     def finish_loading(self) -> None:
         """Tie the head to the embedding if `tie_word_embeddings` is true."""
         if self.config.tie_word_embeddings:
-            # Again after `__init__`: `to_empty` allocates the tied parameter twice.
+            # Tied again after `__init__`, because `to_empty` allocates the tied parameter twice.
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
         std = self.config.initializer_range
         # Each layer adds to the residual stream twice: attention and MLP.
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        # The embedding comes second, so that its value overwrites that of a tied head.
+        # The embedding comes second, so that its value overwrites the value of a tied head.
         vocabulary = {
             id(self.lm_head.weight): init.head_std,
             id(self.embedding.weight): init.embedding_std,
@@ -147,7 +147,7 @@ class LanguageModel(nn.Module):
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
             own_std = vocabulary.get(id(parameter)) or (residual_std if is_residual else std)
-            # Padded rows draw no random numbers, so that a seed gives the same model for any
+            # Padded rows draw no random numbers, so that a seed gives the same model regardless of
             # padding.
             parameter[:rows].normal_(0.0, own_std, generator=generator)
             if is_residual and init.residual_projections == "zero":
@@ -230,7 +230,8 @@ class LanguageModel(nn.Module):
         if cache is not None:
             # After the last layer, because all layers store the new tokens at the same positions.
             cache.advance(input_ids.shape[1])
-        # Cut before the norm and the head: logits of a whole prompt can take gigabytes.
+        # Selected before the norm and the head, because the logits of a whole prompt can take
+        # gigabytes.
         if isinstance(logits_to_keep, Tensor):
             rows_B = torch.arange(len(x_BTC), device=x_BTC.device)
             x_BTC = x_BTC[rows_B, logits_to_keep][:, None]
@@ -240,8 +241,8 @@ class LanguageModel(nn.Module):
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
-        # Head and loss are one function, so that a loss in chunks need not hold all logits in
-        # memory.
+        # Head and loss are computed in one function, so that a chunked loss never materializes all
+        # logits.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
         # The loss of an evaluation is the cross-entropy alone, comparable with a dense model's.
         if self.training and router_logits:

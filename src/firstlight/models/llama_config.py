@@ -293,8 +293,8 @@ class DecoderConfig(FamilyConfig):
 
 def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
     """Derive unset keys from other keys, and remove lists that repeat the family's default, so that
-    equal models have equal configs. Values of a wrong type are ignored here: their fields reject
-    them."""
+    equal models have equal configs. Values of a wrong type are ignored, because validation of their
+    fields rejects them."""
     own, size = spec.own_keys, values.get("head_dim")
     if isinstance(size, int) and size > 0:
         for name, usual in (("attention_multiplier", size**-0.5), ("query_pre_attn_scalar", size)):
@@ -373,7 +373,7 @@ def values_from_json(
     common = set(names) - {"rope_theta", "rope_scaling", *OWN_KEYS, *spec.derived_keys}
     given = {ours: ours for ours in common if ours in config}
     if "num_experts" in names and "num_local_experts" in config:
-        # Mixtral's config.json, and transformers 5 for all families, have another key for the
+        # Mixtral's config.json, and transformers 5 for all families, use a different key for the
         # number of experts.
         given["num_experts"] = "num_local_experts"
     for ours, theirs in given.items():

@@ -333,7 +333,7 @@ class SmolLM3(Llama):
 
 
 class HeadNorms(nn.Module):
-    """LayerNorm of each head, [B, T, H, D] to [B, T, H, D], with a weight for each head and no
+    """LayerNorm of each head, [B, T, H, D] to [B, T, H, D], with separate weights per head and no
     bias.
 
     Args:

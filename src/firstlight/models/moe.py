@@ -47,8 +47,8 @@ class Experts(nn.Module):
 
         Args:
             x_NC: input of the layer.
-            experts_NK: numbers of each token's experts, int64.
-            weights_NK: weights of their outputs in the sum.
+            experts_NK: indices of each token's experts, int64.
+            weights_NK: weights of the experts' outputs in the sum.
         """
         N, K = experts_NK.shape
         experts_M = experts_NK.flatten()
@@ -58,11 +58,11 @@ class Experts(nn.Module):
         # One row per visit: a token occurs once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
-        # Gathered by the inverse permutation. A scatter would sum in no fixed order on GPUs.
+        # Gathered with the inverse permutation: on GPUs, a scatter would sum in an undefined order.
         places_NK = order_M.argsort().view(N, K)
         if x_NC.device.type == "cpu" and not _has_kernel(self.down_proj):
-            # Outputs are added up in the order of the experts' numbers, as in transformers without
-            # a grouped kernel.
+            # Outputs are added in the order of the expert indices, as in transformers without a
+            # grouped kernel.
             places_NK, order_NK = places_NK.sort(-1)
             weights_NK = weights_NK.gather(1, order_NK)
         y_NKC = y_MC[places_NK]
@@ -93,7 +93,7 @@ class RoutedMLP(nn.Module):
             x_NC: input of the layer.
 
         Returns:
-            The router's logits [N, E]; the weights of each token's experts [N, K]; and the numbers
+            The router's logits [N, E]; the weights of each token's experts [N, K]; and the indices
             of these experts, int64 [N, K].
         """
         raise NotImplementedError
@@ -222,8 +222,8 @@ def reads_rows_of_experts(model: nn.Module) -> bool:
     )
 
 
-#: Mean number of rows per expert above which `_blocks` is faster. Below it, the experts' numbers of
-#: rows take few different values, for which oneDNN can keep its code: see `_takes_blocks`.
+#: Mean number of rows per expert above which `_blocks` is faster. With fewer rows, there are only a
+#: few different row counts, for which oneDNN can cache its code: see `_takes_blocks`.
 ROWS_OF_BLOCKS = 128
 
 
@@ -231,9 +231,9 @@ def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
     """Return True if experts are multiplied in `_blocks`: on CPUs, in bf16, with many rows per
     expert.
 
-    There oneDNN compiles code for each new number of rows, and keeps the code of the last
+    In this case oneDNN compiles code for each new number of rows, and caches the code of the last
     `_KEPT_PRODUCTS` products. Routers give each expert a different number of rows in every step, so
-    most products would be compiled again; blocks have few different numbers of rows.
+    most products would be compiled again; blocks use only a few different numbers of rows.
     """
     on_cpu = weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
     return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
@@ -355,7 +355,7 @@ def load_balancing_loss(
         The loss, fp32 [], and the visits to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
-    # The choice of experts has no gradient: the router learns through the probabilities only.
+    # The choice of experts is not differentiated: the router learns through the probabilities only.
     chosen_LNK = [one.detach().topk(num_experts_per_tok).indices for one in probabilities_LNE]
     return balancing_loss(probabilities_LNE, chosen_LNK)
 

@@ -22,9 +22,9 @@ IGNORE_INDEX = -100
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to which a matrix product should cast `x` [...]: autocast's dtype on the
-    device of `x`, or that of `x` without autocast.
+    device of `x`, or the dtype of `x` without autocast.
 
-    Custom operators use it, because autocast does not cast their inputs.
+    Custom operators need this function, because autocast does not cast their inputs.
     """
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -45,15 +45,15 @@ class AttentionOptions(NamedTuple):
     """Arguments of attention other than queries, keys and values.
 
     Attributes:
-        mask: result of the model's `make_mask`, used in place of the causal mask; None is the
+        mask: result of the model's `make_mask`, used instead of the causal mask; None for the
             causal mask.
-        dropout: probability with which an attention weight is dropped.
-        scale: factor of the scores; None is 1 / sqrt(D).
-        softcap: bound c of the scores s, which become c tanh(s / c) before masking; None is no
-            bound. Kernels that do not support it require None.
+        dropout: probability of dropping an attention weight.
+        scale: factor of the scores; None for 1 / sqrt(D).
+        softcap: bound c of the scores s, which become c tanh(s / c) before masking; None for no
+            bound. Kernels that do not support a soft cap require None.
         sinks: attention sinks, at most fp32 [H]: one additional logit in each head's softmax, whose
             weight is not multiplied by any value (Xiao et al. 2023, arXiv 2309.17453; gpt-oss).
-            None means no sinks. Kernels that do not support them require None.
+            None for no sinks. Kernels that do not support sinks require None.
     """
 
     mask: Any = None
@@ -195,14 +195,15 @@ def plain_attention(
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
-    # The queries are scaled, not the scores: they are fewer, and fp16 scores stay in range.
+    # Scale the queries instead of the scores: there are fewer of them, and fp16 scores stay in
+    # range.
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
     scores = soft_capped(at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1)), softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks_H is None:
         weights = scores.softmax(-1)
     else:
-        # The sinks become an extra column of the softmax, which is cut off because it has no value.
+        # The sinks become an extra column of the softmax, which is dropped because it has no value.
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     # Weights are rounded to the values' dtype after the softmax, as in fused kernels.
@@ -287,7 +288,7 @@ class Embedding(nn.Embedding):
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """Return a mask that is true for the keys that a query sees, bool [T, S]; None if the window
+    """Return a mask that is true for the keys that a query sees, bool [T, S], or None if the window
     hides nothing.
 
     Args:
@@ -354,7 +355,8 @@ def logits_without_padding(
     vocab_size: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute the capped logits without those of padding rows, which would receive probability.
+    """Compute the soft-capped logits, excluding padding rows, which would otherwise receive
+    probability.
 
     Args:
         x_BTC: the last layer's output after the final norm.
@@ -416,7 +418,7 @@ def head_loss(
         head: function that computes logits [B, T, V or more].
         vocab_size: V; logits beyond it are padding.
         labels_BT: labels, int64.
-        softcap: bound of the logits, see `soft_capped`; None is no bound.
+        softcap: bound of the logits, see `soft_capped`; None for no bound.
         z_loss_coef: coefficient of `z_loss_sum`, which is added only if gradients are enabled, so
             that the loss of an evaluation is the cross-entropy.
     """

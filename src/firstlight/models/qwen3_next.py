@@ -352,7 +352,7 @@ class GatedDeltaNet(nn.Module):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
                 seen_BTX = seen_BTX * (positions >= back)[..., None]
                 y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
-        # The last W - 1 inputs; if T is less, some of them are from `before`.
+        # The last W - 1 inputs; if T is smaller, some of them come from `before`.
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 

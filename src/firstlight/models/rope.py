@@ -113,7 +113,7 @@ def check_rope(
     """Check that the rotary settings can be computed.
 
     Args:
-        scaling: rescaling of the frequencies; None is no rescaling.
+        scaling: rescaling of the frequencies; None for no rescaling.
         rotary_dim: R, the rotated dimensions of a head.
         rope_theta: base of the frequencies.
         nested: see `RopeSpec.nested`.
@@ -143,8 +143,8 @@ def check_rope(
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """Return the number of tokens of the shortest text to which LongRoPE's `long_factor` applies;
-    None for other kinds of scaling."""
+    """Return the length in tokens of the shortest text to which LongRoPE's `long_factor` applies,
+    or None for other kinds of scaling."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1
@@ -157,8 +157,8 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Return the angle in radians by which each pair of dimensions turns from one position to the
-    next, fp32 [R/2].
+    """Return the angle in radians by which each pair of dimensions rotates per position, fp32
+    [R/2].
 
     Args:
         rotary_dim: R, the rotated dimensions of a head.
@@ -168,10 +168,10 @@ def rope_frequencies(
             for longer texts.
         is_long: True for a text longer than the original context; read for the kind "longrope".
     """
-    # The operations and their order are those of transformers, because others change the last bits.
+    # The same operations in the same order as in transformers: others would change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
-        # All positions of a text use the same set: cached keys have been rotated by it.
+        # All positions of a text must use the same set, because cached keys were rotated with it.
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)
@@ -246,10 +246,10 @@ def _yarn_frequencies(
 
 
 def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
-    """Return the factor of cos and sin; 1 unless the kind is "yarn" or "longrope".
+    """Return the factor of cos and sin, or 1 unless the kind is "yarn" or "longrope".
 
     Args:
-        scaling: rescaling of the frequencies; None is no rescaling.
+        scaling: rescaling of the frequencies; None for no rescaling.
         max_positions: the model's `max_position_embeddings`.
     """
     if not isinstance(scaling, YarnRope | LongRope):
@@ -270,7 +270,7 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
     """Return YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
-    22); 1 for factors up to 1."""
+    22), or 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 

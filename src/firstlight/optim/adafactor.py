@@ -21,10 +21,10 @@ from firstlight.optim.spec import (
 
 AdafactorVariant = Literal["auto", "paper", "torch"]
 
-#: Added to squared gradients, so that rows without a gradient have an inverse root.
+#: Added to squared gradients, so that the inverse root of a row without a gradient is finite.
 _EPS_OF_SQUARES = 1e-30
-#: Lower bound of a parameter's root mean square, to which its steps are relative, so that
-#: parameters that start at zero move.
+#: Lower bound of a parameter's root mean square, which scales its steps. Without it, parameters
+#: initialised to zero would never move.
 _EPS_OF_SCALE = 1e-3
 
 
@@ -34,9 +34,10 @@ class Adafactor(ForeachOptimizer):
     `scale_parameter=True`.
 
     A step and the weight decay are both `lr` times the parameter's root mean square.
-    torch.optim.Adafactor has the same state, and differs in three ways. Its weight decay is `lr`
-    times `weight_decay`, regardless of the parameter's size. Its rate is at most 1/sqrt(step). It
-    clamps the mean of the squared gradients to at least 1.2e-7, which is more than in large models.
+    torch.optim.Adafactor has the same state but differs in three ways: its weight decay is `lr`
+    times `weight_decay`, regardless of the parameter's size; its learning rate is at most
+    1/sqrt(step); and it clamps the mean of the squared gradients to at least 1.2e-7, more than that
+    mean in large models.
 
     Args:
         groups: torch's parameter groups; the parameters of a group all have two or more dimensions,
@@ -90,10 +91,10 @@ class Adafactor(ForeachOptimizer):
         torch._foreach_sub_(parameters, updates)
 
     def _state_for(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the parameter's state, created if it has none, with the step counter increased."""
+        """Return the parameter's state, created if missing, with the step counter increased."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # On the CPU, since Python reads the counter: see `spec.rebuild_tensors`.
+            # On the CPU, because Python reads the counter: see `spec.rebuild_tensors`.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if parameter.dim() < 2:
                 state["variance"] = torch.zeros_like(parameter)
@@ -123,7 +124,7 @@ def _directions(
     Args:
         gradients: gradients of any shapes.
         states: state of each gradient's parameter.
-        fresh: weight of this step's squared gradient in the second moment, for each parameter.
+        fresh: weight of this step's squared gradient in the second moment, per parameter.
         skips: see `lerp_unless`.
     """
     inverse_roots = []
@@ -181,8 +182,8 @@ def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
     }
 
 
-#: torch has no fused kernel for Adafactor. "auto" selects for-loop, since the copies of foreach
-#: cost the memory that Adafactor saves.
+#: torch does not have a fused kernel for Adafactor. "auto" selects for-loop, because the copies
+#: that foreach makes cost the memory that Adafactor saves.
 ADAFACTOR = OptimizerSpec(
     _adafactor,
     _adafactor_layout,

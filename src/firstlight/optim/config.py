@@ -1,13 +1,13 @@
-"""The `optimizer` section of a recipe, the table of optimizers that it chooses from, and the groups
-of parameters with their learning rate, betas and weight decay.
+"""The `optimizer` section of a recipe, the table of available optimizers, and the parameter groups
+with their learning rate, betas and weight decay.
 
-The section has the keys of all optimizers, so that `name` can change without the other keys:
-`OptimizerConfig` inherits a class with the keys of each optimizer, such as `AdamWConfig`. AdamW and
-SGD, which torch provides, are here; each other optimizer has its own module with the class of its
-keys and its `OptimizerSpec`.
+The section has the keys of all optimizers, so that `name` can change without changing other keys.
+`OptimizerConfig` inherits one class of keys per optimizer, such as `AdamWConfig`. AdamW and SGD,
+which torch provides, are defined here; every other optimizer has a separate module with its keys
+and its `OptimizerSpec`.
 
 A parameter's role follows from its module, name and shape: an embedding table, the head, a vector
-(norms and biases) or a matrix (everything else, including stacks of experts' matrices).
+(norms and biases) or a matrix (everything else, including stacked expert matrices).
 """
 
 from __future__ import annotations
@@ -81,21 +81,22 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
         eps=config.eps,
         **_switches(groups, config),
     )
-    # Without weight decay, the hook of each step would do nothing.
+    # Without weight decay, the hook that runs before each step would do nothing.
     if config.cautious_weight_decay and any(group["weight_decay"] for group in groups):
         make_cautious(optimizer)
     return optimizer
 
 
 def make_cautious(optimizer: torch.optim.AdamW) -> None:
-    """Replace the weight decay of torch's AdamW, of any implementation, with `decay_cautiously`.
+    """Replace the weight decay of any implementation of torch's AdamW with `decay_cautiously`.
 
-    The decay is applied before the step, as in torch. It needs only the sign of the update, which
+    The decay is applied before the step, as in torch. It only needs the sign of the update, which
     is the sign of the first moment after this step's gradient.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
-    # A hook, not a subclass, so that code that observes steps sees one step of torch's AdamW.
+    # A hook instead of a subclass, so that code that observes steps sees a single step of torch's
+    # AdamW.
     optimizer.register_step_pre_hook(_decay)
 
 
@@ -109,7 +110,7 @@ def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 continue
             direction = own_shard(parameter.grad, parameter)
             state = optimizer.state.get(parameter, {})
-            # Without a moment, in the first step, the update has the sign of the gradient.
+            # In the first step there is no moment yet: the update has the sign of the gradient.
             if "exp_avg" in state:
                 average = own_shard(state["exp_avg"], parameter)
                 direction = average.lerp(direction, 1 - group["betas"][0])
@@ -143,7 +144,8 @@ def _sgd_layout(parameter: Tensor, config: OptimizerConfig, _: Any) -> Layout:
 
 
 def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
-    """Return torch's `fused` and `foreach` for the implementation that the config asks for."""
+    """Return torch's `fused` and `foreach` arguments for the implementation that the config
+    selects."""
     parameters = [p for group in groups for p in group["params"]]
     device = parameters[0].device.type
     wanted = config.implementation
@@ -152,7 +154,7 @@ def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
             f"torch has no fused {config.name} for {device}: set optimizer.implementation "
             "to foreach"
         )
-    # torch's fused SGD has no kernel for DTensors (FSDP2).
+    # torch's fused SGD does not have a kernel for DTensors (FSDP2).
     unknown = config.name == "sgd" and any(map(is_sharded, parameters))
     if wanted == "fused" and unknown:
         raise ConfigError(
@@ -280,7 +282,8 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
-        """Return these settings with the rates for a model of this width (see `tuned_width`)."""
+        """Return these settings with the learning rates for a model of this width (see
+        `tuned_width`)."""
         if self.tuned_width in (None, hidden_size):
             return self
         assert self.tuned_width is not None
@@ -291,7 +294,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
             changes["muon_learning_rate"] = muon_rate * math.sqrt(ratio)
             changes["head_lr_multiple"] = self.head_lr_multiple * ratio
         else:
-            # The head follows, since its rate is a multiple of this one. Embeddings and vectors
+            # The head's rate follows, since it is a multiple of this rate. Embeddings and vectors
             # keep their rates.
             changes["learning_rate"] = self.learning_rate * ratio
             changes["embedding_lr_multiple"] = self.embedding_lr_multiple / ratio
@@ -299,14 +302,14 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self.model_copy(update=changes)
 
     def peak_rate(self, role: Role) -> float:
-        """Return the peak learning rate of a role; with Muon, its separate rate for matrices."""
+        """Return the peak learning rate of a role, including Muon's separate rate for matrices."""
         if self.name == "muon" and role == "matrix":
             return self.muon_learning_rate or self.learning_rate
         return float(self.group_settings(role)["lr"])
 
     def group_settings(self, role: Role) -> dict[str, Any]:
         """Return a role's `lr`, `betas` and `weight_decay`, as in torch's parameter groups."""
-        # The keys without a prefix are those of matrices.
+        # Keys without a prefix apply to matrices.
         own = (
             {}
             if role == "matrix"
@@ -327,11 +330,11 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
 
 
 class Kind(NamedTuple):
-    """The properties of a parameter, besides its shape, that an optimizer needs.
+    """The properties of a parameter that an optimizer needs, besides its shape.
 
     Attributes:
         role: role of the parameter, which selects its settings.
-        transposed: True for a matrix stored [inputs, outputs], as GPT-2's are, instead of
+        transposed: True if the matrix is stored as [inputs, outputs], like GPT-2's, instead of
             [outputs, inputs].
     """
 
@@ -340,11 +343,11 @@ class Kind(NamedTuple):
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """Return the kind of each of a model's parameters, by name. A head that is tied to the
-    embedding has the embedding's role."""
-    # By identity, not by name: model families name their embeddings differently.
+    """Return the kind of each of a model's parameters, by name. A tied head has the embedding's
+    role."""
+    # Found by identity, not by name: model families name their embeddings differently.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # Trained rows of a table beside a frozen one.
+    # Trained rows of an otherwise frozen table.
     rows = (m for m in model.modules() if getattr(m, "is_table", False))
     tables |= {id(p) for module in rows for p in module.parameters(recurse=False)}
     transposed = {
@@ -357,11 +360,11 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     def role(name: str, parameter: Tensor) -> Role:
         if id(parameter) in tables:
             return "embedding"
-        # Experts' biases are stacked, so they have two dimensions. A depthwise convolution has a
-        # few weights for each channel, and is not a matrix product.
+        # Expert biases are stacked, so they have two dimensions. A depthwise convolution has only a
+        # few weights per channel, and is not a matrix product.
         if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
             return "vector"
-        # An adapter of the head is a matrix like all adapters.
+        # An adapter of the head is a matrix, as all adapters are.
         return "head" if name == "lm_head.weight" else "matrix"
 
     return {
@@ -375,8 +378,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
 
-    Roles with equal settings share a group, to keep the number of foreach operations low. Vectors
-    always have separate groups.
+    Roles with equal settings share a group, which reduces the number of foreach operations. Vectors
+    are always in separate groups.
 
     Args:
         parameters: parameters by name.
@@ -384,11 +387,12 @@ def parameter_groups(
         config: the recipe's section.
     """
     groups: dict[Any, dict[str, Any]] = {}
-    # Vectors come last, in any order of the model's parameters.
+    # Sort vectors last, regardless of the order of the model's parameters.
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
-        # The parameters of an Adafactor group have either two or more dimensions, or fewer.
+        # All parameters of an Adafactor group must have two or more dimensions, or all must have
+        # fewer.
         key = (role == "vector", parameter.dim() < 2, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
@@ -397,12 +401,12 @@ def parameter_groups(
 def describe_groups(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> Iterator[str]:
-    """Yield the lines of a table: for each role with parameters, the number of its tensors and
-    parameters, peak learning rate and weight decay."""
+    """Yield the lines of a table: for each role with parameters, the number of tensors and
+    parameters, the peak learning rate and the weight decay."""
     heading = f"optimizer {config.name}"
     yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
     for role, title in ROLES.items():
-        # With a tied head, or with LoRA, some roles have no parameters.
+        # With a tied head or with LoRA, some roles do not have parameters.
         found = [p for name, p in parameters.items() if kinds[name].role == role]
         if found:
             settings, count = config.group_settings(role), sum(p.numel() for p in found)
@@ -416,7 +420,7 @@ def describe_groups(
 def decay_counts(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> dict[str, int]:
-    """Count the parameters and the tensors with weight decay, and those without."""
+    """Count parameters and tensors with weight decay, and parameters and tensors without it."""
     counts = dict.fromkeys(
         ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
     )

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over processes as DTensors of torch."""
+"""Parameters that are sharded over processes as torch DTensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
     """Return True if the tensor is a DTensor, of which this process holds one shard."""
-    # DTensor is not imported here, because the import takes most of a second, and no DTensor exists
-    # before it.
+    # DTensor is not imported here: the import takes most of a second, and if the module has not
+    # been imported, no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -33,9 +33,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's shard, as a plain tensor, of a tensor with a parameter's shape: the
-    parameter itself, its gradient or a moment. Elementwise updates then need no operators on
-    DTensors. If the tensor or the parameter is not sharded, return the tensor itself."""
+    """Return this process's shard of a tensor with a parameter's shape, as a plain tensor; if the
+    tensor or the parameter is not sharded, return the tensor itself.
+
+    The tensor is the parameter itself, its gradient or a moment. With plain shards, elementwise
+    updates do not need DTensor operators.
+    """
     if not is_sharded(tensor) or not is_sharded(parameter):
         return tensor
     # With tensor parallelism, the gradient of a sharded embedding is replicated.
@@ -56,7 +59,7 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    # torch can't infer shape and stride from one shard: the last shards may be shorter.
+    # torch can't infer shape and stride from one shard, because the last shards may be shorter.
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -68,11 +71,11 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
-    """Shard a full tensor that every rank has like `example`; return the tensor itself if `example`
-    is not sharded or has another shape.
+    """Shard a full tensor, which every rank holds, in the same way as `example`. Return the tensor
+    itself if `example` is not sharded or has another shape.
 
     Args:
-        tensor: the full tensor, the same values on every rank.
+        tensor: full tensor with the same values on every rank.
         example: a tensor whose mesh and placements are copied.
     """
     if not is_sharded(example) or tensor.shape != example.shape:
@@ -85,8 +88,9 @@ def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
 
 
 def shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """Return the process group that holds the shards of a parameter; None if it is not sharded, or
-    is sharded along two dimensions of its mesh (FSDP2 of tensor-parallel shards)."""
+    """Return the process group that holds the shards of a parameter. Return None if the parameter
+    is not sharded, or is sharded along two dimensions of its mesh (FSDP2 over tensor-parallel
+    shards)."""
     if not is_sharded(parameter):
         return None
     cut = [n for n, placed in enumerate(parameter.placements) if not placed.is_replicate()]
@@ -94,10 +98,10 @@ def shard_group(parameter: Tensor) -> ProcessGroup | None:
 
 
 def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
-    """Gather one full tensor on each process: process i of the `shard_group` receives the tensor of
+    """Gather one full tensor per process: process i of the `shard_group` receives the tensor of
     `parameters[i]`, and a process without a parameter receives None.
 
-    A collective operation. The n processes together receive as much data as each of them would
+    A collective operation. All n processes together receive as much data as each of them would
     receive from n calls of `gather`.
 
     Args:
@@ -109,8 +113,8 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     assert group is not None
     rank, processes = group.rank(), group.size()
     axes = [_axis(parameter) for parameter in parameters]
-    # The sharded axis comes first, so that the received shards of a tensor, one after the other,
-    # form the tensor.
+    # The sharded axis comes first, so that concatenating the received shards of a tensor restores
+    # the tensor.
     rows = [shard.movedim(axis, 0).flatten() for shard, axis in zip(shards, axes, strict=True)]
     counts = [len(row) for row in rows] + [0] * (processes - len(rows))
     if rank >= len(parameters):
@@ -127,15 +131,17 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
 def scatter_each(
     full: Tensor | None, parameters: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return this process's shard of a full tensor for each parameter, where process i of the
-    `shard_group` has the full tensor of `parameters[i]`: the inverse of `gather_each`. A collective
+    """Scatter one full tensor per process: the inverse of `gather_each`, and also a collective
     operation.
 
+    Process i of the `shard_group` holds the full tensor of `parameters[i]`. Return this process's
+    shard of each parameter's tensor.
+
     Args:
-        full: the full tensor of this process's parameter, in the parameter's shape; None for a
-            process without a parameter.
+        full: full tensor of this process's parameter, in the parameter's shape; None for a process
+            without a parameter.
         parameters: see `gather_each`.
-        dtype: dtype of the full tensors, which processes without one need to know.
+        dtype: dtype of the full tensors, which a process without a full tensor can't infer.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -161,14 +167,14 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a full tensor that belongs to this process's shard of a parameter; the
-    tensor itself if the parameter is not sharded, or if the tensor has length 1 along the sharded
-    axis.
+    """Return the part of a full tensor that belongs to this process's shard of a parameter. Return
+    the tensor itself if the parameter is not sharded, or if the tensor has length 1 along the
+    sharded axis.
 
     Args:
-        tensor: a tensor that is equal on every process; along each axis it is as long as the
+        tensor: tensor with the same values on every process; along each axis it is as long as the
             parameter, or has length 1.
-        parameter: a parameter with a `shard_group`, or one that is not sharded.
+        parameter: parameter that has a `shard_group` or is not sharded.
     """
     if not is_sharded(parameter) or tensor.shape[_axis(parameter)] == 1:
         return tensor
@@ -188,16 +194,18 @@ def _axis(parameter: Tensor) -> int:
 
 
 def _lengths(length: int, processes: int) -> list[int]:
-    """Return the lengths of the shards of an axis, as torch's `Shard` divides it: the last ones may
-    be shorter or empty."""
+    """Return the lengths of the shards of an axis as torch's `Shard` divides it: the last shards
+    may be shorter or empty."""
     most = -(-length // processes)
     return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
 
 
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """Exchange numbers with the other processes: send `given[i]` numbers of `sent` [sum(given)] to
-    process i of the group, and return [sum(taken)], with `taken[i]` numbers from process i; both in
-    the order of the ranks."""
+    """Exchange values with the other processes of the group.
+
+    Send `given[i]` values of `sent` [sum(given)] to process i. Return [sum(taken)], of which
+    `taken[i]` values come from process i. Both tensors are in the order of the ranks.
+    """
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
     return received
@@ -208,13 +216,13 @@ def full_parameters(
     model: nn.Module, *, changed: bool = False, keep: bool = True
 ) -> Iterator[None]:
     """Context in which sharded parameters are full tensors on the CPU of every rank, for reading
-    and writing, not for computing. A collective operation: every rank has to enter it.
+    and writing but not for computing. A collective operation: every rank has to enter it.
 
     Args:
-        model: the model, whose modules get the full parameters for the duration.
-        changed: True writes the values set inside back into the shards.
-        keep: False for a rank that only takes part in the collectives, without memory for the full
-            model: this rank's parameters stay sharded.
+        model: model whose modules hold the full parameters inside the context.
+        changed: True to write the values set inside the context back to the shards.
+        keep: False for a rank that only takes part in the collectives and does not have memory for
+            the full model: its parameters stay sharded.
     """
     assert keep or not changed
     owners = [
@@ -223,7 +231,7 @@ def full_parameters(
         for name, parameter in module._parameters.items()
         if is_sharded(parameter)
     ]
-    # A tied weight is one parameter of two modules, and must remain so.
+    # A tied weight is a single parameter of two modules, and must remain so.
     full: dict[int, nn.Parameter | None] = {}
     try:
         for module, name, parameter in owners:

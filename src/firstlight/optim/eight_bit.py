@@ -1,11 +1,11 @@
-"""8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) of bitsandbytes and torchao, and its state
+"""8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) from bitsandbytes or torchao, and its state
 as plain tensors.
 
-Both libraries keep a moment as codes (uint8, one for each value), a scale (fp32) for each block of
-256 values, and a table that maps a code to a value (fp32 [256], "qmap"). Their names differ:
+Both libraries store a moment as codes (uint8, one per value), scales (fp32, one per block of 256
+values) and a table that maps codes to values (fp32 [256], "qmap"). The tensor names differ:
 
-    torchao:        exp_avg.codes, exp_avg.scale, exp_avg.qmap, and the same of exp_avg_sq
-    bitsandbytes:   state1, absmax1, qmap1, and the same with 2
+    torchao:        exp_avg.codes, exp_avg.scale, exp_avg.qmap; the same three for exp_avg_sq
+    bitsandbytes:   state1, absmax1, qmap1; state2, absmax2, qmap2
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec
 
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
 
-#: Values that share a scale, and minimum number of values of a tensor that has 8-bit moments.
-#: Both are defaults of bitsandbytes and of torchao.
+#: Number of values that share a scale, and minimum size of a tensor with 8-bit moments: the
+#: defaults of bitsandbytes and torchao.
 _BLOCK = 256
 _SMALLEST = 4096
 
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Context in which warnings and log messages are suppressed. Both libraries write some about
-    kernels that they can't load, and torch's compiler writes some about its own deprecations."""
+    """Context that suppresses warnings and log messages. Both libraries log kernels that they can't
+    load, and torch's compiler warns about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -50,8 +50,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """Return the library that `eight_bit_library` names. "auto" is the first installed one of
-    bitsandbytes and torchao, or bitsandbytes if neither is installed."""
+    """Return the library that `eight_bit_library` selects. "auto" selects bitsandbytes if it is
+    installed, then torchao if it is installed, otherwise bitsandbytes."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -71,10 +71,12 @@ def _is_small(parameter: Tensor) -> bool:
 
 
 def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Convert one parameter's state in either library to plain tensors, named as in `Layout`.
+    """Flatten one parameter's 8-bit optimizer state, from torchao or bitsandbytes, into plain
+    tensors named as in `Layout`.
 
-    An 8-bit tensor of torchao becomes its codes (uint8, the parameter's shape), scale (fp32
-    [blocks]) and qmap (fp32 [256]); a Python number becomes an int64 tensor [].
+    A torchao 8-bit tensor becomes three tensors: `codes` (uint8, same shape as the parameter),
+    `scale` (fp32, [blocks]) and `qmap` (fp32, [256]). A Python number becomes a scalar int64
+    tensor.
     """
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
@@ -92,8 +94,8 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def rebuild_eight_bit(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Convert the tensors of `flatten_eight_bit` back to one parameter's state, in the form of the
-    library that they come from."""
+    """Convert the tensors from `flatten_eight_bit` back to one parameter's state in the library
+    that created it."""
     if "state1" in tensors:
         return _rebuild_bitsandbytes(optimizer, parameter, tensors)
     return _rebuild_torchao(parameter, tensors)
@@ -103,8 +105,7 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create the optimizer of class `bitsandbytes.optim.KIND`, after a trial on the parameters'
-    device."""
+    """Create the optimizer `bitsandbytes.optim.KIND`, and test it on the parameters' device."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer
@@ -113,8 +114,8 @@ def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.
 def _rebuild_bitsandbytes(
     optimizer: Any, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return one parameter's state in bitsandbytes, and set it in the optimizer."""
-    # The library allocates the state, because the tensors of a paged optimizer are in managed
+    """Create one parameter's bitsandbytes state, store it in the optimizer, and return it."""
+    # The library allocates the state, because a paged optimizer keeps its tensors in managed
     # memory, which torch can't allocate; the values are copied into these tensors.
     optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
     state: dict[str, Any] = optimizer.state[parameter]
@@ -129,10 +130,10 @@ def _rebuild_bitsandbytes(
 
 
 def _try_bitsandbytes(kind: str, device: torch.device) -> None:
-    """Update a small tensor once, because not every release has kernels for every device.
+    """Update a small tensor once, because some releases lack kernels for some devices.
 
     Raises:
-        ConfigError: the installed bitsandbytes has no kernel for the device.
+        ConfigError: the installed bitsandbytes lacks a kernel for the device.
     """
     parameter = nn.Parameter(torch.zeros(_SMALLEST, device=device))
     parameter.grad = torch.zeros_like(parameter)
@@ -174,8 +175,8 @@ def _torchao(
     with quiet_import():
         # Otherwise the first step would import the compiler and show its warnings.
         importlib.import_module("torch._inductor.compile_fx")
-    # Suppress torch's warning in the first step that its cache of compiled code has no stable hash
-    # for this tensor class, which a user can't change.
+    # In the first step, torch warns that its cache of compiled code does not have a stable hash for
+    # this tensor class. Users can't change this, so the warning is suppressed.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
     optimizer: torch.optim.Optimizer = library.AdamW8bit(groups, **settings)
     return optimizer
@@ -201,7 +202,8 @@ def _torchao_layout(parameter: Tensor) -> Layout:
     shape = tuple(parameter.shape)
     layout: Layout = {"step": ((), torch.float32)}
     for key in ("exp_avg", "exp_avg_sq"):
-        # torchao keeps a tensor with an incomplete last block in the parameter's dtype.
+        # torchao keeps a state tensor whose last block would be incomplete in the parameter's
+        # dtype.
         if _is_small(parameter) or parameter.numel() % _BLOCK:
             layout[key] = (shape, parameter.dtype)
         else:
@@ -274,7 +276,7 @@ def _library(config: Any) -> str:
 
 
 def compiles_update(config: Any) -> bool:
-    """Return True if torch.compile compiles the optimizer's update, as it does for torchao's."""
+    """Return True if torch.compile compiles the optimizer's update, as for torchao's optimizers."""
     return bool(config.name == "adamw8bit") and _library(config) == "torchao"
 
 

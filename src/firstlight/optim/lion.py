@@ -1,4 +1,4 @@
-"""Lion, an optimizer with one moment that uses only the sign of its update: every number moves by
+"""Lion, an optimizer with one moment that uses only the sign of the update: every value moves by
 the learning rate."""
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Lion(ForeachOptimizer):
 
     Args:
         groups: torch's parameter groups.
-        lr: distance that every number with a gradient moves in a step, without the weight decay.
-        betas: (beta1, weight of the moment in the update; beta2, its weight in the next moment).
-        foreach: True runs each operation over all parameters of a group at once, with a temporary
-            copy as large as the parameters; False updates lists of small parameters on a GPU, and
-            other parameters one by one.
-        cautious: True applies weight decay by `decay_cautiously`.
+        lr: distance that every value with a gradient moves in a step, without the weight decay.
+        betas: (beta1, weight of the moment in the update; beta2, weight of the moment in the next
+            moment).
+        foreach: True to run each operation over all parameters of a group at once, with a temporary
+            copy as large as the parameters; False to update lists of small parameters on a GPU, and
+            all other parameters one by one.
+        cautious: True to apply weight decay with `decay_cautiously`.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Lion(ForeachOptimizer):
 
 
 def _lion(groups: Groups, config: Any) -> Lion:
-    # Not for "auto": the copy of foreach would take the memory that Lion saves.
+    # "auto" does not use foreach: its copy would take the memory that Lion saves.
     foreach = config.implementation == "foreach"
     return Lion(
         groups,

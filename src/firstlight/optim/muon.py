@@ -1,6 +1,6 @@
-"""Muon for matrices and for stacks of matrices, such as the experts of a layer.
+"""Muon for matrices and stacks of matrices, such as the experts of a layer.
 
-Shape letters: E matrices of a stack, F rows, C columns; `...` is E or nothing.
+Shape letters: E matrices of a stack, F rows, C columns; `...` is either E or empty.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MuonCoefficients = Literal["jordan", "polar_express"]
 
 _EPS = 1e-7
 
-#: `optimizer.muon_coefficients` -> (factor of the norm by which the matrix is divided at first; a,
-#: b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in torch.optim.Muon.
-#: "polar_express" uses in each step the optimal odd polynomial for the singular values that the
-#: previous step leaves, starting with values from 0.001 to 1, and brings them closer to one. It is
-#: algorithm 1 of arXiv 2505.16932 with a cushion of 0.02, and with a safety factor of 1.02 against
-#: the rounding of bf16.
+#: `optimizer.muon_coefficients` -> (factor applied to the norm by which the matrix is first
+#: divided; a, b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in
+#: torch.optim.Muon. "polar_express" brings singular values closer to one: each step uses the
+#: optimal odd polynomial for the singular values that the previous step leaves, starting from the
+#: range 0.001 to 1. It is algorithm 1 of arXiv 2505.16932 with a cushion of 0.02 and a safety
+#: factor of 1.02 against bf16 rounding.
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
     "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
     "polar_express": (
@@ -65,11 +65,11 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 
 
 def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
-    """Return each matrix [..., F, C] with its singular values brought close to one, [..., F, C] in
-    bf16.
+    """Orthogonalise matrices [..., F, C]: bring their singular values close to one. Return bf16
+    [..., F, C].
 
-    This is the quintic Newton-Schulz iteration of Jordan et al. 2024, for all matrices of a stack
-    at once. It computes in bf16, or in fp16 on a GPU that would emulate bf16 (V100, T4).
+    This is the quintic Newton-Schulz iteration of Jordan et al. 2024, applied to all matrices of a
+    stack at once. It computes in bf16, or in fp16 on GPUs that would emulate bf16 (V100, T4).
 
     Args:
         matrices: [F, C] or [E, F, C].
@@ -80,7 +80,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     # x x^T is smallest if the short side of x comes first.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     dtype = _product_dtype(matrices.device)
-    # Gradients are too small for fp16 before they are divided by their norm.
+    # Gradients are too small for fp16 until they are divided by their norm.
     x = matrices.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, copy=True)
     if is_tall:
         x = x.mT
@@ -97,17 +97,19 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of the matrix products of `orthogonalised` on a device."""
+    """Return the dtype in which `orthogonalised` multiplies matrices on a device."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16
 
 
 def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
-    """Return the mean squares of the neurons of orthogonalised matrices [..., F, C], in fp32:
-    [..., F, 1], or [..., 1, C] of `transposed` matrices, which have their neurons in the
-    columns."""
-    # In fp32: bf16 has only three digits, so a slow average would not move.
+    """Return the mean square of each neuron of orthogonalised matrices [..., F, C], in fp32.
+
+    The shape is [..., F, 1], or [..., 1, C] for `transposed` matrices, whose columns are the
+    neurons.
+    """
+    # In fp32: bf16 has about three significant digits, so a slow average would not move.
     squares = matrices.float().square()
     return squares.mean(-2 if transposed else -1, keepdim=True)
 
@@ -115,69 +117,69 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
 def neuron_factors(
     squares: Tensor, second_moment: Tensor, beta2: float, skips: Tensor | None = None
 ) -> Tensor:
-    """Return factors for the neurons of orthogonalised matrices, which make neurons about equal in
-    size, and give matrices a root mean square of one (NorMuon, arXiv 2510.05491).
+    """Return per-neuron factors for orthogonalised matrices: they make all neurons about equal in
+    size, and give each matrix a root mean square of one (NorMuon, arXiv 2510.05491).
 
     Args:
-        squares: mean squares of the neurons, [..., F, 1] or [..., 1, C].
+        squares: mean square of each neuron, [..., F, 1] or [..., 1, C].
         second_moment: moving average of `squares`, updated in place.
         beta2: decay rate of the moving average.
         skips: see `lerp_unless`.
 
     Returns:
-        The shape and dtype of `second_moment`.
+        The factors, in the shape and dtype of `second_moment`.
     """
     lerp_unless(skips, second_moment, squares, 1 - beta2)
     inverse = 1 / (second_moment.sqrt() + _EPS)
-    # The mean square of the rescaled matrix follows from those of its neurons, without a second
-    # pass over the matrix.
+    # The mean square of the rescaled matrix follows from its neurons' mean squares, without a
+    # second pass over the matrix.
     mean = (squares * inverse.square()).mean((-2, -1), keepdim=True)
     return inverse / (mean.sqrt() + _EPS)
 
 
-#: A parameter and its group.
+#: (parameter, parameter group).
 _Pair = tuple[Tensor, dict[str, Any]]
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) with decoupled weight decay and updates of AdamW's size (Liu et al.
-    2025, arXiv 2502.16982). For matrices it equals torch.optim.Muon with `match_rms_adamw` bit for
-    bit.
+    """Muon (Jordan et al. 2024) with decoupled weight decay and updates of the same size as AdamW's
+    (Liu et al. 2025, arXiv 2502.16982). For matrices, results are bit-identical to torch.optim.Muon
+    with `match_rms_adamw`.
 
         m = momentum m + (1 - momentum) g
         o = orthogonalised((1 - momentum) g + momentum m)
         x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
 
-    With `beta2` it is NorMuon (arXiv 2510.05491). The rows of o, one for each neuron, are divided
-    by the root of their averaged mean squares v [..., F, 1]. The update is scaled to a root mean
+    With `beta2` it is NorMuon (arXiv 2510.05491): the rows of o, one per neuron, are divided by the
+    root of their averaged mean squares v [..., F, 1], and the update is scaled to a root mean
     square of 0.2 lr.
 
-    With several processes, each orthogonalises some of the matrices, which changes no bit of the
-    result. If they all have the full gradients (DDP, see `process`), each sends its results to the
-    others in bf16. If matrices are sharded (FSDP2, tensor parallelism), moments and weights stay
-    sharded: each process receives the shards of its matrices in bf16, and sends back shards of the
-    results.
+    With several processes, each orthogonalises some of the matrices; results are bit-identical to
+    one process. If all processes have the full gradients (DDP, see `process`), each sends its
+    results to the others in bf16. If matrices are sharded (FSDP2, tensor parallelism), moments and
+    weights stay sharded: each process receives the shards of its matrices in bf16, and sends back
+    shards of the results.
 
-    With `stacked`, a process that shares no work updates small matrices of the same size and group
-    in one stack. On a GPU, launching the kernels for a small matrix takes longer than running them,
-    and a stack needs no more kernels than one matrix. Results differ from those of single matrices
-    by the rounding of bf16.
+    With `stacked`, a process that does not share the work updates small matrices of the same size
+    and group as one stack. On a GPU, launching the kernels for a small matrix takes longer than
+    running them, and a stack needs no more kernels than a single matrix. Results differ from those
+    of single matrices by bf16 rounding.
 
     Args:
-        groups: torch's parameter groups, of parameters [..., F, C]. A group with `transposed` has
-            the neurons (outputs) of its matrices in the columns.
+        groups: torch parameter groups with parameters [..., F, C]. In a group with `transposed`,
+            the columns of the matrices are the neurons (outputs).
         lr: learning rate.
         momentum: momentum after its warm-up.
-        first_momentum: momentum of the first step with a warm-up.
-        warmup_steps: number of steps in which momentum rises linearly; 0 for none.
-        beta2: decay rate of NorMuon's second moment; None is plain Muon.
-        coefficients: a name of `COEFFICIENTS`.
-        cautious: True applies weight decay by `decay_cautiously`.
-        stacked: True updates small matrices in stacks.
+        first_momentum: momentum in the first step of a warm-up.
+        warmup_steps: number of steps over which the momentum rises linearly; 0 for no warm-up.
+        beta2: decay rate of NorMuon's second moment; None for plain Muon.
+        coefficients: name in `COEFFICIENTS`.
+        cautious: True to apply weight decay with `decay_cautiously`.
+        stacked: True to update small matrices in stacks.
 
     Attributes:
-        process: (rank of this process, number of processes) among those that have the same full
-            gradients and parameters and share the orthogonalisation; (0, 1) without sharing.
+        process: (rank of this process, number of processes) among the processes that have the same
+            full gradients and parameters and share the orthogonalisation; (0, 1) without sharing.
         found_inf: see `ForeachOptimizer`.
     """
 
@@ -222,8 +224,9 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     found.setdefault(shard_group(parameter), []).append((parameter, group))
         for team, pairs in found.items():
-            # Sorted, so that matrices of one size are distributed together: all processes then take
-            # about as long, and at most as many full matrices as processes are in memory at a time.
+            # Sort by size, so that matrices of one size are distributed together: all processes
+            # then take about as long, and at most one full matrix per process is in memory at a
+            # time.
             pairs.sort(key=lambda pair: pair[0].numel())
             processes = self.process[1] if team is None else team.size()
             if team is None and processes == 1:
@@ -241,7 +244,7 @@ class Muon(torch.optim.Optimizer):
                     self._update_copies(part)
 
     def _stacks(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Yield the pairs in lists whose parameters are updated together."""
+        """Yield lists of pairs whose parameters are updated together."""
         found: dict[Any, list[_Pair]] = {}
         for parameter, group in pairs:
             key: Any = parameter
@@ -256,7 +259,7 @@ class Muon(torch.optim.Optimizer):
                 yield stack[start : start + most]
 
     def _update_stack(self, pairs: Sequence[_Pair]) -> None:
-        """Update parameters [F, C] of one size, group and number of steps as a stack [E, F, C]."""
+        """Update parameters [F, C] of equal size, group and step count as one stack [E, F, C]."""
         parameters, group = [parameter for parameter, _ in pairs], pairs[0][1]
         states = [self._state_for(parameter, group) for parameter in parameters]
         keys = [key for key in states[0] if key != "step"]
@@ -273,9 +276,9 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_([one[key] for one in states], state[key].unbind())
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter without sharing the work. If the parameter is sharded along two
-        dimensions of its mesh, every process computes the full matrix, which is gathered in bf16 to
-        halve the amount of data sent."""
+        """Update a parameter without sharing the work. If the parameter is sharded along two mesh
+        dimensions, every process computes the full matrix, gathered in bf16 to halve the data
+        sent."""
         direction = self._direction(parameter, group)
         if is_sharded(parameter):
             direction = gather(direction.bfloat16(), parameter)
@@ -285,8 +288,8 @@ class Muon(torch.optim.Optimizer):
         self._apply(own_shard(shard_like(direction, parameter), parameter), parameter, group)
 
     def _update_copies(self, part: Sequence[_Pair]) -> None:
-        """Update at most as many parameters as there are processes with the same gradients: process
-        i orthogonalises the matrix of `part[i]`, and the others receive it."""
+        """Update at most one parameter per process, where all processes have the same gradients:
+        process i orthogonalises the matrix of `part[i]`, and the others receive the result."""
         received = []
         for owner, (parameter, group) in enumerate(part):
             direction = self._direction(parameter, group)
@@ -296,17 +299,17 @@ class Muon(torch.optim.Optimizer):
                 direction = torch.empty_like(parameter, dtype=torch.bfloat16)
             received.append(direction)
         for owner, (parameter, group) in enumerate(part):
-            # In a second loop: in the first loop, each process would wait for the owners before it,
-            # and the matrix products of the processes would not run at the same time.
+            # In a separate loop: in the first loop, each process would wait for the owners before
+            # it, and the processes would not multiply matrices at the same time.
             torch.distributed.broadcast(received[owner], owner)
             factors = self._factors(received[owner], parameter, group)
             direction = received[owner] if factors is None else received[owner] * factors
             self._apply(direction, parameter, group)
 
     def _update_shards(self, part: Sequence[_Pair], team: ProcessGroup) -> None:
-        """Update this process's shards of at most as many parameters as there are processes:
-        process i receives the shards of `part[i]`, orthogonalises that matrix, and sends each
-        process its shard of the result."""
+        """Update this process's shards of at most one parameter per process: process i receives the
+        shards of `part[i]`, orthogonalises that matrix, and sends each process its shard of the
+        result."""
         parameters = [parameter for parameter, _ in part]
         shards = [self._direction(parameter, group).bfloat16() for parameter, group in part]
         full = gather_each(shards, parameters)
@@ -321,13 +324,13 @@ class Muon(torch.optim.Optimizer):
             self._apply(directions[owner], parameter, group)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the parameter's gradient with Nesterov momentum, or this process's shard of it.
-        Increases the step counter and updates the momentum buffer."""
+        """Increase the step counter, update the momentum buffer, and return the parameter's
+        gradient with Nesterov momentum, or this process's shard of it."""
         assert parameter.grad is not None
         state, gradient = self._state_for(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         lerp_unless(self._skips, average, gradient, 1 - momentum)
-        # Nesterov momentum: this step's gradient is mixed in a second time.
+        # Nesterov momentum: the gradient of this step is mixed in a second time.
         return gradient.lerp(average, momentum)
 
     def _factors(
@@ -338,16 +341,17 @@ class Muon(torch.optim.Optimizer):
         team: ProcessGroup | None = None,
         owner: int = 0,
     ) -> Tensor | None:
-        """Return NorMuon's `neuron_factors`, [..., F, 1] or [..., 1, C] in fp32; None for plain
+        """Return NorMuon's `neuron_factors`, [..., F, 1] or [..., 1, C] in fp32, or None for plain
         Muon.
 
         Args:
-            direction: orthogonalised direction [..., F, C]; None in a team's processes that did not
-                compute it.
-            parameter: the parameter, whose second moment is updated.
-            group: the parameter's group.
-            team: process group that shares the work; None if this process has the direction.
-            owner: rank in the team that has the direction.
+            direction: orthogonalised direction [..., F, C]; None in the team's processes that did
+                not compute it.
+            parameter: parameter whose second moment is updated.
+            group: parameter's group.
+            team: process group that shares the work; None if this process computed the direction
+                alone.
+            owner: rank in the team that computed the direction.
         """
         if group["beta2"] is None:
             return None
@@ -358,7 +362,7 @@ class Muon(torch.optim.Optimizer):
             squares = neuron_squares(direction, group["transposed"])
         if team is not None:
             # Every process keeps the mean squares of all neurons, since the factors need their
-            # mean. They are only a few numbers.
+            # mean. These are only a few values.
             torch.distributed.broadcast(squares, group=team, group_src=owner)
         return neuron_factors(squares, second_moment, group["beta2"], self._skips)
 
@@ -366,14 +370,14 @@ class Muon(torch.optim.Optimizer):
         """Apply weight decay and the update to the parameter, or to this process's shard of it.
 
         Args:
-            direction: orthogonalised direction [..., F, C], times NorMuon's factors if there are
-                any, or this process's shard of it.
-            parameter: the parameter.
-            group: the parameter's group.
+            direction: orthogonalised direction [..., F, C], already multiplied by NorMuon's factors
+                if used, or this process's shard of it.
+            parameter: parameter to update.
+            group: parameter's group.
         """
         own = own_shard(parameter, parameter)
-        # AdamW's typical update has a root mean square of 0.2 (arXiv 2502.16982), so that one
-        # learning rate serves both.
+        # AdamW's updates typically have a root mean square of 0.2 (arXiv 2502.16982), so one
+        # learning rate can serve both optimizers.
         scale = 0.2
         if group["beta2"] is None:
             # An orthogonalised matrix has a root mean square of 1 / sqrt(max(F, C)). With NorMuon's
@@ -389,15 +393,15 @@ class Muon(torch.optim.Optimizer):
         own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_for(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the parameter's state, created if it has none, and increase the step counter, if
-        there is one."""
+        """Return the parameter's state, created if missing, and increase the step counter if it has
+        one."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
                 if is_sharded_like(parameter, key, shape):
                     state[key] = torch.zeros_like(parameter)
                     continue
-                # On the CPU, since Python reads the counter: see `spec.rebuild_tensors`.
+                # On the CPU, because Python reads the counter: see `spec.rebuild_tensors`.
                 device = torch.device("cpu") if key == "step" else parameter.device
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
         if "step" in state:
@@ -406,7 +410,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
-    """Return the momentum of this step, from the step counter, which already includes this step."""
+    """Return this step's momentum, from the step counter, which already includes this step."""
     if not group["warmup_steps"]:
         return float(group["momentum"])
     done = min((float(state["step"]) - 1) / group["warmup_steps"], 1.0)
@@ -438,12 +442,12 @@ class MuonConfig(OptimizerKeys):
 
 def _muon(groups: Groups, config: Any) -> Muon:
     rate = config.peak_rate("matrix")
-    # On a CPU, launching an operation costs little, while copying costs a lot.
+    # On a CPU, launching an operation is cheap and copying is expensive.
     wanted = config.implementation
     on_gpu = groups[0]["params"][0].device.type == "cuda"
     stacked = on_gpu if wanted == "auto" else wanted != "for-loop"
     return Muon(
-        # All groups are matrices, which have Muon's own learning rate.
+        # All groups hold matrices, which have Muon's separate learning rate.
         [{**group, "lr": rate} for group in groups],
         rate,
         config.muon_momentum,
@@ -462,7 +466,7 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
         *stack, rows, columns = parameter.shape
         neurons = (1, columns) if group["transposed"] else (rows, 1)
         layout["second_moment"] = ((*stack, *neurons), torch.float32)
-    # Only with a warm-up, so that the state is otherwise that of torch.optim.Muon.
+    # Only with a momentum warm-up, so that the state otherwise equals torch.optim.Muon's.
     if group["warmup_steps"]:
         layout["step"] = ((), torch.float32)
     return layout
@@ -471,8 +475,8 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
     """Return True if a parameter is a matrix, or a stack of matrices, of a numbered layer
     (`model.layers.3...`, `h.3...`)."""
-    # Experts' biases are stacked [E, F], and a depthwise convolution has a few weights for each
-    # channel: they are not matrices, even though they have two and three dimensions.
+    # Expert biases are stacked as [E, F], and a depthwise convolution has only a few weights per
+    # channel: neither is a matrix, although they have two and three dimensions.
     is_matrix = parameter.dim() in (2, 3) and not name.endswith(("bias", "conv1d.weight"))
     return is_matrix and any(part.isdigit() for part in name.split("."))
 
@@ -482,7 +486,7 @@ MUON = OptimizerSpec(
     _muon_layout,
     elementwise=False,
     gathers=True,
-    # "betas" are those of AdamW, which updates the parameters that Muon does not take.
+    # "betas" apply to AdamW, which updates the parameters that Muon does not.
     options=("betas", "cautious_weight_decay", "tuned_width"),
     takes=_is_matrix_of_a_layer,
 )

@@ -1,6 +1,6 @@
-"""Default initial weights, optimizer and schedule of a new model: those with the lowest validation
-loss after the same tokens in `python -m benchmarks learning` (docs/learning.md). They assume norms
-on queries and keys and an untied head.
+"""Default initial weights, optimizer and schedule of a new model: the settings with the lowest
+validation loss after the same number of tokens in `python -m benchmarks learning`
+(docs/learning.md). They assume norms on queries and keys and an untied head.
 
 This module does not import torch, so that settings can be resolved before torch is loaded.
 """
@@ -12,7 +12,7 @@ from typing import Any
 #: Keys of the `model` section with which the settings were measured.
 MODEL: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
 
-#: The settings by section of a recipe. Their learning rates are for a hidden_size of `RATE_WIDTH`.
+#: Settings by recipe section. Their learning rates are for a hidden_size of `RATE_WIDTH`.
 NEW_MODEL: dict[str, dict[str, Any]] = {
     "init": {"residual_projections": "zero", "embedding_std": 0.8, "head_std": 0.001},
     "optimizer": {

@@ -1,4 +1,4 @@
-"""The optimizer of a run: updates, gradient clipping, and the state by parameter name.
+"""The optimizer of a run: updates, gradient clipping, and the optimizer state by parameter name.
 
 `config.py` has the table of all optimizers.
 """
@@ -35,20 +35,21 @@ from firstlight.optim.spec import (
 
 
 class MasterWeights:
-    """fp32 copies of the parameters that have fewer than 32 bits; other parameters need none.
+    """fp32 copies of the parameters stored in fewer than 32 bits; other parameters do not need a
+    copy.
 
     An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of
-    the value), so that adding it to a bf16 parameter would change nothing. Updates are therefore
-    added to an fp32 copy, the master weight, and the model computes with the rounded master weight.
+    the value), so adding it to a bf16 parameter would change nothing. Updates are therefore added
+    to an fp32 copy, the master weight, and the model computes with the rounded master weight.
 
     Args:
         parameters: a model's trained parameters by name.
-        initial: fp32 values by name, which become the master weights themselves. A master weight
-            without an initial value starts from the value of its parameter.
+        initial: fp32 values by name, which are used as the master weights without copying. A master
+            weight without an initial value starts from the parameter's value.
 
     Attributes:
-        updated: tensors that an optimizer updates, by the parameter's name: the master weight, or
-            the parameter itself if it has none.
+        updated: tensors that the optimizer updates, by parameter name: the master weight, or the
+            parameter itself if it does not have a master weight.
 
     Raises:
         ConfigError: an initial value has a different shape or is not fp32.
@@ -72,8 +73,8 @@ class MasterWeights:
         """Set the parameters to their master weights, rounded to nearest.
 
         Args:
-            names: names of parameters, among which those without a master weight are ignored; None
-                for all.
+            names: names of parameters to set; those without a master weight are ignored. None for
+                all.
         """
         names = [name for name in (names or self._low) if name in self._low]
         if names:
@@ -81,13 +82,14 @@ class MasterWeights:
             torch._foreach_copy_(rounded, [self._masters[name] for name in names])
 
     def take_gradients(self) -> None:
-        """Add the parameters' gradients to those of the master weights, in fp32, and free them."""
+        """Add the parameters' gradients to the master weights' gradients, in fp32, and free
+        them."""
         for name in self._low:
             self.take_gradient(name)
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Run `take_gradients` for one parameter; do nothing if it has no master weight or no
+        """Run `take_gradients` for one parameter; do nothing if it lacks a master weight or a
         gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
@@ -101,9 +103,10 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Context in which the parameters are their master weights: reads and writes are fp32.
+        """Context in which the master weights replace the parameters: reads and writes are fp32.
 
-        Afterwards the parameters use their former memory again, with the rounded master weights.
+        Afterwards the parameters use their former memory again, and hold the rounded master
+        weights.
         """
         rounded = {name: parameter.data for name, parameter in self._low.items()}
         try:
@@ -130,16 +133,16 @@ def _initial(name: str, parameter: nn.Parameter, given: Tensor | None) -> Tensor
 def make_optimizers(
     parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
-    """Create the torch optimizers that together update the parameters, each exactly once.
+    """Create the torch optimizers that together update every parameter exactly once.
 
     Args:
         parameters: parameters by name.
-        kinds: kinds of these parameters by name.
-        config: the recipe's section.
+        kinds: kinds of these parameters, by name.
+        config: the recipe's `optimizer` section.
 
     Returns:
-        (entry of the table, torch optimizer) for the named optimizer and for AdamW, which updates
-        the other parameters; an optimizer without parameters is omitted.
+        (OptimizerSpec, torch optimizer) for the named optimizer, and for AdamW, which updates the
+        remaining parameters. An optimizer without parameters is omitted.
 
     Raises:
         ConfigError: the config does not work on the parameters' device.
@@ -148,8 +151,8 @@ def make_optimizers(
     spec = OPTIMIZERS[config.name]
     has_choice = "embeddings_in_32_bits" in spec.options
     wide = "embedding" if has_choice and config.embeddings_in_32_bits is not False else None
-    # AdamW updates the parameters that the named optimizer does not take: with Muon, those of
-    # embeddings, head and norms.
+    # AdamW updates the parameters that the named optimizer does not: with Muon, embeddings, head
+    # and norms.
     own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
     rest = {n: p for n, p in parameters.items() if n not in own}
     return [
@@ -160,29 +163,29 @@ def make_optimizers(
 
 
 class Optimizer:
-    """Torch optimizers that together update all trained parameters of a model.
+    """The torch optimizers that together update all trained parameters of a model.
 
-    Parameters of fewer than 32 bits (bf16) get fp32 master weights, which take 4 bytes per
-    parameter in addition to the parameter's 2; state and gradients are then those of the master
+    Parameters stored in fewer than 32 bits (bf16) get fp32 master weights, 4 bytes per parameter in
+    addition to the parameter's 2 bytes. Optimizer state and gradients then belong to the master
     weights.
 
     Args:
-        model: model whose parameters with `requires_grad` are updated. Their names become the names
-            of the state.
-        config: the recipe's section.
-        in_backward: True updates the parameters in the backward pass, as soon as all parameters of
-            a list have their gradients (see `in_lists`), and frees the gradients: 4 bytes per
-            parameter less at the peak. A step can then have only one backward pass, and
+        model: model whose parameters with `requires_grad` are updated. The state is named after
+            these parameters.
+        config: the recipe's `optimizer` section.
+        in_backward: True to update parameters during the backward pass, as soon as all parameters
+            of a list have their gradients (see `in_lists`), and then free the gradients. This saves
+            4 bytes per parameter at the peak. A step can then have only one backward pass, and
             `clip_gradients` reports a non-finite gradient only after its update.
         initial: fp32 values by parameter name, which become the master weights. A master weight
-            without one starts from the model's own rounded value.
+            without an initial value starts from the model's rounded value.
 
     Attributes:
-        parameters: trained parameters of the model by name.
+        parameters: trained parameters of the model, by name.
         num_parameters: number of values in these parameters.
-        reads_found_inf: True if `step` takes `found_inf`, so that an update can be started on a GPU
+        reads_found_inf: True if `step` accepts `found_inf`, so that a GPU can start an update
             before the host knows whether the gradients are finite.
-        clips: False while `clip_gradients` only measures the norm, as in a warm-up with
+        clips: False while `clip_gradients` only measures the norm, as during a warm-up with
             `clip_after_warmup`.
 
     Raises:
@@ -209,7 +212,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        # Counted here, since an engine that shards parameters may leave them empty later.
+        # Counted here, because an engine that shards parameters may leave them empty later.
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
@@ -220,7 +223,7 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: The list with which a parameter is updated in the backward pass.
+        #: Parameter -> the list with which it is updated in the backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }
@@ -252,12 +255,13 @@ class Optimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """The updated parameters by name: the fp32 master weight if there is one."""
+        """The updated tensors by parameter name: the fp32 master weight if it exists, or else the
+        parameter."""
         return self._masters.updated
 
     @property
     def state_bytes(self) -> int:
-        """The size of `state_tensors` from the first step on, in bytes."""
+        """The size of `state_tensors` after the first step, in bytes."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for layout in self._layouts().values()
@@ -270,7 +274,7 @@ class Optimizer:
         for optimizer, peaks in zip(self._torch_optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 if isinstance(group["lr"], Tensor):
-                    # torchao's compiled update reads the rate from this tensor.
+                    # torchao's compiled update reads the learning rate from this tensor.
                     group["lr"].fill_(peak * lr_scale)
                 else:
                     group["lr"] = peak * lr_scale
@@ -278,7 +282,7 @@ class Optimizer:
 
     def share_matrices(self, rank: int, processes: int) -> None:
         """Share Muon's matrix products among processes that have the same full gradients: each
-        computes a part, and all make the same updates.
+        process computes some of them, and all processes apply the same updates.
 
         Args:
             rank: rank of this process in the default process group.
@@ -288,33 +292,33 @@ class Optimizer:
             if isinstance(optimizer, Muon):
                 optimizer.process = (rank, processes)
 
-    # One step: accumulate after each backward pass; then clip_gradients, step, zero_grad
+    # One step: accumulate after each backward pass, then clip_gradients, step, zero_grad
 
     def accumulate(self) -> None:
-        """Add the low-precision gradients of a micro-batch to those of the master weights, in fp32.
+        """Add a micro-batch's low-precision gradients to the fp32 gradients of the master weights.
         Call this after each backward pass.
 
-        Does nothing for parameters with 32 bits or more, whose gradients autograd adds up.
+        Has no effect on parameters with 32 bits or more, whose gradients autograd accumulates.
         """
         self._masters.take_gradients()
 
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Divide the gradients by `grad_scale`, then, if `clips`, scale them down to
+        """Divide the gradients by `grad_scale`, then, if `clips` is True, scale them down to
         `max_grad_norm`.
 
-        Norm and gradients are the same as with torch's `clip_grad_norm_`. With `reads_found_inf`,
-        torch's kernels make both changes in `step`, which avoids reading the gradients twice.
+        Norm and gradients equal those of torch's `clip_grad_norm_`. With `reads_found_inf`, torch's
+        kernels apply both changes in `step`, which avoids reading the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
-            joined: function that maps the norm of this process's gradients [] to that of all
-                gradients [], if other processes have other parameters; None if this process has
+            joined: function that maps the norm of this process's gradients [] to the norm of all
+                gradients [], if other processes hold other parameters; None if this process holds
                 all.
 
         Returns:
-            The L2 norm of all gradients after the division and before the clipping, [].
+            The L2 norm [] of all gradients, after division by `grad_scale` and before clipping.
 
         Raises:
             ConfigError: `grad_scale` is not 1 with `in_backward`, whose updates are already
@@ -326,7 +330,8 @@ class Optimizer:
                     "efficiency.optimizer_in_backward can't take scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # Lists in which a parameter has no gradient are still incomplete: update them now.
+            # Lists in which a parameter did not receive a gradient are still incomplete: update
+            # them now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)
@@ -337,7 +342,7 @@ class Optimizer:
         norm = full_tensor(nn.utils.get_total_norm(gradients))
         norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm if self.clips else math.inf
-        # The same operations in the same precision as in torch, which gives the same factor.
+        # The same operations at the same precision as in torch, for an identical factor.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
@@ -359,18 +364,19 @@ class Optimizer:
         return norm
 
     def step(self, found_inf: Tensor | None = None) -> None:
-        """Update the parameters from their gradients; does nothing with `in_backward`.
+        """Update the parameters from their gradients; do nothing with `in_backward`.
 
         Args:
-            found_inf: fp32 [] on the parameters' device, where it is read: 1 leaves parameters and
-                moments unchanged, 0 updates them. Only with `reads_found_inf`; None updates.
+            found_inf: fp32 [] on the parameters' device, and only read there: 1 leaves parameters
+                and moments unchanged, 0 updates them. Requires `reads_found_inf`. None always
+                updates.
         """
         if self.in_backward:
             return
         self.accumulate()
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
-                # Set as torch.amp.GradScaler sets them for torch's fused kernels.
+                # Set in the same way as torch.amp.GradScaler sets them for torch's fused kernels.
                 divisor = self._divisor if _divides_gradients(optimizer) else None
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
                 optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -378,7 +384,7 @@ class Optimizer:
         self._masters.refill()
 
     def take_back_counts(self) -> None:
-        """Decrease the counters of updates that the last `step` increased on the host, because its
+        """Decrease the update counters that the last `step` increased on the host although
         `found_inf` was 1. Call this before the gradients are freed."""
         for optimizer in self._torch_optimizers:
             if isinstance(optimizer, torch.optim.AdamW):
@@ -389,7 +395,7 @@ class Optimizer:
                         optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, and forget the norms that `in_backward` has taken."""
+        """Free the gradients, and discard the norms recorded by `in_backward`."""
         self._norms.clear()
         self._divisor = None
         for name, parameter in self.parameters.items():
@@ -398,9 +404,9 @@ class Optimizer:
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
         """Register a hook that updates a parameter as soon as its gradient is accumulated."""
-        # Autograd holds the hook where Python's garbage collector can't find a cycle: a hook that
-        # referenced this optimizer, and so the parameter, would keep both alive until the process
-        # ends.
+        # Autograd stores the hook where Python's garbage collector can't see reference cycles: a
+        # hook that referenced this optimizer, and thereby the parameter, would keep both alive
+        # until the process ends.
         owner = weakref.ref(self)
 
         def update(_: Tensor) -> None:
@@ -411,7 +417,7 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Record a parameter's gradient, and update its list if that is now complete."""
+        """Record a parameter's gradient, and update its list if the list is now complete."""
         if name in self._norms:
             raise ConfigError(
                 "efficiency.optimizer_in_backward updates in every backward pass: "
@@ -435,20 +441,19 @@ class Optimizer:
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model's parameters are fp32: their master weights.
+        """Context in which the model's parameters are their fp32 master weights.
 
-        For reading and writing checkpoints, not for computing. Afterwards the parameters are the
-        rounded master weights again, in their former memory. Without master weights, this does
-        nothing.
+        For reading and writing checkpoints, not for computing. Afterwards the parameters hold the
+        rounded master weights in their former memory. Without master weights, this does nothing.
 
         Args:
-            changed: True if the parameters are written inside. Unused here: engines that gather
-                shards have to write them back.
+            changed: True if the parameters are written inside the context. Ignored here; engines
+                that gather shards need it to write them back.
         """
         return self._masters.in_model()
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return all moments and counters, full and on the CPU, by `<parameter's name>.<state's
+        """Return all moments and counters as full tensors on the CPU, by `<parameter name>.<state
         name>`.
 
         The result is the same with and without `in_backward`, and for any sharding of the
@@ -456,7 +461,7 @@ class Optimizer:
         weights are not included: see `master_weights`.
 
         Args:
-            keep: False for a rank that only takes part in the collectives, and gets {}.
+            keep: False for a rank that only takes part in the collectives; it receives {}.
         """
         found: dict[str, Tensor] = {}
         for name, shard in self.state_shards().items():
@@ -467,7 +472,7 @@ class Optimizer:
 
     def state_shards(self) -> dict[str, Tensor]:
         """Return `state_tensors` on their devices, sharded like their parameters. For torch's
-        optimizers these are views of the optimizer's memory."""
+        optimizers, the tensors are views of the optimizer's memory."""
         return {
             f"{name}.{key}": value.detach()
             for name, state in self._states().items()
@@ -475,11 +480,12 @@ class Optimizer:
         }
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Create the state that the optimizer has after a step, and let a function write its
-        values. Only for optimizers whose `state_shards` are views of their memory, as torch's are.
+        """Create the state as it is after a step, and let a function write its values. Only for
+        optimizers whose `state_shards` are views of their memory, as torch's are.
 
         Args:
-            fill: function that writes into the given `state_shards`, which are zeros.
+            fill: function that writes into the `state_shards` passed to it, which are initially
+                zero.
         """
         for name, layout in self._layouts().items():
             (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]
@@ -495,12 +501,12 @@ class Optimizer:
 
     @property
     def state_names(self) -> set[str]:
-        """Return the names of `state_tensors` from the first step on."""
+        """Return the names of `state_tensors` after the first step."""
         return {f"{name}.{key}" for name, layout in self._layouts().items() for key in layout}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the state to the tensors of `state_tensors`. Learning rates are not among them: the
-        schedule sets them at every step.
+        """Restore the state from the tensors of `state_tensors`. Learning rates are not included,
+        because the schedule sets them at every step.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
@@ -534,10 +540,11 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer reads `found_inf` on the GPU: those of this package, and torch's
-    fused AdamW.
+    """Return True if an optimizer reads `found_inf` on the GPU: this package's optimizers and
+    torch's fused AdamW do.
 
-    torch's fused SGD reads it as well, but leaves its momentum without a value if its first update
+    torch's fused SGD reads it as well, but leaves its momentum uninitialised if the first update is
+    skipped. torch's other optimizers and the 8-bit optimizers do not read it.
     is skipped. torch's other optimizers and the 8-bit optimizers do not read it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -549,13 +556,13 @@ def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer that reads `found_inf` also divides gradients by `grad_scale`."""
-    # A hook, such as cautious weight decay's, reads the gradients before they are divided.
+    # A hook, such as that of cautious weight decay, reads the gradients before they are divided.
     is_torchs = isinstance(optimizer, torch.optim.AdamW)
     return is_torchs and not optimizer._optimizer_step_pre_hooks
 
 
 def _runs_ahead(tensor: Tensor) -> bool:
-    """Return True if the host starts operations on a tensor without waiting for them to end."""
+    """Return True if the host starts operations on a tensor without waiting for them to finish."""
     return tensor.is_cuda
 
 
@@ -563,8 +570,8 @@ def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, T
     """Require that a saved optimizer state has exactly the tensors of the given layouts.
 
     Args:
-        layouts: layout of each parameter's state, by the parameter's name.
-        tensors: saved tensors by `<parameter's name>.<state's name>`.
+        layouts: layout of each parameter's state, by parameter name.
+        tensors: saved tensors by `<parameter name>.<state name>`.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).

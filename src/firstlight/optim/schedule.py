@@ -1,4 +1,4 @@
-"""Schedules of learning rate and batch size: pure functions of the step.
+"""Schedules of the learning rate and the batch size: pure functions of the step.
 
 `resolve_schedule` makes them from the `schedule` section of a recipe.
 """
@@ -19,31 +19,31 @@ from firstlight.section import Section
 
 #: Curves of the learning rate after its warm-up.
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
-
+#: Shapes of the wsd decay.
 #: Curves of wsd's decay.
 DecayShape = Literal["linear", "1-sqrt"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule whose lengths are resolved to numbers of steps.
+    """A learning-rate schedule whose lengths are resolved to step counts.
 
     Attributes:
-        max_steps: optimizer steps of the run.
-        warmup_steps: steps over which the learning rate rises.
+        max_steps: number of optimizer steps of the run.
+        warmup_steps: number of steps over which the learning rate rises.
         decay_steps: step at which the learning rate reaches its minimum, counted from the run's
             first step.
-        min_lr_ratio: minimum of the learning rate as a fraction of the peak; 1 for a constant rate.
+        min_lr_ratio: minimum learning rate as a fraction of the peak; 1 for a constant rate.
         kind: curve after the warm-up.
-        cooldown_steps: steps that the decay takes; 0 is all steps after the warm-up.
-        decay_shape: curve of wsd's decay.
-        is_open: True if the number of steps of a run in minutes is not decided yet: `max_steps` is
-            then a prediction, on which no learning rate depends.
+        cooldown_steps: number of steps of the decay; 0 means all steps after the warm-up.
+        decay_shape: shape of the wsd decay.
+        is_open: True while the number of steps of a run with a time budget is undecided:
+            `max_steps` is then a prediction, and no learning rate depends on it.
         replaced: see `DecidedLength`.
-        decay_starts_at_peak: True if the first step after `decay_begin` still has the peak, so that
-            the minimum is reached one step later. Always so with `initial_scale`.
-        initial_scale: learning rate of the first step as a fraction of the peak. None is a warm-up
-            whose last step, not the step after it, is at the peak."""
+        decay_starts_at_peak: True if the first step after `decay_begin` is still at the peak, so
+            that the minimum is reached one step later. Always True with `initial_scale`.
+        initial_scale: learning rate of the first step as a fraction of the peak. None selects a
+            warm-up whose last step, not the step after it, is at the peak."""
 
     max_steps: int
     warmup_steps: int
@@ -59,21 +59,21 @@ class Schedule:
 
     @property
     def decay_begin(self) -> int:
-        """Number of steps before the learning rate begins to fall; `max_steps` if it never does.
-        With `initial_scale`, the step after them is also at the peak."""
+        """Number of steps before the learning rate begins to fall; `max_steps` if it never falls.
+        With `initial_scale`, the step after these is also at the peak."""
         if self.kind == "constant":
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
 
     def in_words(self, peak: float) -> str:
-        """Describe the course of the learning rate after its warm-up, as text for messages.
+        """Describe the learning rate after its warm-up, as text for messages.
 
         Args:
-            peak: the peak learning rate.
+            peak: peak learning rate.
         """
         late = self._steps_late
         if self.kind == "constant":
-            # Unless the curve is late, the last step of a warm-up is already at the peak.
+            # Unless the curve is one step late, the last warm-up step is already at the peak.
             if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
@@ -96,7 +96,7 @@ class Schedule:
 
     @property
     def _steps_late(self) -> int:
-        """1 if the curve after the warm-up is one step later than by default, otherwise 0."""
+        """1 if the curve after the warm-up is one step later than usual, otherwise 0."""
         return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
@@ -144,15 +144,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Sequences of each optimizer step, all processes together.
+    """Number of sequences of each optimizer step, over all processes.
 
-    During a ramp the number rises from `start` to `size` by `start` at a time. Each number below
-    `size` lasts for the same number of steps, or one more if the ramp does not divide evenly.
+    During a ramp, the number rises from `start` to `size` in increments of `start`. Each number
+    below `size` lasts for the same number of steps, or one more if the ramp does not divide evenly.
 
     Attributes:
-        size: sequences of a step after the ramp.
-        start: sequences of the first step, a divisor of `size`.
-        ramp_steps: steps of the ramp; 0 if there is none.
+        size: sequences per step after the ramp.
+        start: sequences in the first step, a divisor of `size`.
+        ramp_steps: number of steps of the ramp; 0 without a ramp.
     """
 
     size: int
@@ -161,38 +161,39 @@ class BatchSchedule:
 
     @property
     def in_words(self) -> str:
-        """The number of sequences per step, as text for messages."""
+        """Return the number of sequences per step, as text for messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
         return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
 
     def at(self, step: int) -> int:
-        """Return the number of sequences of `step` (0 is the first)."""
+        """Return the number of sequences in `step` (0 is the first step)."""
         if step >= self.ramp_steps:
             return self.size
         rises = self.size // self.start - 1
         return self.start * (1 + rises * step // self.ramp_steps)
 
     def before(self, step: int) -> int:
-        """Return the number of sequences of all steps before `step`: the loader's position."""
+        """Return the number of sequences in all steps before `step`: the loader's position."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # First step of each rise: from there on, steps of the ramp have `start` more sequences.
+        # First step of each increment: from this step, the steps of the ramp have `start` more
+        # sequences.
         begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
         risen = sum(max(ramped - begin, 0) for begin in begins)
         return self.start * (ramped + risen) + self.size * (step - ramped)
 
     def steps_for(self, sequences: Fraction) -> int:
-        """Return the smallest number of steps that have at least this number of sequences."""
+        """Return the smallest number of steps that together have at least this many sequences."""
         whole = math.ceil(sequences)
         return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)
 
     def steps_within(self, sequences: Fraction) -> int:
-        """Return the largest number of steps that have at most this number of sequences."""
+        """Return the largest number of steps that together have at most this many sequences."""
         steps = self.steps_for(sequences)
         return steps - (self.before(steps) > sequences)
 
 
-#: Alternative keys, of which at most one may be set, and the setting that they determine.
+#: Alternative keys, of which at most one may be set -> the setting that they determine.
 ALTERNATIVES = (
     (("max_steps", "epochs"), "the length of the run"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "the length of the warm-up"),
@@ -201,7 +202,7 @@ ALTERNATIVES = (
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
 
-#: Keys that are valid only for some kinds -> those kinds.
+#: Key that applies only to some kinds -> those kinds.
 _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_tokens": ("cosine", "linear", "wsd"),
@@ -213,14 +214,14 @@ _KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: `kind` -> `min_lr_ratio` if no minimum is set; other kinds have the field's default.
+#: `kind` -> `min_lr_ratio` if no minimum is set; other kinds use the field's default.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
-#: `decay_fraction` if the length of wsd's decay is not set.
+#: Default `decay_fraction` if the length of the wsd decay is not set.
 _DECAY_FRACTION = 0.2
 
-#: Fraction of the steps of a run in minutes that is left when the number of steps is decided, for
-#: kinds whose learning rate does not depend on that number.
+#: For kinds whose learning rate does not depend on the number of steps: fraction of the steps of a
+#: run with a time budget that is left when the number of steps is decided.
 _LAST_FRACTION = 0.02
 
 
@@ -285,8 +286,9 @@ class ScheduleConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_minimum(cls, values: Any) -> Any:
-        """Return the section's values with a default of `min_lr_ratio`: None if `min_learning_rate`
-        is set, otherwise the kind's. A `min_lr_ratio` of null counts as unset."""
+        """Return the section's values with a default for `min_lr_ratio`: None if
+        `min_learning_rate` is set, otherwise the kind's default. A `min_lr_ratio` of null is
+        treated as unset."""
         if not isinstance(values, Mapping):
             return values
         if values.get("min_learning_rate") is not None:
@@ -341,12 +343,12 @@ class ScheduleConfig(Section):
             )
 
     def decides_length(self, step: int, warmup_steps: int, steps_left: int) -> bool:
-        """Return True if the number of steps of a run in minutes has to be decided now, because the
-        learning rate of the next step depends on it or the run is about to end.
+        """Return True if a run with a time budget must decide its number of steps now, because the
+        next learning rate depends on it or the run is about to end.
 
         Args:
-            step: steps done.
-            warmup_steps: steps over which the learning rate rises.
+            step: number of completed steps.
+            warmup_steps: number of steps over which the learning rate rises.
             steps_left: number of further steps for which there is time.
         """
         if self.kind in ("cosine", "linear"):
@@ -359,24 +361,24 @@ class ScheduleConfig(Section):
         return steps_left <= math.ceil(Fraction(str(share)) * (step + steps_left))
 
     def minimum_scale(self, learning_rate: float) -> float:
-        """Return the minimum of the learning rate as a fraction of the peak `learning_rate`."""
+        """Return the minimum learning rate as a fraction of the peak `learning_rate`."""
         if self.min_learning_rate is not None:
             return self.min_learning_rate / learning_rate
         return 1.0 if self.min_lr_ratio is None else self.min_lr_ratio
 
     def initial_scale(self, learning_rate: float) -> float | None:
-        """Return the learning rate of the first step as a fraction of the peak `learning_rate`;
-        None without `initial_learning_rate`."""
+        """Return the learning rate of the first step as a fraction of the peak `learning_rate`, or
+        None if `initial_learning_rate` is not set."""
         initial = self.initial_learning_rate
         return None if initial is None else initial / learning_rate
 
 
 @dataclass(frozen=True)
 class PredictedLength:
-    """The number of steps of a run in minutes before that number is decided.
+    """The number of steps of a run with a time budget, before it is decided.
 
     Attributes:
-        predicted_steps: number of steps at the speed that is predicted at the run's start.
+        predicted_steps: number of steps at the speed predicted at the start of the run.
     """
 
     predicted_steps: int
@@ -384,14 +386,14 @@ class PredictedLength:
 
 @dataclass(frozen=True)
 class DecidedLength(PredictedLength):
-    """The number of steps of a run in minutes, decided by the measured speed.
+    """The number of steps of a run with a time budget, decided from the measured speed.
 
     Attributes:
         max_steps: number of steps of the run.
-        decided_at: number of steps that were done when `max_steps` was decided; the learning rates
-            of these steps do not depend on it.
-        replaced: the earlier numbers of steps, if measured steps have corrected `max_steps`: pairs
-            (number of steps, steps done when another number replaced it). The learning rates of
+        decided_at: number of completed steps when `max_steps` was decided; the learning rates of
+            these steps do not depend on it.
+        replaced: earlier values of `max_steps` that were corrected after measuring more steps, as
+            pairs (number of steps, completed steps when it was replaced). The learning rates of
             these steps do not depend on the later number.
     """
 
@@ -401,16 +403,16 @@ class DecidedLength(PredictedLength):
 
 
 def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
-    """Return the number of steps of a run set by `max_steps` or `epochs`; None if neither is set.
+    """Return the number of steps that `max_steps` or `epochs` sets, or None if neither is set.
 
     Args:
-        config: the recipe's section.
-        rows_per_epoch: rows of the training split.
+        config: the recipe's `schedule` section.
+        rows_per_epoch: number of rows in the training split.
         batch: sequences of each optimizer step.
     """
     if config.epochs is None:
         return config.max_steps
-    # The decimal number as written: 1.1 epochs of 100 rows are 110 rows, but 111 with a float.
+    # Use the decimal number as written: 1.1 epochs of 100 rows are 110 rows, but 111 with a float.
     return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
 
 
@@ -425,16 +427,17 @@ def resolve_schedule(
     """Return the schedule of a run.
 
     Args:
-        config: the recipe's section.
-        learning_rate: the peak learning rate, `optimizer.learning_rate`.
-        rows_per_epoch: rows of the training split.
+        config: the recipe's `schedule` section.
+        learning_rate: peak learning rate, `optimizer.learning_rate`.
+        rows_per_epoch: number of rows in the training split.
         batch: sequences of each optimizer step.
-        seq_len: tokens of a sequence.
-        length: number of steps of a run in minutes, predicted or decided; None for other runs.
+        seq_len: sequence length in tokens.
+        length: predicted or decided number of steps of a run with a time budget; None for other
+            runs.
 
     Raises:
-        ConfigError: `decay_steps` is not after the warm-up, warm-up and decay overlap, or there is
-            an `initial_learning_rate` without a warm-up.
+        ConfigError: `decay_steps` does not come after the warm-up, warm-up and decay overlap, or
+            `initial_learning_rate` is set without a warm-up.
     """
     if config.max_steps == 0:
         # Warm-up and decay are not checked: the same recipe may be used for a longer run later.
@@ -475,7 +478,7 @@ def resolve_schedule(
 
 
 def _schedule(config: ScheduleConfig, learning_rate: float, **lengths: Any) -> Schedule:
-    """Return the schedule with these lengths and the curve of the recipe's section."""
+    """Return the schedule with these lengths and the curve that the recipe's section selects."""
     return Schedule(
         min_lr_ratio=config.minimum_scale(learning_rate),
         kind=config.kind,
@@ -493,8 +496,8 @@ def _schedule_in_minutes(
     seq_len: int,
     length: PredictedLength,
 ) -> Schedule:
-    """Return the schedule of a run whose length is set in minutes."""
-    # Used even after the decision, since the warm-up has begun with it and must not change.
+    """Return the schedule of a run with a time budget."""
+    # Used even after the decision: the warm-up began with this prediction and must not change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
@@ -537,13 +540,13 @@ def _warmup_steps(
 
 
 def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -> int:
-    """Return the number of steps of wsd's decay after `warmup_steps`; 0 for other kinds."""
+    """Return the number of steps of the wsd decay after `warmup_steps`, or 0 for other kinds."""
     if config.kind != "wsd":
         return 0
     if config.cooldown_steps:
         return config.cooldown_steps
     share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
     steps = math.ceil(share * max_steps)
-    # In a short run, both fractions are rounded up and together may exceed all steps.
+    # In a short run, both fractions are rounded up, and together may exceed the number of steps.
     fits = share + Fraction(str(config.warmup_ratio or 1)) <= 1
     return min(steps, max_steps - warmup_steps) if fits else steps

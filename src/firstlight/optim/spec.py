@@ -1,5 +1,5 @@
-"""Code that the optimizers share: the description of one optimizer, base classes, and cautious
-weight decay.
+"""Code shared by the optimizers: the description of an optimizer, base classes, and cautious weight
+decay.
 
 `config.py` has the table of all optimizers.
 """
@@ -21,7 +21,7 @@ _P = TypeVar("_P", bound=Tensor)
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 
-#: Shape and dtype of each tensor of a parameter's state, by the tensor's name.
+#: Shape and dtype of each tensor in a parameter's state, by tensor name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -30,8 +30,8 @@ Groups = list[dict[str, Any]]
 
 
 class OptimizerKeys(Section):
-    """Keys of the `optimizer` section that every optimizer reads: the base of the classes with the
-    keys of a single optimizer."""
+    """Keys of the `optimizer` section that every optimizer reads. Base of the classes with the keys
+    of a single optimizer."""
 
     name: str = "adamw"
     implementation: Implementation = "auto"
@@ -50,26 +50,26 @@ class OptimizerKeys(Section):
 
 
 def momentum_layout(parameter: Tensor, *_: Any) -> Layout:
-    """Return the state of SGD and plain Muon: one moment of the parameter's shape and dtype."""
+    """Return the layout of SGD and plain Muon: one moment with the parameter's shape and dtype."""
     return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
 
 
 def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
-    """Return True if a tensor of a parameter's state is sharded where the parameter is.
+    """Return True if a tensor of a parameter's state is sharded in the same way as the parameter.
 
     Args:
         parameter: the parameter.
         key: name of the tensor in the state's layout.
         shape: shape of the full tensor.
     """
-    # NorMuon's second moment is complete on every process. The shape alone does not show this: for
-    # a matrix [F, 1], such as LoRA's B of rank 1, the second moment has the shape of the parameter.
+    # Every process holds the complete second moment of NorMuon. The shape alone does not show this:
+    # for a matrix [F, 1], such as LoRA's B of rank 1, the second moment has the parameter's shape.
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
 def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
-    """Run `average.lerp_(value, weight)`, but leave every bit of `average` unchanged if `skips`,
-    bool [], is true, even if `value` is not finite. None always updates."""
+    """Run `average.lerp_(value, weight)`, but leave `average` bit-identical if `skips`, bool [], is
+    true, even if `value` is not finite. With `skips` None, always update."""
     if skips is None:
         average.lerp_(value, weight)
     else:
@@ -77,22 +77,23 @@ def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: fl
 
 
 def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
-    """Return `factor`, or fp32 [] that is 1 if `skips`, bool [], is true."""
+    """Return `factor`, or with `skips`, bool [], an fp32 tensor [] that is 1 where `skips` is
+    true."""
     return factor if skips is None else torch.where(skips, 1.0, factor)
 
 
 def decay_cautiously(
     parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
 ) -> None:
-    """Apply weight decay only to the numbers that the update also moves towards zero (cautious
-    weight decay; Chen et al. 2025, arXiv 2510.12402).
+    """Apply weight decay only to values that the update also moves towards zero (cautious weight
+    decay; Chen et al. 2025, arXiv 2510.12402).
 
         x = x - amount x   where direction x >= 0
 
     Args:
         parameter: values before the step, changed in place.
-        direction: tensor of the parameter's shape; its signs are those of the update, which the
-            step subtracts from the parameter.
+        direction: tensor of the parameter's shape with the signs of the update, which the step
+            subtracts from the parameter.
         amount: learning rate times weight decay.
         skips: bool [], true to change nothing; None to apply the decay.
     """
@@ -103,20 +104,20 @@ def decay_cautiously(
         parameter.mul_(1 - amount * decays)
 
 
-#: Maximum number of values of parameters that are updated together on a GPU, with temporary copies
-#: of up to 32 MiB. The update of a larger parameter keeps a GPU busy by itself.
+#: Maximum number of parameter values that are updated together on a GPU, with temporary copies of
+#: up to 32 MiB. The update of a larger parameter keeps a GPU busy by itself.
 LIST_VALUES = 1 << 23
 
 
 def list_values(parameter: Tensor) -> int:
-    """Return `most_values` for `in_lists`: on a GPU, launching the update of a small parameter
+    """Return `most_values` for `in_lists`. On a GPU, launching the update of a small parameter
     takes longer than computing it; on other devices, parameters are updated one by one."""
     return LIST_VALUES if parameter.is_cuda else 0
 
 
 def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
-    """Yield the parameters in lists, in their order. A list with more than one parameter has at
-    most `most_values` values."""
+    """Group parameters into consecutive lists of at most `most_values` elements in total. A larger
+    parameter gets its own list."""
     found: list[_P] = []
     values = 0
     for parameter in parameters:
@@ -130,10 +131,10 @@ def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
-    """Base of optimizers whose update is written for lists of parameters.
+    """Base class of optimizers whose update is written for lists of parameters.
 
-    A group with `foreach` is updated in one list, which takes few kernels but temporary copies as
-    large as the group's parameters. Any other group is updated by `in_lists`.
+    A group with `foreach` is updated in a single list, which takes few kernels but temporary copies
+    as large as the group's parameters. Other groups are divided by `in_lists`.
 
     Attributes:
         found_inf: see `skips`.
@@ -144,7 +145,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
     @property
     def skips(self) -> Tensor | None:
         """Bool [] on the parameters' device, true if `found_inf` is 1: the update then leaves all
-        parameters and moments unchanged, but increases counters on the host. None updates."""
+        parameters and moments unchanged, but increases counters on the host. None means always
+        update."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -157,12 +159,12 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update one or more parameters of a group, of any shapes, which all have gradients."""
+        """Update one or more parameters of a group, of any shapes, all of which have gradients."""
         raise NotImplementedError
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:
-    """Return True for every parameter: the default of `OptimizerSpec.takes`."""
+    """Return True for every parameter. Default of `OptimizerSpec.takes`."""
     return True
 
 
@@ -173,7 +175,7 @@ def rebuild_tensors(
     `OptimizerSpec.rebuild`)."""
     fused = bool(optimizer.defaults.get("fused"))
     # A fused kernel reads the step counter on the parameter's device. Other optimizers read it in
-    # Python, which would wait for a GPU.
+    # Python, which would have to wait for a GPU.
     return {
         key: tensor.to("cpu" if key == "step" and not fused else parameter.device, copy=True)
         for key, tensor in tensors.items()
@@ -182,7 +184,7 @@ def rebuild_tensors(
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: how it is created, the layout of its state, and its limits.
+    """One optimizer: how to create it, the layout of its state, and its limits.
 
     Functions receive the recipe's section, an `OptimizerConfig`, which this module can't import.
 
@@ -190,13 +192,13 @@ class OptimizerSpec:
         make: function that creates the torch optimizer from parameter groups (at least one) and the
             section.
         layout: function that returns the layout of a parameter's state after a step, from the
-            parameter, the section, and the parameter's torch group. It needs no state, so that
+            parameter, the section and the parameter's torch group. No state is needed, so that
             memory and disk space are known before the first step.
-        elementwise: True if each number is updated from its own gradient and state alone; a process
-            can then update its shard of a parameter without the others.
-        gathers: True if the optimizer updates DTensors, and gathers the data of other processes
-            that the update needs.
-        implementations: possible values of `optimizer.implementation`.
+        elementwise: True if each value is updated only from its own gradient and state; a process
+            can then update its shard of a parameter without the other shards.
+        gathers: True if the optimizer updates DTensors and gathers the data of other processes that
+            the update needs.
+        implementations: supported values of `optimizer.implementation`.
         options: keys of the section that this optimizer supports and some others do not.
         takes: function that returns, from a parameter's name and shape, whether this optimizer
             updates it; AdamW updates the rest.

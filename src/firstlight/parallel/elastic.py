@@ -49,16 +49,16 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, tcp_store, tell_failure
 
-#: Seconds in which the other ranks have to end by themselves once one rank has failed.
+#: Seconds that the other ranks have to end by themselves after one rank has failed.
 _GRACE_SECONDS = 8.0
 
-#: Seconds in which the ranks of other machines can still read the failure from the store.
+#: Seconds during which ranks on other machines can still read the failure from the store.
 _LINGER_SECONDS = 4.0
 
-#: Seconds in which ranks that got a signal have to save and end. A second signal ends them sooner.
+#: Seconds that ranks have to save and exit after a signal. A second signal ends them sooner.
 _SAVING_SECONDS = 3600
 
-#: Seconds in which all machines have to connect to the rendezvous.
+#: Seconds that all machines have to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
 #: Exit codes of ranks that have not failed: the run is complete, was stopped and saved, or
@@ -74,7 +74,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 #: Number of lines of a failed rank's output that are shown: the last ones.
 _MAX_LINES = 60
 
-#: Seconds in which the launcher has to connect to the store, to report a failure to the ranks.
+#: Seconds that the launcher has to connect to the store to report a failure to the ranks.
 _ANNOUNCING_SECONDS = 2.0
 
 _ERROR_START = "firstlight: error: "
@@ -177,8 +177,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that ended with an exit `code` other than 0; if a signal killed it, minus the signal's
-    number. `said` is its output, "" for rank 0, which writes to the terminal."""
+    """A rank that ended with an exit `code` other than 0, or with minus the number of the signal
+    that killed it. `said` is its output; "" for rank 0, which writes to the terminal."""
 
     rank: int
     pid: int
@@ -312,7 +312,8 @@ class _Agent(LocalElasticAgent):
         return next(iter(self.failed.values()))
 
     def _final_code(self) -> int | None:
-        """Return the exit code of a rank that a restart would repeat; None if there is none."""
+        """Return the exit code of a rank that a restart would repeat, or None if there is no such
+        rank."""
         return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 
     def _rank_0_has_said(self) -> bool:

@@ -56,8 +56,8 @@ _DECIDE_SECONDS = 0.25
 #: Seconds without a heartbeat after which a rank has failed, once an exchange has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
-#: Seconds in which the main thread has to notice a known failure and to unwind. A thread that waits
-#: in a collective operation can't do this: no Python exception reaches it there.
+#: Seconds that the main thread has to notice a known failure and to unwind. A thread that waits in
+#: a collective operation can't do so, because no Python exception reaches it there.
 _GRACE_SECONDS = 3.0
 
 
@@ -120,7 +120,8 @@ class Heartbeat:
         """Stop both threads when the main thread leaves the group, with or without an error."""
         self._stopped.set()
         for thread in self._threads:
-            # A thread that waits for a stopped store can't be joined: it keeps running as a daemon.
+            # A thread that waits for a stopped store can't be joined, so it keeps running as a
+            # daemon.
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
@@ -158,7 +159,8 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            # In a longer gap this process itself was stopped, which is no evidence against others.
+            # In a longer gap, this process itself was stopped, which is not evidence against other
+            # ranks.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self.failure is None:
                 self._count(passed)

@@ -29,8 +29,8 @@ from firstlight.parallel.world import World
 
 T = TypeVar("T")
 
-#: Environment variable that `firstlight train --nproc` sets: the same in all processes of one
-#: start, and different after a restart (--max-restarts).
+#: Environment variable set by `firstlight train --nproc`. It identifies one launch: identical in
+#: all its processes and changed on every restart (`--max-restarts`).
 ROUND = "FIRSTLIGHT_ROUND"
 
 #: Key in the store with the message of the first failure.
@@ -202,7 +202,7 @@ def tell_failure(store: Store, text: str) -> None:
 
 
 def failure_of(store: Store) -> str | None:
-    """Return the message that `tell_failure` has written; None if no rank has failed."""
+    """Return the message that `tell_failure` has written, or None if no rank has failed."""
     return store.get(FAILED).decode() if store.check([FAILED]) else None
 
 

@@ -58,8 +58,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher: its name in messages, and the names of its environment variables for
-    rank, world size, local rank and local size."""
+    """A kind of launcher: its name in messages, and its environment variables for rank, world size,
+    local rank and local size."""
 
     name: str
     rank: str
@@ -79,8 +79,9 @@ _SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 def find_world(variables: Mapping[str, str] | None = None) -> World:
     """Read the position of this process in its world from environment variables.
 
-    If there are variables of several launchers, the innermost launcher counts: RANK and WORLD_SIZE
-    come before those of MPI and Slurm, because srun or mpirun may start torchrun on each machine. A
+    If variables of several launchers are set, the innermost launcher takes precedence: RANK and
+    WORLD_SIZE come before those of MPI and Slurm, because srun or mpirun may start torchrun on each
+    machine. A
     process inside a Slurm allocation that srun did not start is a world of one.
 
     Args:
@@ -116,7 +117,7 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """Return the world according to one kind of launcher, without host and port; None if the
+    """Return the world according to one kind of launcher, without host and port, or None if the
     launcher's variables are not set."""
     if launcher is _SLURM:
         return _slurm_world(variables)
@@ -151,8 +152,8 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
 
 
 def _slurm_world(variables: Mapping[str, str]) -> World | None:
-    """Return the world according to srun; None if srun did not start this process. A batch script
-    and a shell in an allocation also have most of srun's variables."""
+    """Return the world according to srun, or None if srun did not start this process. A batch
+    script and a shell in an allocation also have most of srun's variables."""
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
     if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:

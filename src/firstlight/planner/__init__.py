@@ -1,1 +1,1 @@
-"""Memory and speed of a training step, an evaluation or a generation, before it runs."""
+"""Estimate the memory and speed of training, evaluation and generation before running them."""

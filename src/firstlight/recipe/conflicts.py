@@ -63,7 +63,7 @@ def require_combination(
 
 
 def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """Yield a warning for each setting of the recipe that has no effect with the recipe's other
+    """Yield a warning for each setting that has no effect in combination with the recipe's other
     settings or on this hardware."""
     yield from _ineffective_optimizer_keys(recipe)
     config, device = recipe.efficiency, hardware.device.type

@@ -144,7 +144,7 @@ class BatchConfig(Section):
 
     def _same_tokens(self, seq_len: int, processes: int) -> str:
         """Return advice on how to divide a step without changing its tokens, as the beginning of a
-        sentence; "" if there is none."""
+        sentence, or "" if there is none."""
         assert self.global_batch_tokens is not None
         if rows := self.dividing_rows(seq_len, processes, self.rows):
             return f"set batch.micro_batch_size to {rows}, or "
@@ -158,7 +158,7 @@ class BatchConfig(Section):
 
     def dividing_rows(self, seq_len: int, processes: int, most: int) -> int | None:
         """Return the largest micro-batch size up to `most` with which the processes share each step
-        evenly, or the one with which they have `gradient_accumulation_steps`; None if there is
+        evenly, or the one with which they have `gradient_accumulation_steps`, or None if there is
         none.
 
         Args:

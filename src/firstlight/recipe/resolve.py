@@ -45,7 +45,7 @@ from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 #: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
 
-#: Seconds of a run whose length is unknown: most runs are long.
+#: Assumed duration in seconds of a run of unknown length: most runs are long.
 _LONG_SECONDS = 1e6
 
 #: Minimum seconds per step that a GPU waits for a layer's kernels to be launched.
@@ -179,9 +179,9 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
         from_weights: True if the run starts from an existing model or a checkpoint.
 
     Raises:
-        ConfigError: document masking is off although the data are conversations or pairs; there is
-            a `preference` section, but the data are not pairs; or the data are pairs, but the run
-            starts from new weights.
+        ConfigError: document masking is off although the data is conversations or preference pairs;
+            there is a `preference` section but the data is not preference pairs; or the data is
+            preference pairs but the run starts from new weights.
     """
     is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
     if kind in ("chat", "preference") and is_off:

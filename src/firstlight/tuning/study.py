@@ -370,7 +370,8 @@ def _draw_curves(place: Any, lines: Sequence[Line], best: Line) -> None:
             alpha=1.0 if is_best else 0.45,
             linewidth=1.2,
         )
-    # The axis ends at the curves' second points: their first points are far above all others.
+    # Scale the y-axis to the second point of each curve: the first losses are much higher and would
+    # flatten the rest.
     second = [line["curve"][1][3] for line in lines if len(line["curve"]) > 1]
     if second:
         lowest, highest = best["objective"], statistics.median(second)

@@ -1,1 +1,1 @@
-"""What to train with a budget: used by `plan --budget` and by `train TEXTS`."""
+"""Choose what to train with a budget; used by `plan --budget` and `train TEXTS`."""

@@ -5,8 +5,8 @@ Constants without another source were measured with models of 0.8 to 5 million p
 trained on the source code of Python's standard library (`python -m benchmarks learning`). For
 larger models they are extrapolated by the published scaling laws that are named here.
 
-Learning rates do not depend on the batch: they were measured together with the rule that makes the
-batch grow with the run (`model.batch_tokens`).
+Learning rates do not depend on the batch size: they were measured together with the rule by which
+the batch size grows with the run (`model.batch_tokens`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ SIZES = {
     "xl": (1280, 20),
 }
 
-#: Vocabulary sizes by bytes of text: (upper limit of bytes, vocabulary size). For texts of 1 MB,
-#: which are read four times in a few minutes, 512 tokens had 0.8 % (Shakespeare) and 0.6 %
-#: (WikiText-2) fewer bits than 1,024. Those for 1.5 to 10 MB are interpolated.
+#: Vocabulary sizes by size of the text: (maximum bytes of text, vocabulary size). For 1 MB texts
+#: that are read four times in a few minutes, a vocabulary of 512 tokens gave 0.8 % (Shakespeare)
+#: and 0.6 % (WikiText-2) fewer bits per byte than 1,024. The sizes for 1.5 to 10 MB are
+#: interpolated.
 VOCABULARIES = (
     (1.5e6, 512),
     (3e6, 1024),
@@ -86,22 +87,23 @@ VOCABULARIES = (
 #: Mean bytes of Latin text per token, by vocabulary size.
 BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384: 4.1, 32768: 4.4}
 
-#: Sequence lengths by width of the model: (upper limit of hidden_size, tokens of a sequence).
+#: Sequence lengths by width of the model: (maximum hidden_size, sequence length in tokens).
 SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
-#: Tokens of a run from which a sequence has at least LONG_SEQ_LEN tokens. Standard library, 1.9M
-#: parameters, bits per byte with 512 and 256 tokens: 1.260 and 1.247 in a run of 3.4 million
-#: tokens, 1.085 and 1.142 in a run of 6.3 million (with another seed 1.129 and 1.168).
+#: Runs of at least LONG_RUN_TOKENS tokens use sequences of at least LONG_SEQ_LEN tokens. Bits per
+#: byte of a 1.9M-parameter model on the standard library, with sequences of 512 and 256 tokens:
+#: 1.260 and 1.247 in a run of 3.4 million tokens, 1.085 and 1.142 in a run of 6.3 million (1.129
+#: and 1.168 with another seed).
 LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 
-#: Tokens per step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. They grow with the root of
-#: the run's tokens, because the gradient noise scale grows as the loss falls (McCandlish et al.
-#: 2018), up to MOST_BATCH_TOKENS. In runs of 6.3 million tokens (standard library, 1.9M parameters,
-#: one run each), 4,096 tokens had as many bits as 2,048, and 4.2 % fewer than 8,192. In runs of 3.4
-#: million, 4,096 had 4.4 % fewer than 2,048.
+#: Tokens per step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. The number grows with the
+#: square root of the run's tokens up to MOST_BATCH_TOKENS, because the gradient noise scale grows
+#: as the loss falls (McCandlish et al. 2018). In runs of 6.3 million tokens (standard library, 1.9M
+#: parameters, one run each), 4,096 tokens per step gave the same bits per byte as 2,048, and 4.2 %
+#: fewer than 8,192. In runs of 3.4 million tokens, 4,096 gave 4.4 % fewer bits than 2,048.
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
-#: Tokens per forward pass that are enough to keep a device busy, by kind of device.
+#: Tokens per forward pass that keep a device busy, by kind of device.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits per character of held-out text:
@@ -111,10 +113,10 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER, and divided by xz's bits per character /
 #: DENSE_XZ_BITS if that is above 1.
 #:
-#: Here x is xz's bits per character of a sample of the text, divided by those of the standard
-#: library (XZ_OF_LIBRARY); text with a ratio below 1 is not harder to learn. Parameters are those
-#: of the layers, characters those that training reads. N-gram bits and xz's are those of
-#: `ngrams.Hardness`; n-gram bits are at least LEAST_NGRAM_BITS.
+#: Here x is the ratio of xz's bits per character on a sample of the text to those on the standard
+#: library (XZ_OF_LIBRARY); text with a ratio below 1 is not harder to learn. "parameters" counts
+#: the parameters of the layers, "characters" the characters that training reads. The n-gram bits
+#: and xz's bits are those in `ngrams.Hardness`; the n-gram bits are at least LEAST_NGRAM_BITS.
 #:
 #: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. With B they were fitted to 28 runs
 #: with 0.6 to 7.6 million parameters that read 0.9 to 44 MB of the standard library, Shakespeare,
@@ -135,63 +137,68 @@ NGRAM_BITS = 2.24
 NGRAM_POWER = 0.95
 LEAST_NGRAM_BITS = 0.1
 DENSE_XZ_BITS = 2.8
-#: Lowest and highest ratio of measured to expected bits, in 111 of the 116 runs on usual texts, and
-#: in 31 of the 33 on unusual ones, whose `ngrams.Hardness.long_ngram_ratio` is outside
-#: USUAL_LONG_NGRAMS: most of them tables, sorted lists, and data that repeats itself. In the other
-#: runs the ratios were 0.5 to 1.5.
+#: Lowest and highest ratio of measured to expected bits: in 111 of the 116 runs on usual texts, and
+#: in 31 of the 33 runs on unusual texts, whose `ngrams.Hardness.long_ngram_ratio` is outside
+#: USUAL_LONG_NGRAMS. Most unusual texts are tables, sorted lists and repetitive data. In the
+#: remaining runs the ratios were 0.5 to 1.5.
 EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
 USUAL_LONG_NGRAMS = (0.78, 1.16)
 
-#: GOOD_EPOCHS: passes over the text up to which a repetition is nearly as good as new text
-#: (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: maximum number of
-#: passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes with 85,000
-#: tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2 parameters per
-#: token, with or without dropout. At 12 passes it was much higher. With 3.0, six passes had 0.2 %
-#: fewer bits than four (one run each).
+#: GOOD_EPOCHS: number of passes over the text up to which repeated text is nearly as good as new
+#: text (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: maximum
+#: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes
+#: with 85,000 tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2
+#: parameters per token, with or without dropout; at 12 passes it was much higher. With a weight
+#: decay of 3.0, six passes gave 0.2 % fewer bits than four (one run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
-#: Bytes of text below which the plan warns that the text is too small to learn a language.
+#: If a text has fewer bytes than this, the plan warns that it is too small for learning a language.
 LITTLE_TEXT = 50_000
-#: The plan reports how many bits this multiple of a text would save.
+#: The plan reports how many bits would be saved by this many times as much text.
 MORE_TEXT = 10.0
 #: The largest model whose expected bits are within this fraction of the lowest is chosen, because
 #: the estimates for very small models are the least certain.
-#: INDIFFERENT_SHARE: the same as a fraction of the bits above `law.least_bits`. It counts for large
-#: models, and balances them about as the published laws do (Hoffmann et al. 2022: 20 tokens per
-#: parameter).
+#: INDIFFERENT_SHARE: the same, as a fraction of the bits above `law.least_bits`. It matters for
+#: large models, and balances parameters and tokens about as the published laws do (Hoffmann et al.
+#: 2022: 20 tokens per parameter).
 INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
-#: Maximum number of the layers' parameters per token of the text: a larger model memorizes it.
-#: After four passes over 1 MB (Shakespeare, 512 tokens), 15 parameters per token and a weight decay
-#: of 2.5 had 1.1 % fewer bits than 6 and 2.0. Higher values were not measured.
+#: Maximum number of layer parameters per token of the text: a larger model memorises the text.
+#: After four passes over 1 MB (Shakespeare, vocabulary of 512 tokens), 15 parameters per token with
+#: a weight decay of 2.5 gave 1.1 % fewer bits than 6 parameters per token with 2.0. Higher values
+#: were not measured.
 MOST_PARAMETERS_A_TOKEN = 16.0
-#: Weight decay, and weight decay if the text is read more often than `GOOD_EPOCHS`, by Muon and by
-#: other optimizers, for models of at least REPEATED_PARAMETERS parameters of the layers per token
-#: of the text. Below, it is proportional to the parameters, because a model that is small for its
-#: text does not memorize it. Muon after four passes over 1 MB (Shakespeare, 1,024 tokens): with 7.5
-#: parameters per token, 2.0 had 0.9 % fewer bits than 1.0, and 3.0 had 0.1 % fewer than 2.0. With
-#: 18, 2.5 had 1.9 % fewer than 1.0. After four passes over the standard library, with 0.25
-#: parameters per token, 0.1 had 5.4 % fewer bits than 2.0. Between 0.25 and 3 it is interpolated.
-#: AdamW's was not measured again. One run each.
+#: Weight decay; and weight decay for text that is read more often than `GOOD_EPOCHS`, with Muon and
+#: with other optimizers, for models with at least REPEATED_PARAMETERS layer parameters per token of
+#: the text. Below that, it is proportional to the number of parameters, because a model that is
+#: small for its text does not memorise the text. Measurements with Muon after four passes over 1 MB
+#: (Shakespeare, vocabulary of 1,024 tokens): with 7.5 parameters per token, a weight decay of 2.0
+#: gave 0.9 % fewer bits than 1.0, and 3.0 gave 0.1 % fewer than 2.0; with 18 parameters per token,
+#: 2.5 gave 1.9 % fewer than 1.0. After four passes over the standard library with 0.25 parameters
+#: per token, 0.1 gave 5.4 % fewer bits than 2.0. Values between 0.25 and 3 parameters per token are
+#: interpolated. AdamW's value was not measured again. One run each.
 WEIGHT_DECAY = 0.1
 REPEATED_WEIGHT_DECAY = 2.0
 REPEATED_ADAMW_DECAY = 0.3
 REPEATED_PARAMETERS = 3.0
 
-#: Ratio between the speed with which a model was chosen and the speed that it reaches, above which
-#: the model is chosen again.
+#: The model is chosen again if the measured speed and the speed for which it was chosen differ by
+#: more than this factor.
 OTHER_SPEED = 1.5
-#: Fraction of the available time below which a run is reported to end early, with its passes.
+#: A run is reported to end early, because of its limit of passes, if it takes less than this
+#: fraction of the available time.
 EARLY = 0.8
-#: Expected seconds of a command for work other than training and preparing the text, which is
-#: imports, measuring the machine's speed, the first evaluation and the report; and bytes of text
-#: that are read and prepared per second. 1.1 MB (Shakespeare) took 11 s in all on 2 cores.
+#: Expected seconds that a command spends on work other than training and preparing the text:
+#: imports, measuring the machine's speed, the first evaluation and the report. Second constant:
+#: bytes of text that are read and prepared per second. 1.1 MB (Shakespeare) took 11 s in total on 2
+#: cores.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Bytes of text that are always prepared; of longer texts, as much as the run reads is prepared, if
+#: Bytes of text that are always prepared. Of longer texts, as much as the run reads is prepared if
 #: that is more.
 PREPARED_BYTES = 64 << 20
-#: Usual fraction of the run's time for evaluations, sample texts and checkpoints together.
+#: Usual fraction of the run's time spent on evaluations, sample texts and checkpoints together.
 EVALUATION_SHARE = 0.06
-#: Evaluations after steps, sample texts at each of them, tokens of a sample text, and the fraction
-#: of the run's time that is enough for them. The first that fits is used, or the last if none does.
+#: (evaluations after steps, sample texts per evaluation, tokens per sample text, maximum fraction
+#: of the run's time). The first entry that stays below its fraction is used, or the last entry if
+#: none does.
 PARTS = (
     (4, 3, 64, EVALUATION_SHARE),
     (2, 3, 64, 0.1),
@@ -199,32 +206,32 @@ PARTS = (
     (1, 1, 64, 0.1),
     (1, 1, 32, 0.1),
 )
-#: Fraction of that time for evaluations of the loss.
+#: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
+#: computing the validation loss.
 LOSS_SHARE = 2 / 3
-#: Usual minimum number of rows of an evaluation; if time is short, minimum numbers of rows and of
+#: Usual minimum number of rows per evaluation; and if time is short, minimum numbers of rows and
 #: tokens.
 USUAL_ROWS = 16
 LEAST_ROWS, LEAST_EVALUATED = 2, 2048
-#: Minimum steps of a run for which a budget is accepted, if its data are enough for as many.
+#: A budget is accepted if it allows at least this many steps, or as many as the data allows.
 LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
-#: Maximum number of passes over MANY_CHATS or more conversations, and over few conversations.
+#: Maximum number of passes over at least MANY_CHATS conversations, and over fewer conversations.
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
-#: Steps of a short fine-tuning, and maximum number of tokens per step.
+#: Number of steps of a short fine-tuning run, and maximum tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
-#: Fraction of the conversations that have to fit into a row if the longest conversation has more
-#: than LONGEST_ROW tokens.
+#: Fraction of the conversations that must fit in a row if the longest conversation has more than
+#: LONGEST_ROW tokens.
 USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates
-
-#: Learning rates of new models by optimizer, for a hidden_size of `RATE_WIDTH`. AdamW's is that of
-#: the setting `nanogpt-tuned` in `python -m benchmarks learning`; Lion takes a third to a tenth of
-#: it (Chen et al. 2023), and the steps of Adafactor are relative to the parameters' size.
+#: Learning rates of new models by optimizer, for a hidden_size of `RATE_WIDTH`. AdamW's rate comes
+#: from the setting `nanogpt-tuned` in `python -m benchmarks learning`. Lion uses a third to a tenth
+#: of AdamW's rate (Chen et al. 2023). Adafactor's steps are relative to the size of the parameters.
 NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "muon": {
         key: NEW_MODEL["optimizer"][key]
@@ -236,16 +243,16 @@ NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "lion": {"learning_rate": 4e-4},
     "adafactor": {"learning_rate": 1e-2},
 }
-
-#: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. It
-#: is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the best
-#: of 7e-4, 2e-3 and 5e-3.
+#: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. The
+#: rate is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the
+#: best of 7e-4, 2e-3 and 5e-3.
 TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
-#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's is as for new models.
+#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's multiple is the same as
+#: for new models.
 TUNING_MULTIPLES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: Fine-tuning adapters: the learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and the
-#: power of the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama models
-#: of 1 billion parameters and more).
+#: Fine-tuning adapters: learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and exponent of
+#: its dependence on the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama
+#: models with at least 1 billion parameters).
 ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 
 
@@ -254,8 +261,7 @@ def new_model_rates(
 ) -> dict[str, Any]:
     """Return the learning rates of a new model, as keys of the `optimizer` section.
 
-    They are the measured rates, converted to the model's width as `optimizer.tuned_width`
-    describes.
+    The measured rates are converted to the model's width as described for `optimizer.tuned_width`.
 
     Args:
         name: name of the optimizer.
@@ -266,7 +272,7 @@ def new_model_rates(
     Raises:
         ConfigError: no rate is known for the optimizer, and none is set.
     """
-    # Imported here, because it imports torch: `train TEXTS` prints its first line before that.
+    # Imported here, because it imports torch, and `train TEXTS` must print its first line before.
     from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 
     given = given or {}
@@ -282,7 +288,8 @@ def new_model_rates(
         config = OptimizerConfig(**measured).for_width(width)
         keys = [*NEW_MODEL_RATES[name]]
         if follows_width and name != "muon":
-            # The rate of the matrices changes; these keys keep the rates of embeddings and vectors.
+            # Only the rate of matrices changes; these keys preserve the rates of embeddings and
+            # vectors.
             keys += ["embedding_lr_multiple", "vector_lr_multiple"]
         rates = {key: float(f"{getattr(config, key):.3g}") for key in keys}
     return {**rates, "tuned_width": width} if follows_width else rates
@@ -291,7 +298,7 @@ def new_model_rates(
 def finetuning_rate(
     name: str, hidden_size: int, given: Mapping[str, Any], *, adapters: bool
 ) -> float:
-    """Return the learning rate of fine-tuning; the narrower the model, the higher.
+    """Return the learning rate of fine-tuning, which is higher for narrower models.
 
     Args:
         name: name of the optimizer.

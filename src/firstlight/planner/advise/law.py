@@ -1,5 +1,5 @@
-"""The law of the expected loss, and the facts about machine, text and model from which a model is
-chosen."""
+"""The law of the expected loss, and the facts about machine, text and model that determine the
+choice of a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Length:
     """Length of a run, as one of three quantities.
 
     Attributes:
-        seconds: time of the training loop.
-        tokens: number of tokens that are trained on.
+        seconds: duration of the training loop in seconds.
+        tokens: number of tokens to train on.
         steps: number of optimizer steps.
     """
 
@@ -36,14 +36,15 @@ class MachineFacts:
     Attributes:
         name: name of the device.
         kind: "cpu", "cuda" or "mps".
-        rates: training FLOPs per token and tokens per second of some models, the smallest first.
+        rates: (training FLOPs per token, tokens per second) of some models, smallest first.
         usable_bytes: memory that a run may use, in bytes.
         origin: text with the source of the rates, for the user.
-        compiler: torch.compile on this machine; None if it does not work on this device.
-        steps: pairs (training FLOPs per token, seconds of a step of few tokens) of some models, the
-            smallest first. On a GPU, such a step takes the time of starting its kernels. Empty on a
-            CPU, where a step of few tokens is short. `steps` and `rates` are without torch.compile.
-        is_busy: True if other programs kept the cores busy when the speed was measured.
+        compiler: torch.compile on this machine; None if it does not support this device.
+        steps: (training FLOPs per token, seconds of a step with few tokens) of some models,
+            smallest first. On a GPU, such a step takes as long as launching its kernels. Empty on a
+            CPU, where a step with few tokens is short. `steps` and `rates` are measured without
+            torch.compile.
+        is_busy: True if other programs kept the cores busy while the speed was measured.
     """
 
     name: str
@@ -56,7 +57,7 @@ class MachineFacts:
     is_busy: bool = False
 
     def times(self, factor: float) -> MachineFacts:
-        """Return the same machine at a multiple of its speed."""
+        """Return the same machine with its speed multiplied by `factor`."""
         rates = [(flops, factor * rate) for flops, rate in self.rates]
         steps = [(flops, seconds / factor) for flops, seconds in self.steps]
         return replace(self, rates=rates, steps=steps)
@@ -66,9 +67,9 @@ class MachineFacts:
     ) -> float:
         """Estimate the training speed of a model in tokens per second.
 
-        The time per token is interpolated linearly between the models of `rates`, extrapolated
-        beyond them, and at least half of the time of the smallest. With a single model in `rates`,
-        the time is proportional to the FLOPs.
+        The time per token is interpolated linearly between the models of `rates` and extrapolated
+        beyond them, but is at least half the time of the smallest model. If `rates` has a single
+        model, the time is proportional to the FLOPs.
 
         Args:
             flops: training FLOPs per token of the model.
@@ -88,8 +89,8 @@ class MachineFacts:
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Interpolate linearly at a place between points (place, value) with rising places; beyond the
-    points, extrapolate without falling."""
+    """Interpolate linearly at `place` between points (place, value) sorted by place. Beyond the
+    points, extrapolate, but never with a negative slope."""
     index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
     (low, first), (high, second) = points[index - 1], points[index]
     return first + max((second - first) / (high - low), 0.0) * (place - low)
@@ -100,14 +101,14 @@ class Hardness:
     """How hard a text is to learn.
 
     Attributes:
-        xz_bits_per_byte: bits per byte of the sample's training text, compressed by xz.
-        ngram_bits_per_character: bits that an n-gram model of the sample's training text, with
-            contexts of three characters, needs for a character of its held-out text; at least
+        xz_bits_per_byte: bits per byte of the sample's training text compressed by xz.
+        ngram_bits_per_character: bits per character on the sample's held-out text of an n-gram
+            model with contexts of three characters, trained on the sample's training text; at least
             `defaults.LEAST_NGRAM_BITS`.
-        long_ngram_ratio: bits per character of a model with contexts of eight characters, divided
-            by `ngram_bits_per_character`.
-        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, of the
-            sample or, once the text is prepared, of all of it; 8 if unknown.
+        long_ngram_ratio: bits per character of an n-gram model with contexts of eight characters,
+            divided by `ngram_bits_per_character`.
+        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, measured on
+            the sample or, once the text is prepared, on all of it; 8 if unknown.
     """
 
     xz_bits_per_byte: float
@@ -116,7 +117,7 @@ class Hardness:
     held_out_xz_bits_per_byte: float = 8.0
 
 
-#: The hardness for which the law's constants hold: that of the standard library's source code.
+#: Hardness of the standard library's source code, for which the law's constants were fitted.
 USUAL_HARDNESS = Hardness(defaults.XZ_OF_LIBRARY, defaults.NGRAM_BITS, 1.0)
 
 
@@ -126,10 +127,10 @@ class TextFacts:
 
     Attributes:
         vocab_size: vocabulary size of the tokenizer.
-        train_tokens: number of tokens of the training split.
+        train_tokens: number of tokens in the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
         hardness: how hard the text is to learn.
-        val_tokens: number of tokens of the validation split.
+        val_tokens: number of tokens in the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
     """
 
@@ -142,27 +143,26 @@ class TextFacts:
 
     @property
     def is_unusual(self) -> bool:
-        """True for text whose loss is less certain: more characters of context help an n-gram model
-        much more than usual, or harm it. Most of it is tables, sorted lists, and data that repeats
-        itself."""
+        """True for text whose loss is harder to predict, because longer contexts help an n-gram
+        model much more than usual, or even harm it. Most such texts are tables, sorted lists and
+        repetitive data."""
         low, high = defaults.USUAL_LONG_NGRAMS
         return not low <= self.hardness.long_ngram_ratio <= high
 
 
 def usual_intermediate_size(hidden_size: int) -> int:
-    """Return the inner width of an MLP with a gate: 8/3 of hidden_size, rounded up to a multiple of
-    64."""
+    """Return the inner width of a gated MLP: 8/3 of hidden_size, rounded up to a multiple of 64."""
     return math.ceil(hidden_size * 8 / 3 / 64) * 64
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a model, from which its parameters and FLOPs follow.
+    """The sizes of a model, which determine its parameters and FLOPs.
 
     Attributes:
         hidden_size, num_hidden_layers: width and depth.
         vocab_size: vocabulary size.
-        seq_len: tokens of a sequence.
+        seq_len: sequence length in tokens.
     """
 
     hidden_size: int
@@ -177,13 +177,13 @@ class ModelSize:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of the layers' matrices."""
+        """Number of parameters in the layers' matrices."""
         width = self.hidden_size
         return self.num_hidden_layers * (4 * width**2 + 3 * width * self.intermediate_size)
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, with embedding and head, without norms."""
+        """Number of parameters, including embedding and head, but not norms."""
         return self.layer_parameters + 2 * self.vocab_size * self.hidden_size
 
     @property
@@ -193,7 +193,7 @@ class ModelSize:
 
     @property
     def flops_per_token(self) -> float:
-        """Training FLOPs per token: six for each weight of a matrix product, plus those of
+        """Training FLOPs per token: six per weight of a matrix product, plus the FLOPs of
         attention."""
         products = self.layer_parameters + self.vocab_size * self.hidden_size
         attention = self.num_hidden_layers * self.hidden_size * self.seq_len
@@ -201,13 +201,13 @@ class ModelSize:
 
 
 def worth_of_bytes(read: float, unique: float) -> float:
-    """Return the number of bytes of new text that is worth as much as reading a text repeatedly.
+    """Return the number of bytes of new text that are worth as much as reading a text repeatedly.
 
     Source: Muennighoff et al. 2023 (arXiv 2305.16264), equation 5.
 
     Args:
         read: bytes that are read, including repetitions.
-        unique: bytes of the text.
+        unique: bytes of the text without repetitions.
     """
     if read <= unique:
         return read
@@ -216,11 +216,11 @@ def worth_of_bytes(read: float, unique: float) -> float:
 
 
 def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
-    """Return the expected bits per byte of held-out text after training; see `defaults` for the
-    formula.
+    """Return the expected bits per byte on held-out text after training; for the formula, see
+    `defaults`.
 
     Args:
-        parameters: number of parameters of the layers' matrices.
+        parameters: number of parameters in the layers' matrices.
         read: bytes of text that training reads, including repetitions.
         text: facts about the text.
     """
@@ -231,7 +231,7 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     relative = xz / defaults.XZ_OF_LIBRARY
     bits: float = defaults.FLOOR * math.pow(relative, defaults.FLOOR_POWER)
     bits += defaults.A / parameters**defaults.ALPHA
-    # Without the limit of 1, the easiest texts would be estimated as the hardest.
+    # Without this lower limit of 1, the easiest texts would be estimated as the hardest.
     bits += defaults.B / max(relative, 1.0) / characters**defaults.BETA
     ngrams = text.hardness.ngram_bits_per_character / defaults.NGRAM_BITS
     bits *= math.pow(ngrams, defaults.NGRAM_POWER)

@@ -1,8 +1,8 @@
-"""The model that learns most within a budget, and its batch.
+"""Choose the model that learns most within a budget, and its batch size.
 
-A larger model learns more from each token, but gets fewer tokens in the same time. The best balance
-follows from the law of the expected loss (`law.py`), and from the speed at which a model of each
-size trains on the available hardware.
+A larger model learns more from each token, but sees fewer tokens in the same time. The best balance
+follows from the law of the expected loss (`law.py`) and the speed at which a model of each size
+trains on the available hardware.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from firstlight.planner.advise.law import (
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
 
-#: Minimum steps of a run: for shorter runs the batch is reduced, because warm-up and decay of the
-#: learning rate need some steps.
+#: Minimum number of steps of a run: shorter runs use a smaller batch, because warm-up and decay of
+#: the learning rate need some steps.
 _FEWEST_STEPS = 100
 
 
 def batch_tokens(tokens: float, seq_len: int) -> int:
-    """Return the tokens per step: a power of two that grows with the root of the run's tokens,
-    smaller if the run would have fewer than `_FEWEST_STEPS` steps; at least one sequence."""
+    """Return the number of tokens per step: a power of two that grows with the square root of the
+    run's tokens, smaller if the run would have fewer than `_FEWEST_STEPS` steps, and at least one
+    sequence."""
     wanted = defaults.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / defaults.BATCH_AT_TOKENS)
     wanted = min(max(wanted, defaults.BATCH_TOKENS), defaults.MOST_BATCH_TOKENS)
     batch = 1 << round(math.log2(wanted))
@@ -51,13 +52,13 @@ def tokens_in_time(
     text: TextFacts,
     epochs: float | None = None,
 ) -> float:
-    """Return the tokens that a run of a given time reads.
+    """Return the number of tokens that a run of a given duration reads.
 
     Args:
-        rate: tokens per second of training.
-        seconds: time of the run, including evaluations.
+        rate: training speed in tokens per second.
+        seconds: duration of the run, including evaluations.
         text: facts about the text.
-        epochs: maximum number of passes over the text; None is `defaults.MOST_EPOCHS`.
+        epochs: maximum number of passes over the text; None for `defaults.MOST_EPOCHS`.
     """
     most = (defaults.MOST_EPOCHS if epochs is None else epochs) * text.train_tokens
     return min(rate * max(seconds, 0.0) * (1 - defaults.EVALUATION_SHARE), most)
@@ -70,23 +71,24 @@ def batch_and_rate(
     modes: Sequence[Compiling],
     steps: int | None = None,
 ) -> tuple[int, float, Compiling]:
-    """Return the tokens per step and tokens per second of a run, and the compilation mode with
-    which it takes the least time.
+    """Return a run's tokens per step and tokens per second, and the fastest compilation mode for
+    it.
 
-    The batch follows from the run's tokens, the tokens from the speed, and the speed from the
-    batch.
+    The batch size depends on the run's tokens, the tokens on the speed, and the speed on the batch
+    size.
 
     Args:
-        rate: function that maps the tokens per step and the mode to the tokens per second.
-        tokens_at: function that maps the tokens per second and the mode to the tokens of the run.
-        batch_for: function that maps the tokens of the run to the tokens per step.
-        modes: the compilation modes to choose from, including none.
-        steps: steps of the run; None if its tokens are known or follow from its time.
+        rate: function from (tokens per step, mode) to tokens per second.
+        tokens_at: function from (tokens per second, mode) to the run's tokens.
+        batch_for: function from the run's tokens to tokens per step.
+        modes: compilation modes to choose from, including no compilation.
+        steps: number of steps of the run; None if its tokens are known or follow from its duration.
     """
 
     def found(mode: Compiling) -> tuple[int, float]:
         reached = rate(math.inf, mode)
-        # As the batch grows with the root of the tokens, the second round hardly changes it.
+        # The batch grows with the square root of the tokens, so the second iteration hardly changes
+        # it.
         for _ in range(2):
             batch = batch_for(tokens_at(reached, mode))
             reached = rate(batch, mode)
@@ -103,9 +105,9 @@ class Trained(Protocol):
 
     Attributes:
         flops: training FLOPs per token.
-        bits: expected bits per byte of held-out text after the run.
-        seconds: time of the run's steps.
-        layer_parameters: number of parameters of the layers' matrices.
+        bits: expected bits per byte on held-out text after the run.
+        seconds: duration of the run's steps.
+        layer_parameters: number of parameters in the layers' matrices.
     """
 
     @property
@@ -129,15 +131,15 @@ def best_model(
 ) -> T:
     """Return the best of the candidates that are not too large for their text.
 
-    For a given time, this is the largest model whose expected loss is about the lowest. For a given
-    number of tokens or steps, the largest model would always have the lowest loss. It is then the
-    largest model that would also be chosen for the time that it needs for these tokens.
+    With a time budget, this is the largest model whose expected loss is close to the lowest. With a
+    given number of tokens or steps, the largest model would always have the lowest loss; the result
+    is then the largest model that would also be chosen for the time that it needs for these tokens.
 
     Args:
-        candidates: models that fit into memory, the smallest first.
+        candidates: models that fit in memory, smallest first.
         text: facts about the text.
-        is_timed: True if the candidates' runs are those of a given time.
-        in_time: function that maps a time to the candidates with runs of that time.
+        is_timed: True if the candidates' runs have a time budget.
+        in_time: function from a duration to the candidates with runs of that duration.
     """
     most = defaults.MOST_PARAMETERS_A_TOKEN * text.train_tokens
     general = [one for one in candidates if one.layer_parameters <= most] or candidates[:1]
@@ -168,16 +170,16 @@ class Suggestion:
     Attributes:
         config: config of the model.
         parameters: number of the model's parameters.
-        active_parameters: number of parameters that are used for a token: fewer than all in a
-            mixture of experts.
-        layer_parameters: number of active parameters of the layers' matrices.
+        active_parameters: number of parameters used per token: fewer than `parameters` in a mixture
+            of experts.
+        layer_parameters: number of active parameters in the layers' matrices.
         flops: training FLOPs per token.
-        tokens: tokens of the run.
-        global_batch_tokens, max_steps: suggested values of the recipe's keys.
-        seconds: duration at the expected rate, including compiling.
-        bits: expected bits per byte of held-out text at the end.
-        epochs: passes over the available text; None if its size is not known.
-        mode: the compilation mode of the run.
+        tokens: number of tokens of the run.
+        global_batch_tokens, max_steps: suggested values of these recipe keys.
+        seconds: duration at the expected speed, including compilation.
+        bits: expected bits per byte on held-out text at the end of the run.
+        epochs: number of passes over the available text; None if its size is unknown.
+        mode: compilation mode of the run.
     """
 
     config: ModelConfig
@@ -195,17 +197,17 @@ class Suggestion:
 
     @property
     def bits_per_byte(self) -> tuple[float, float]:
-        """Lowest and highest expected bits per byte of held-out text that is as hard as usual."""
+        """Lowest and highest expected bits per byte on held-out text of usual hardness."""
         low, high = defaults.EXPECTED_RANGE
         return low * self.bits, min(high * self.bits, 8.0)
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Return the facts about a text of which only the tokens are known.
+    """Return facts about a text of which only the number of tokens is known.
 
     Args:
-        vocab_size: vocabulary size of its tokenizer.
-        tokens: its tokens; None if they are unknown, or more than any run reads.
+        vocab_size: vocabulary size of the tokenizer.
+        tokens: number of tokens; None if it is unknown, or larger than any run reads.
     """
     train = math.inf if tokens is None else float(tokens)
     return TextFacts(
@@ -213,8 +215,8 @@ def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
     )
 
 
-#: Function that maps a model, the tokens per step and the compilation mode to the tokens per second
-#: at which the model trains, or to None if it does not fit.
+#: Function from (model, tokens per step, compilation mode) to the training speed in tokens per
+#: second, or None if the model does not fit.
 Rate = Callable[["Suggestion", float, Compiling], float | None]
 
 
@@ -235,11 +237,12 @@ def suggest(
         rate: see `Rate`.
         models: candidate models, smallest first; see `model_ladder`.
         text: facts about the text.
-        seq_len: tokens of a sequence.
-        seconds, tokens: the budget as time or as tokens; exactly one of them.
-        epochs: maximum number of passes over the text in a budget of time; None is
+        seq_len: sequence length in tokens.
+        seconds, tokens: budget as time or as tokens; exactly one of them is set.
+        epochs: maximum number of passes over the text with a time budget; None for
             `defaults.MOST_EPOCHS`.
-        modes: function that maps a model to the compilation modes to choose from, including none.
+        modes: function from a model to the compilation modes to choose from, including no
+            compilation.
 
     Raises:
         ConfigError: not even the smallest model fits, or not exactly one budget is given.
@@ -249,7 +252,7 @@ def suggest(
     fitting: list[Suggestion] = []
     for config in models:
         model = _without_run(config, seq_len)
-        # The models are sorted by size: no larger one fits either.
+        # The models are sorted by size, so larger models do not fit either.
         if rate(model, math.inf, NOT_COMPILED) is None:
             break
         fitting.append(model)
@@ -276,7 +279,7 @@ def suggest(
 
 def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
     """Return a model whose run is not known yet."""
-    # Imported here, because it imports torch: `train TEXTS` prints its first line before that.
+    # Imported here, because it imports torch, and `train TEXTS` must print its first line before.
     from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 
     model = meta_model(config)
@@ -322,14 +325,14 @@ def _with_run(
 
 
 def _other_parameters(model: Any, config: ModelConfig) -> int:
-    """Return the number of parameters of embedding, head, norms and biases."""
+    """Return the number of parameters in embedding, head, norms and biases."""
     tables = 1 if config.tie_word_embeddings else 2
     vectors: int = sum(p.numel() for p in model.parameters() if p.dim() < 2)
     return int(tables * config.vocab_size * config.hidden_size) + vectors
 
 
 def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
-    """Return the suggestion with another number of steps, and with the values that follow from it,
+    """Return the suggestion with another number of steps, and with all values that depend on it
     except `global_batch_tokens` and `seconds`.
 
     Args:
@@ -347,7 +350,7 @@ def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
     )
 
 
-#: Keys of sizes that are proportional to the width.
+#: Size keys whose values are proportional to the width.
 _PROPORTIONAL_SIZES = (
     "intermediate_size",
     "moe_intermediate_size",
@@ -360,17 +363,16 @@ _PROPORTIONAL_SIZES = (
 def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
     """Yield models of the same family in other sizes, smallest first.
 
-    They keep all other keys of the model: the size of a head, the head's tie to the embedding, the
-    numbers of experts, the context. The sizes of MLP and experts stay proportional to the width,
-    and so does the number of key-value heads to that of the heads.
+    All other keys keep the model's values: head dimension, tied or untied head, numbers of experts,
+    context length. MLP and expert sizes stay proportional to the width, and the number of key-value
+    heads stays proportional to the number of heads.
 
     Args:
-        cuts: number of processes among which the key-value heads are to be divided evenly. Their
-            number is then the valid one that is nearest to the usual one, or the usual one if none
-            is valid.
+        cuts: number of processes that must share the key-value heads evenly. Their number is then
+            the valid number nearest to the usual one, or the usual number if none is valid.
 
     Raises:
-        ConfigError: the family has none of these sizes with the model's other keys.
+        ConfigError: the family does not support any of these sizes with the model's other keys.
     """
     ladder: dict[tuple[int, int], ModelConfig] = {}
     problem = ""
@@ -378,7 +380,7 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
         try:
             config = _resized(model, hidden, layers, cuts)
         except ValidationError as error:
-            # For example, a model with experts in every tenth layer has no smaller depth.
+            # For example, a model with experts in every tenth layer can't have fewer layers.
             problem = str(error.errors()[0]["msg"])
             continue
         ladder[config.hidden_size, layers] = config
@@ -388,7 +390,7 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
 
 
 def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
-    """Return the model with about this width, and this number of layers; arguments as in
+    """Return the model with about this width and exactly this number of layers; arguments as in
     `model_ladder`.
 
     Raises:
@@ -399,7 +401,7 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
     depth = model.num_hidden_layers
     heads = model.num_attention_heads
     count = max(round(hidden * heads / width), 1)
-    # The nearest multiple of a head's width.
+    # The nearest multiple of the head dimension.
     hidden = hidden if width % heads else count * width // heads
     changes = {
         "hidden_size": hidden,

@@ -19,23 +19,23 @@ from firstlight.planner.plan.machine import Machine, resolve_for
 from firstlight.planner.speed.throughput import time_step
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 
-#: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, or
-#: predicted, and their vocabulary size.
+#: (hidden_size, num_hidden_layers) of the models whose speed is measured or predicted, by kind of
+#: device; and their vocabulary size.
 _TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
 _PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
-#: Tokens of a measured step on a CPU. With half of them, a token takes up to 1.4 times as long,
-#: because of the update's share.
+#: Tokens per measured step on a CPU. With half as many, a token takes up to 1.4 times as long,
+#: because the update takes a larger share of the step.
 _TIMED_TOKENS = defaults.BATCH_TOKENS
 #: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
 #: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
-#: Origins of a speed, as they are shown.
+#: Origins of a speed, as shown to the user.
 MEASURED, PREDICTED = "measured here", "predicted by the planner"
 
 
 def new_model_speed(machine: Machine) -> MachineFacts:
-    """Return the speed of a machine for new models: timed here, predicted for other machines.
+    """Return a machine's speed for new models: timed on this machine, predicted for other machines.
 
     Raises:
         ConfigError: the GPU's speed is not known.
@@ -46,7 +46,7 @@ def new_model_speed(machine: Machine) -> MachineFacts:
     try:
         known = _speeds(machine, timed_tokens) if timed_tokens else _predicted_speeds(machine)
     except RuntimeError as error:
-        # Another program has taken GPU memory that was free before.
+        # Another program has taken GPU memory since the free memory was checked.
         if kind != "cuda" or not is_out_of_memory(error):
             raise
         if machine.gpu is None:
@@ -55,7 +55,7 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         timed_tokens = 0
         known = _predicted_speeds(machine)
     if kind == "cuda" and machine.is_here:
-        # Frees the memory of the measured models, some of which are in reference cycles.
+        # Free the memory of the measured models, some of which are in reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -87,19 +87,19 @@ def _predicted_speeds(
 def _speeds(
     machine: Machine, timed_tokens: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the speed of a machine for some models.
+    """Return a machine's speed for some models.
 
     Args:
-        timed_tokens: tokens per measured step; 0 if the speed is predicted.
+        timed_tokens: tokens per measured step; 0 to predict the speed.
 
     Returns:
-        Two lists with a pair for each model: (FLOPs of a token, tokens per second), and for a GPU
-        (FLOPs of a token, seconds of a step of few tokens).
+        Two lists with one pair per model: (FLOPs per token, tokens per second) and, for a GPU,
+        (FLOPs per token, seconds of a step with few tokens).
     """
     kind = machine.target.kind
     seq_len = 256 if kind == "cpu" else 512
     many = timed_tokens or defaults.MICRO_BATCH_TOKENS[kind]
-    # On a GPU, a step of few tokens takes as long as launching its kernels.
+    # On a GPU, a step with few tokens takes as long as launching its kernels.
     step_tokens = (many,) if kind == "cpu" else (many, seq_len)
     rates, steps = [], []
     for shape in _TIMED_SHAPES[kind] if timed_tokens else _PREDICTED_SHAPES:
@@ -113,8 +113,8 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """Return the tokens of a measured step of many tokens; 0 if the machine's speed is not
-    measured, because it is another machine, its memory is taken, or it is an Apple GPU."""
+    """Return the tokens of a measured step with many tokens, or 0 if the machine's speed can't be
+    measured, because it is another machine or an Apple GPU, or its memory is in use."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
@@ -156,7 +156,7 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Return the tokens per second of steps of one micro-batch, which are timed on this machine."""
+    """Return the tokens per second of steps with one micro-batch, timed on this machine."""
     seconds = time_step(recipe, machine.hardware).seconds(1)
     return recipe.batch.rows * recipe.data.seq_len / seconds
 

@@ -1,1 +1,2 @@
-"""The memory of a training step, an evaluation or a generation, from a trace without memory."""
+"""Predict the memory of a training step, an evaluation or a generation, from a trace that allocates
+no memory."""

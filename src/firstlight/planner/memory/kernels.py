@@ -1,8 +1,8 @@
-"""The operators that a trace counts, and the memory of a target's kernels for them.
+"""The operators that a trace counts, and the memory that the target's kernels allocate for them.
 
 A trace on fake CPU tensors sees shapes, but not the memory that a kernel allocates internally
-(`workspace_bytes`): each such kernel has a separate function with a test. `program.py` has the GPU
-kernels for which autograd keeps other tensors than on a CPU.
+(`workspace_bytes`). Each kernel that allocates memory has a separate function with a test.
+`program.py` handles the GPU kernels for which autograd saves other tensors than on a CPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from firstlight.models.moe import ROWS_OF_BLOCKS
 _aten: Any = torch.ops.aten
 _firstlight: Any = torch.ops.firstlight
 
-#: Shape and dtype of a tensor, as in an operator's key.
+#: (shape, dtype) of a tensor, as in an operator's key.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-#: Number of lists of equal length, one after the other, in the inputs of operators on lists.
+#: Operator on lists -> number of lists of equal length that its inputs concatenate.
 LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_copy_": 2}
 
 
@@ -36,10 +36,10 @@ class Operator:
     Attributes:
         name: torch's name, such as "aten.mm.default".
         phase: phase of the step.
-        inputs, outputs: shape and dtype of each tensor.
-        flops: FLOPs of its matrix products; 0 if it has none.
-        moved_bytes: bytes of all inputs and outputs; 0 for views.
-        options: further properties of the call on which its kernel's memory depends.
+        inputs, outputs: (shape, dtype) of each tensor.
+        flops: FLOPs of the operator's matrix products; 0 if it has none.
+        moved_bytes: total bytes of inputs and outputs; 0 for views.
+        options: further properties of the call that affect its kernel's memory.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Operator:
 
     @property
     def base_name(self) -> str:
-        """The name without library and overload: "mm" of "aten.mm.default"."""
+        """The name without library and overload, such as "mm" for "aten.mm.default"."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """Equal calls of an operator, the input of the speed model.
+    """Number of equal calls of an operator; input of the speed model.
 
     Attributes:
         operator: the operator with its shapes and phase.
-        count: calls in one optimizer step, evaluation batch or decoding step.
+        count: number of calls in one optimizer step, evaluation batch or decoding step.
     """
 
     operator: Operator
@@ -71,24 +71,24 @@ class OperatorCount:
 
 
 def bytes_of(layout: Layout) -> int:
-    """Return the bytes of a contiguous tensor."""
+    """Return the size of a contiguous tensor in bytes."""
     return layout[1].itemsize * math.prod(layout[0])
 
 
 def total_bytes(layouts: Iterable[Layout]) -> int:
-    """Return the bytes of several contiguous tensors together."""
+    """Return the total size of several contiguous tensors in bytes."""
     return sum(map(bytes_of, layouts))
 
 
 def _products(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of the scores, queries by keys [batch, heads, tokens, size], divided by the
-    size."""
+    """Return the FLOPs of the scores, queries times keys [batch, heads, tokens, size], divided by
+    the head dimension."""
     return 2 * query.shape[:3].numel() * key.shape[2]
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one of the two products: a block of queries sees the keys up to its last
-    query."""
+    """Return the FLOPs of one of the two products, in which a block of queries sees the keys up to
+    its last query."""
     batch, heads, new, size = query.shape
     scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
     return 2 * batch * heads * size * scores
@@ -96,7 +96,7 @@ def _blockwise_flops(query: Tensor, key: Tensor) -> int:
 
 _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 #: FLOPs of operators that torch's counter omits or, in torch 2.11, rejects with grouped heads. As
-#: in that counter, fused attention computes all scores, even with a causal mask.
+#: in torch's counter, fused attention computes all scores, even with a causal mask.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
@@ -116,7 +116,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of one call of an operator's matrix products and attention; 0 for others."""
+    """Return the FLOPs of a call's matrix products and attention, or 0 for other operators."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in _MORE_FLOPS:
         return _MORE_FLOPS[packet](*args)
@@ -130,19 +130,20 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """The device that a prediction is for.
+    """The device for which a prediction is made.
 
     Attributes:
         kind: "cpu" or "cuda".
-        name: the device's name.
-        context_bytes: bytes that a process takes on the device before its first tensor.
-        library_bytes: bytes that libraries allocate once through torch's allocator (cuBLAS'
+        name: name of the device.
+        context_bytes: bytes that a process takes on the device before it creates a tensor.
+        library_bytes: bytes that libraries allocate once through torch's allocator (the cuBLAS
             workspace).
         capability: CUDA compute capability.
-        threads: number of torch's threads on a CPU; some kernels have a buffer for each.
-        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX), by kernels that take more memory.
-        torch_version: (major, minor) of the modelled torch; older versions are for published
-            figures.
+        threads: number of torch threads on a CPU; some kernels allocate a buffer per thread.
+        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX), with kernels that take more
+            memory.
+        torch_version: (major, minor) of the modelled torch version; older versions are for
+            reproducing published figures.
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -159,7 +160,7 @@ def this_cpu() -> Target:
     """Return the target for this machine's CPU."""
     found = {torch.bfloat16: torch.cpu._is_amx_tile_supported()}
     found[torch.float16] = torch.cpu._is_amx_fp16_supported()
-    # torch uses the tiles only through oneDNN.
+    # torch uses AMX tiles only through oneDNN.
     tiles = {dtype for dtype in found if found[dtype] and torch.backends.mkldnn.enabled}
     return Target(threads=torch.get_num_threads(), tile_dtypes=frozenset(tiles))
 
@@ -185,15 +186,15 @@ def cuda_target(
 
 
 def workspace_bytes(operator: Operator, target: Target) -> int:
-    """Return the peak bytes that an operator's kernel allocates internally, through torch's
+    """Return the peak bytes that an operator's kernel allocates internally through torch's
     allocator."""
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # Assumed: CUDA's kernels allocate nothing except cuBLAS' workspace, see `library_bytes`.
+    # Assumption: CUDA kernels allocate nothing except the cuBLAS workspace, see `library_bytes`.
     if target.kind == "cuda":
         return 0
-    # Assumed: other CPU kernels allocate nothing except converted operands.
+    # Assumption: other CPU kernels allocate nothing except converted operands.
     kernel = _CPU_KERNELS.get(name)
     if kernel is not None:
         return kernel(operator, target)
@@ -201,11 +202,14 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """Return the bytes of `models.blockwise`, which computes a part of the heads at a time:
-    contiguous queries, keys and values, and in the backward pass their gradients and the result's.
-    Queries are also kept in fp32; so are keys, in half precision or if values have another size.
-    For a block of queries, scores are kept twice in fp32, or in the backward pass weights and their
-    gradients three times in the inputs' dtype."""
+    """Return the bytes that `models.blockwise` allocates while it computes some of the heads:
+    contiguous queries, keys and values and, in the backward pass, their gradients and the result's
+    gradient.
+
+    Queries are also stored in fp32; so are keys, in half precision or if values have another size.
+    Each block of queries stores its scores twice in fp32 or, in the backward pass, weights and
+    gradients three times in the inputs' dtype.
+    """
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
     has_sinks = any(len(shape) == 1 for shape, _ in operator.inputs)
@@ -220,11 +224,11 @@ def blockwise_bytes(operator: Operator) -> int:
     held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
-    # Sinks are an additional column of the scores.
+    # Sinks add a column to the scores.
     columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
     scores = own * max(columns)
     block = min(QUERIES, new)
-    # Queries of grouped heads, and their gradients, are gathered.
+    # Queries of grouped heads and their gradients are copied.
     gathered = own * size * block if heads > kept and new > block else 0
     making = 2 * wide * scores + wide * gathered
     if is_backward:
@@ -246,7 +250,7 @@ def attention_bytes(operator: Operator, target: Target) -> int:
     size = 4 * queries * (keys + 2 + head)
     if dtype.itemsize == 4:
         return target.threads * size
-    # The kernel packs only if each thread has enough products to compensate for the packing.
+    # The kernel packs only if each thread has enough products to make packing worthwhile.
     shortest, products = (64, 4) if dtype == torch.bfloat16 else (16, 1)
     turns = (batch * heads * -(-length // queries) + target.threads - 1) // target.threads
     is_packed = dtype in target.tile_dtypes and min(length, total) >= shortest
@@ -254,7 +258,7 @@ def attention_bytes(operator: Operator, target: Target) -> int:
         return target.threads * (size + dtype.itemsize * queries * keys)
     padded = queries * (head + 1) if head % 2 else 0
     own = queries * _even(keys) + keys * head + padded
-    # Odd sizes are padded by one row or column, since two are packed together.
+    # Rows or columns are packed in pairs, so odd sizes are padded by one.
     packed = batch * kept * (_even(head) * total + head * _even(total))
     return target.threads * (size + dtype.itemsize * own) + dtype.itemsize * packed
 
@@ -323,7 +327,7 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     """Return the bytes of products in tiles, an upper bound measured with one and two threads: each
     thread copies its part of the second factor into another layout, and its part of a transposed
     first factor. If a long inner dimension is split, partial sums are added up in fp32."""
-    # Smaller sizes are padded.
+    # Sizes below 32 are padded.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:
         tall = min(-(-rows // 64) * 64, 256)
@@ -334,7 +338,7 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     if inner > 1280 and factor > _LAID_OUT_AT_ONCE:
         size += 4 * rows * min(columns, threads * 768)
     elif inner > 1280 and threads > 1 and rows * columns <= 2**17:
-        # With few results, the threads share the inner dimension.
+        # If the result is small, the threads divide the inner dimension among them.
         size += threads * 4 * rows * columns
     return size
 
@@ -361,19 +365,20 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes of `_safe_softmax`'s search for rows that see no token: one for each
+    """Return the bytes that `_safe_softmax` allocates to find rows that see no token: one byte per
     score."""
     return math.prod(operator.inputs[0][0])
 
 
 def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes of bitsandbytes' 8-bit update for CPUs: both moments unpacked, the scaled
+    """Return the bytes of the bitsandbytes 8-bit update for CPUs: both moments unpacked, the scaled
     gradient, and the denominator in two steps, all in fp32."""
     return 20 * math.prod(operator.inputs[0][0])
 
 
 def small_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes of bitsandbytes' 32-bit update for CPUs: scaled gradient and denominator."""
+    """Return the bytes of the bitsandbytes 32-bit update for CPUs: scaled gradient and
+    denominator."""
     return 12 * math.prod(operator.inputs[0][0])
 
 
@@ -384,8 +389,8 @@ def counted_booleans_bytes(operator: Operator, _: Target) -> int:
 
 
 def promoted_operand_bytes(operator: Operator) -> int:
-    """Return the bytes of converted operands: elementwise CPU kernels take operands of one dtype,
-    so operands of other dtypes, except scalars, are first converted into temporaries."""
+    """Return the bytes of converted operands: elementwise CPU kernels require operands of one
+    dtype, so operands of other dtypes, except scalars, are first converted to temporary tensors."""
     tensors = [layout for layout in operator.inputs if layout[0]]
     if len({dtype for _, dtype in tensors}) < 2:
         return 0

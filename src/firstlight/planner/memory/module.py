@@ -1,4 +1,4 @@
-"""The memory of training steps of any `nn.Module`."""
+"""Predict the memory of training steps of any `nn.Module`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
-#: Substrings of the names of operators whose libraries (oneDNN, cuDNN) allocate memory internally.
+#: Substrings in the names of operators whose libraries (oneDNN, cuDNN) allocate memory internally.
 _OPAQUE = ("convolution", "rnn", "lstm", "gru")
 
 _DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,22 +56,23 @@ def plan_module(
 
     Args:
         model: the module, on any device (including meta); it is not changed.
-        batch: arguments of one forward pass; only the shapes and dtypes of tensors matter.
-        optimizer: a name of `OPTIMIZERS`, or a function that creates an optimizer for parameters.
-        loss: function of the model's output; None uses the output's `loss`, or its first item.
-        precision: "fp16" and "bf16" are autocast; the parameters keep their dtype.
-        gradient_accumulation_steps: backward passes per optimizer step.
-        activation_checkpointing: True calls the model's `gradient_checkpointing_enable`.
+        batch: arguments of one forward pass; of tensors, only shape and dtype matter.
+        optimizer: name in `OPTIMIZERS`, or function that creates an optimizer from parameters.
+        loss: function from the model's output to the loss; None uses the output's `loss` attribute
+            or its first item.
+        precision: "fp16" and "bf16" mean autocast; parameters keep their dtype.
+        gradient_accumulation_steps: number of backward passes per optimizer step.
+        activation_checkpointing: True to call the model's `gradient_checkpointing_enable`.
         zero_grad: "set_to_none" frees gradients after a step; "in_place" keeps them as zeros.
-        max_grad_norm: norm to which gradients are clipped; 0 does not clip.
-        target: the device to predict for; None is this machine's CPU.
+        max_grad_norm: norm to which gradients are clipped; 0 for no clipping.
+        target: device for which to predict; None for this machine's CPU.
 
     Returns:
-        The prediction. Memory inside the libraries of convolutions and recurrent layers is not
-        included; the notes say so if their operators are in the trace.
+        The prediction. It does not include memory inside the libraries of convolutions and
+        recurrent layers; if the trace has such operators, a note mentions this.
 
     Raises:
-        ConfigError: an argument is invalid, or the model has no loss or no
+        ConfigError: an argument is invalid, or the model lacks a loss or
             `gradient_checkpointing_enable`.
     """
     make = _make_optimizer(optimizer)
@@ -84,7 +85,8 @@ def plan_module(
         tracer.mark(_tensors(arguments), "activations")
         parameters = _trained_parameters(fake, checkpoints=activation_checkpointing)
         updates = make(parameters)
-        # The first step creates the optimizer's state; the second has it from the start.
+        # The first step creates the optimizer's state, which exists from the start of the second
+        # step.
         for micro_batches in (1, min(2, gradient_accumulation_steps)):
             second = tracer.tick + 1
             for _ in range(micro_batches):
@@ -111,7 +113,7 @@ def _backward(
 
 
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
-    """Put a module into training mode; return its trained parameters."""
+    """Put a module in training mode, and return its trained parameters."""
     if checkpoints:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
@@ -167,11 +169,11 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 
 def _fake_copy(model: nn.Module) -> nn.Module:
-    """Copy a module with tensors without memory."""
-    # By identity, so that tied parameters stay tied.
+    """Copy a module, with fake tensors in place of its tensors."""
+    # Keyed by identity, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
-        # Modules also keep tensors in plain attributes, whose memory deepcopy would copy.
+        # Modules also store tensors in plain attributes, which deepcopy would copy.
         own = (*module._parameters.values(), *_tensors(vars(module)))
         for value in (*own, *module._buffers.values()):
             if value is not None and id(value) not in memo:

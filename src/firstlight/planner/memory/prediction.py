@@ -1,6 +1,6 @@
 """The memory at each moment of a trace: the peak, by part and by phase, and the bytes that CUDA's
-caching allocator reserves for it. `recipe.py` predicts the memory of a recipe, `trace.py` creates
-the trace."""
+caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the memory of a
+recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from firstlight.planner.memory.kernels import OperatorCount, Target, workspace_bytes
 from firstlight.planner.memory.trace import ALIVE, Trace
 
-#: Parts of memory, in the order in which tables show them.
+#: Parts of memory, in the order of tables.
 PARTS = (
     "weights",
     "gradients",
@@ -28,7 +28,7 @@ PARTS = (
     "framework",
 )
 
-#: Phases for later stretches of a backward pass, see `predict`.
+#: Phases of later sections of a backward pass, see `predict`.
 MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
 
 #: Phases that come before a backward pass.
@@ -39,7 +39,7 @@ Ticks = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The memory in use at the peak of a phase.
+    """The memory in use at a phase's peak.
 
     Attributes:
         bytes: allocated bytes.
@@ -104,18 +104,19 @@ def predict(
 
     Args:
         trace: a finished trace.
-        target: the device whose kernels and allocator are modelled.
+        target: device whose kernels and allocator are modelled.
         first_counted_tick: first tick whose operators are counted.
-        phases: phases that count; None is all.
-        stretches: number of stretches, equal in operators, that a backward pass is split into: with
-            2 the second is the phase `LATE_BACKWARD`; with 3 the second is `MIDDLE_BACKWARD`.
+        phases: phases to consider; None for all.
+        stretches: number of sections with equal numbers of operators into which a backward pass is
+            split: with 2, the second is the phase `LATE_BACKWARD`; with 3, the second is
+            `MIDDLE_BACKWARD` and the third `LATE_BACKWARD`.
     """
     timeline = Timeline(trace, target)
     timeline.split_backward(stretches)
     peaks = timeline.phase_peaks()
     peaks = {name: peaks[name] for name in phases or peaks}
     phase = max(peaks, key=lambda name: peaks[name].bytes)
-    # An evaluation's peak does not contain storages that the previous training step freed.
+    # An evaluation's peak does not include storages that the previous training step freed.
     reserved = timeline.reserved_bytes(timeline.first_tick(phases) if phases else 0)
     peak = peaks[phase].bytes
     return MemoryPrediction(
@@ -123,7 +124,7 @@ def predict(
         phase=phase,
         parts=peaks[phase].parts,
         phases=peaks,
-        # The peak includes workspaces of kernels, which the model of the allocator omits.
+        # The peak includes kernel workspaces, which the allocator model omits.
         reserved_bytes=max(reserved, peak),
         overhead_bytes=target.context_bytes,
         host_bytes=trace.host_bytes,
@@ -155,7 +156,7 @@ class Timeline:
         settle_parts(trace)
         changes: dict[str, Ticks] = {}
         for storage in trace.storages:
-            # CUDA's allocator counts full blocks, the CPU's tracked peak the bytes themselves.
+            # CUDA's allocator counts rounded blocks, the CPU's tracked peak the exact bytes.
             size = storage.size if target.kind == "cpu" else rounded(storage.size)
             change = changes.get(storage.part)
             if change is None:
@@ -191,13 +192,13 @@ class Timeline:
         return peaks or {"setup": PhasePeak(0, {})}
 
     def split_backward(self, stretches: int) -> None:
-        """Split the later stretches of each backward pass into separate phases; see `predict`."""
+        """Split later sections of each backward pass into separate phases; see `predict`."""
         if "backward" not in self._names:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
         own = self._names.index("backward")
         # A pass ends where the next forward pass begins: the gradients of the loss, and updates
-        # in the pass itself, are phases that interrupt it.
+        # within the backward pass, are phases that interrupt it.
         before = [i for i, name in enumerate(self._names) if name in _BEFORE_BACKWARD]
         ticks = np.flatnonzero(~np.isin(self._phases, before))
         for passed in np.split(ticks, np.flatnonzero(np.diff(ticks) > 1) + 1):
@@ -221,8 +222,8 @@ class Timeline:
         """Return the peak of the bytes that the target's allocator holds.
 
         Args:
-            first: first tick that counts; storages freed before it are ignored, because the
-                allocator can return them.
+            first: first tick to consider; storages freed before it are ignored, because the
+                allocator can return their memory.
         """
         if self.target.kind == "cpu":
             return int(self.total[first:].max())
@@ -238,9 +239,9 @@ class Timeline:
 def settle_parts(trace: Trace) -> None:
     """Set the part of each storage that was not marked.
 
-    Tensors that a forward pass creates and that outlive it are kept for the backward pass: they are
-    activations, except those of the head and the loss. The same is true of a recomputed forward
-    pass. All other tensors are temporaries.
+    Tensors that a forward pass creates and that outlive it are saved for the backward pass. They
+    are activations, except those of the head and the loss; this also applies to a recomputed
+    forward pass. All other tensors are temporaries.
     """
     kept, again = (_ends(trace, spans) for spans in (trace.segments, trace.recomputations))
     for storage in trace.storages:
@@ -255,8 +256,8 @@ def settle_parts(trace: Trace) -> None:
 
 
 def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
-    """Return the last tick of the span around each tick, int64 [ticks]; outside of spans `ALIVE`,
-    which no storage outlives."""
+    """Return the last tick of the span that contains each tick, int64 [ticks]; outside spans
+    `ALIVE`, which no storage outlives."""
     ends = np.full(max(len(trace.calls), 1), ALIVE, np.int64)
     for first, last in spans:
         ends[first : last + 1] = last
@@ -265,8 +266,9 @@ def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
 
 # CUDA's caching allocator (c10's CUDACachingAllocator.cpp)
 
-# Bytes. Sizes are rounded up to `_ROUND`. Those up to `_SMALL` share small segments, those below
-# `_MIDDLE` middle ones; a larger one gets a segment of its size, rounded up to `_LARGE_ROUND`.
+# Sizes in bytes, rounded up to `_ROUND`. Sizes up to `_SMALL` share small segments, and sizes below
+# `_MIDDLE` share medium segments; a larger size gets a separate segment, rounded up to
+# `_LARGE_ROUND`.
 _MIB = 2**20
 _ROUND = 512
 _SMALL = _MIB
@@ -325,7 +327,8 @@ class CachingAllocator:
     def free(self, block: _Block) -> None:
         """Free a block."""
         block.is_free = True
-        # Free neighbours are merged: alone they would be too small for the next large storage.
+        # Free neighbours are merged, because separately they may be too small for the next large
+        # storage.
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 free = self._free[other.is_small]
@@ -344,7 +347,7 @@ class CachingAllocator:
             length = _MIDDLE_SEGMENT
         else:
             length = -(-size // _LARGE_ROUND) * _LARGE_ROUND
-        # Segments are never neighbours: no chain leads from one to the next.
+        # Segments are never adjacent: the links of blocks do not lead from one segment to another.
         block = _Block(length, self.reserved, is_small)
         self.reserved += length
         return block
@@ -357,14 +360,14 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     """Return the peak of the bytes that the allocator reserves.
 
     Args:
-        lifetimes: (bytes, first tick, last tick) of each storage, in the order of their creation.
+        lifetimes: (bytes, first tick, last tick) of each storage, in order of creation.
     """
     allocator = CachingAllocator()
     events: list[tuple[int, int, int, int]] = []
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # Storages that die at a tick are freed (0) before those created at the next are allocated (1).
+    # Storages freed at a tick (0) come before those allocated at the next tick (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

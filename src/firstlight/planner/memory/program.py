@@ -1,9 +1,10 @@
-"""Hooks that tell a tracer, while a step runs, its phases and which tensors are weights, gradients
-and optimizer states; and the recipe that is traced in place of the real one (`equivalent`).
+"""Hooks that tell a tracer, while a step runs, which phase it is in and which tensors are weights,
+gradients and optimizer states; and the recipe that is traced in place of the real one
+(`equivalent`).
 
 The step is traced on CPU tensors. Stand-ins replace the kernels of a CUDA GPU, so that autograd
-keeps the same tensors for the backward pass as on the GPU, and the kernels that torch.compile would
-generate (`kernels_of`, `replaced`).
+saves the same tensors for the backward pass as on the GPU. Other stand-ins replace the kernels that
+torch.compile would generate (`kernels_of`, `replaced`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax before torch 1.11, which kept its entire input for the backward pass, only to know
+    """Softmax before torch 1.11, which saved its entire input for the backward pass only to know
     the input's dtype (pytorch issue 64000)."""
 
     @staticmethod
@@ -145,11 +146,11 @@ class CudaKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the function as a GPU does."""
+        """Run the function as on a GPU."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        # A CPU keeps a factor of the input's dtype, CUDA's fused kernel one byte per element.
+        # A CPU stores a factor in the input's dtype, CUDA's fused kernel one byte per element.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
@@ -192,14 +193,14 @@ class CudaKernels(TorchFunctionMode):
             return _math_attention(
                 query, key, value, attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale
             )
-        # Without a mask, cuDNN's kernel keeps what flash attention keeps.
+        # Without a mask, cuDNN's kernel saves the same tensors as flash attention.
         if kernel == "flash" or (kernel == "cudnn" and attn_mask is None):
             flash = _aten._scaled_dot_product_flash_attention
             found: tuple[Tensor, ...] = flash(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )
             return found[0]
-        # The kernel keeps the logarithms of its sums only if a backward pass will need them.
+        # The kernel saves the log-sum-exp only if a backward pass will need it.
         learns = torch.is_grad_enabled() and query.requires_grad
         bias = _bias(attn_mask, query, key)
         if kernel == "cudnn":
@@ -243,7 +244,7 @@ class CudaKernels(TorchFunctionMode):
 def kernels_of(
     target: Target, kernel: str | None = None, *, expands: bool = True
 ) -> contextlib.AbstractContextManager[object]:
-    """Return `CudaKernels` for a CUDA device; a context without effect for a CPU."""
+    """Return `CudaKernels` for a CUDA device, or a context without effect for a CPU."""
     if target.kind != "cuda":
         return contextlib.nullcontext()
     return CudaKernels(target, kernel, expands=expands)
@@ -282,10 +283,10 @@ def _math_attention(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the mask as numbers that are added to the scores, [..., T, S]."""
+    """Return the mask as values that are added to the scores, [..., T, S]."""
     if mask is None:
         return None
-    # Only its memory matters, not its values: the kernel takes a bias of the queries' dtype.
+    # Only its size matters, not its values: the kernel requires a bias of the queries' dtype.
     bias = query.new_zeros(mask.shape).masked_fill_(mask, 0) if mask.dtype == torch.bool else mask
     return bias.expand(*query.shape[:-1], key.shape[-2])
 
@@ -293,7 +294,7 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    # native_dropout keeps a mask of one byte per number, as CUDA's fused kernel does.
+    # native_dropout stores a mask of one byte per element, as CUDA's fused kernel does.
     dropped: Callable[..., tuple[Tensor, Tensor]] = torch.native_dropout
     return dropped(input, p, True)[0]
 
@@ -308,8 +309,8 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Context in which torch.compile generates code for a CPU whose kernels do nothing, and which
-    allocates through torch's operators. Compiled functions are dropped at its start and its end."""
+    """Context in which torch.compile generates CPU code that allocates through torch's operators,
+    with kernels that do nothing. Compiled functions are discarded on entry and exit."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -327,11 +328,11 @@ def stubbed_compiler() -> Iterator[None]:
     with (
         replaced(guards, "_empty_strided_cpu", _empty_strided),
         replaced(guards, "_reinterpret_tensor", _reinterpret),
-        # Memory is allocated by the code around the kernels, which need not be compiled for it.
+        # Memory is allocated by the code around the kernels, so the kernels need not be compiled.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
         # Inductor would start the C++ compiler to detect the machine's vector instructions.
         replaced(vector_units, "valid_vec_isa_list", list),
-        # Only logs and caches, which are not kept, need readable code.
+        # Readable code is only needed for logs and caches, which are discarded.
         replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),
         config.patch(options),
         quickly,
@@ -349,8 +350,8 @@ class Graphs:
     """The form in which a compiled step runs.
 
     Attributes:
-        runs: True if the graphs of its forward and backward pass run operator by operator, as they
-            were before inductor fused them; False if inductor's code runs.
+        runs: True if the graphs of the forward and backward pass run operator by operator, as they
+            were before inductor fused operators; False if inductor's code runs.
     """
 
     runs: bool
@@ -358,13 +359,14 @@ class Graphs:
 
 @contextlib.contextmanager
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
-    """Context in which the graphs of compiled code are kept, and can run in place of the code.
+    """Context in which the graphs of compiled code are stored, and can run instead of the compiled
+    code.
 
-    The graphs already say which tensors are saved for the backward pass, so each layer of a model
-    adds the same memory to the graphs as to inductor's code.
+    The graphs already determine which tensors are saved for the backward pass, so each layer of a
+    model adds the same memory with the graphs as with inductor's code.
 
     Args:
-        fuses: True compiles the graphs with inductor as well; False only runs the graphs.
+        fuses: True to also compile the graphs with inductor; False to only run the graphs.
     """
     with quiet_import():
         import torch._inductor.compile_fx as compile_fx
@@ -399,9 +401,9 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context without Python's cyclic garbage collector. Among the compiler's millions of live
-    objects it takes a tenth of the time. Furthermore, the storages in a trace then do not depend on
-    the moments at which the collector runs."""
+    """Context without Python's cyclic garbage collector, which takes a tenth of the time because of
+    the compiler's millions of live objects. Without it, the storages in a trace also do not depend
+    on when the collector runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -438,15 +440,16 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Context in which new tensors have no memory; see also `tables_put_back`."""
-    # Real tensors, such as tables that a library made before, may be used inside.
+    """Context in which new tensors do not have memory; see also `tables_put_back`."""
+    # Real tensors, such as tables that a library created earlier, may be used inside.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 
 @contextlib.contextmanager
 def tables_put_back() -> Iterator[None]:
-    """Make bitsandbytes drop the tables that it creates inside: fake tables are useless later."""
+    """Make bitsandbytes discard the tables that it creates inside: fake tables can't be used
+    later."""
     library = sys.modules.get("bitsandbytes.functional")
     kept = None if library is None else dict(library.name2qmap)
     try:
@@ -542,8 +545,8 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
 
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
-    """Make a program's tensors and the phases of its steps known to the tracer; changes the
-    program's optimizer and loss function."""
+    """Report a program's tensors and the phases of its steps to the tracer; changes the program's
+    optimizer and loss function."""
     loss_sum = program.loss_sum
     program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
 
@@ -563,7 +566,7 @@ class _TracedOptimizer:
         self._optimizer, self._tracer = program.optimizer, tracer
         self._weights = list(program.model.parameters())
         own = {id(p) for p in self._weights}
-        # Master weights count as states of the optimizer, because they exist only for its updates.
+        # Master weights belong to the optimizer states, because they exist only for its updates.
         self._masters = [m for m in self._optimizer.updated.values() if id(m) not in own]
         tracer.mark(self._masters, "optimizer_states")
 
@@ -582,18 +585,20 @@ class _TracedOptimizer:
             return self._optimizer.clip_gradients(*args)
 
 
-#: Elements of the smallest tensor that is offloaded, as in `methods.memory`.
+#: Minimum number of elements of an offloaded tensor, as in `methods.memory`.
 _OFFLOADED_ELEMENTS = 1024
 
 
 def host_activations(
     loss_sum: LossFunction, model: nn.Module, tracer: Tracer, target: Target
 ) -> LossFunction:
-    """Apply `methods.memory.offloaded_activations` to fake tensors: for a GPU, the activations of
-    the forward pass are counted in the host's memory, except those whose copies run in parallel
-    with the computation; on a CPU, they are a copy in the same memory."""
+    """Apply `methods.memory.offloaded_activations` to fake tensors.
+
+    For a GPU, the activations of the forward pass are counted as host memory, except those whose
+    copies run in parallel with the computation. On a CPU, they are a copy in the same memory.
+    """
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
-    # Kept alive as long as ids are compared: otherwise another storage could get the same id.
+    # Keep these alive while ids are compared, or another storage could get the same id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
     leaving: deque[Tensor] = deque(maxlen=COPIES_BESIDE)
     last: Callable[[], _Offloaded | None] | None = None
@@ -691,7 +696,7 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
             notes.append("fp8 is planned as bf16: the scaled copies of factors are not counted")
-        # tf32 is a mode of a GPU's products: its tensors are fp32.
+        # tf32 is a mode for a GPU's matrix products: its tensors are fp32.
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
         if config.compile:
@@ -707,15 +712,15 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
     is_open = (optimizer.name, optimizer.implementation) == ("muon", "auto")
     if target.kind == "cuda" and is_open:
         recipe = recipe.with_keys("optimizer", implementation="fused")
-    # Rejected without a GPU. Page-locked memory is host memory, which is not predicted.
+    # Pinned memory is rejected without a GPU. It is host memory, which is not predicted.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
 
 
 def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
-    """Return the changes of a section that remove torch.compile, including the keys that configure
-    it. Recomputation within a memory budget is the compiler's choice and has no replacement."""
+    """Return the changes to a section that remove torch.compile and the keys that configure it.
+    Recomputation within a memory budget is the compiler's choice and can't be replaced."""
     plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
     if config.activation_checkpointing == "budget":
         plain["activation_checkpointing"] = "none"
@@ -731,8 +736,8 @@ def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _without_masks(recipe: ResolvedRecipe, attention: str, target: Target) -> ResolvedRecipe:
-    """Return the recipe without document masks if a GPU computes them by flex attention, which has
-    no mask of T x T elements in memory."""
+    """Return the recipe without document masks if a GPU computes them with flex attention, which
+    does not store a T x T mask."""
     masked = recipe.data.document_masking and attention == "flex"
     if target.kind == "cpu" or not masked:
         return recipe

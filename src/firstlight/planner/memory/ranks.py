@@ -1,8 +1,8 @@
-"""The memory of one of several processes, computed from that of a single process.
+"""The memory of one of several processes, computed from the memory of a single process.
 
-The trace is of one process that does not communicate with others. The effects of DDP, FSDP2 and
-DeepSpeed are computed from the parts of its memory. For DDP and FSDP2 the results are compared with
-the memory of two real processes (tests/distributed/test_rank_memory.py).
+The trace covers one process that does not communicate. The effects of DDP, FSDP2 and DeepSpeed are
+computed from the parts of its memory. For DDP and FSDP2, tests compare the results with the memory
+of two real processes (tests/distributed/test_rank_memory.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: Bytes on each GPU that NCCL allocates outside of torch's allocator, for the buffers of its
-#: channels: measured with eight GPUs and NCCL's defaults.
+#: Bytes on each GPU that NCCL allocates outside torch's allocator for channel buffers, measured
+#: with eight GPUs and NCCL's defaults.
 _NCCL_BYTES = 400 * 2**20
 
-#: Fraction of the forward pass's activations: as long as more of them are in memory, no layer's
-#: gradient is complete yet.
+#: While the activations in memory exceed this fraction of the forward pass's activations, the
+#: backward pass has not completed any layer's gradient.
 _EARLY = 0.8
 
 #: Parts of memory whose size is proportional to the number of parameters.
@@ -93,8 +93,11 @@ def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
 
 
 def _of_ddp(prediction: MemoryPrediction, part: ResolvedRecipe) -> MemoryPrediction:
-    """Return the prediction for DDP, which keeps buckets as large as all gradients, even between
-    steps. With accumulation, the gradients of earlier micro-batches are outside of the buckets."""
+    """Return the memory prediction for DDP.
+
+    DDP's gradient buckets hold one copy of all gradients and stay allocated between steps. With
+    gradient accumulation, the accumulated gradients are allocated in addition to the buckets.
+    """
     buckets = max(peak.parts.get("gradients", 0) for peak in prediction.phases.values())
     accumulates = part.batch.accumulation(part.data.seq_len) > 1
 
@@ -392,7 +395,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         # Activations between layers have the weights' dtype.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
-    # A single process has no sharded checkpoints.
+    # A single process does not write sharded checkpoints.
     changed["checkpoint"] = recipe.checkpoint.model_copy(update={"sharded": False})
     return recipe.model_copy(update=changed)
 

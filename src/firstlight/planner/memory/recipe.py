@@ -1,4 +1,4 @@
-"""The memory of a recipe's training step and evaluation."""
+"""Predict the memory of a recipe's training step and evaluation."""
 
 from __future__ import annotations
 
@@ -58,22 +58,21 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Assumed number of preference pairs in a row. It has little effect on memory: a mask of the row's
-#: tokens for each answer.
+#: Assumed number of preference pairs per row. It hardly affects memory: each answer has a mask over
+#: the row's tokens.
 _PAIRS_A_ROW = 4
 
-#: Maximum number of layers of a model that is traced completely, unless it is compiled.
+#: Maximum number of layers of a model that is traced completely, unless the model is compiled.
 _FULLY_TRACED = 8
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A prediction to be made.
+    """A prediction to make.
 
     Attributes:
-        calls: tuples of a function that traces and its arguments; they are independent of each
-            other.
-        join: function that maps the results of all calls to the prediction.
+        calls: (function that traces, arguments) tuples, independent of each other.
+        join: function from the results of all calls to the prediction.
     """
 
     calls: tuple[tuple[Any, ...], ...]
@@ -86,7 +85,7 @@ def run_jobs(
     """Run jobs and return their predictions in the same order.
 
     Args:
-        jobs: the jobs; those that take longest come first.
+        jobs: jobs to run, longest first.
         workers: processes that trace; None traces in this process.
     """
     calls = [call for job in jobs for call in job.calls]
@@ -102,16 +101,16 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJob:
     """Create a job that predicts the memory of a recipe's training step.
 
-    Two optimizer steps are traced: the first creates the optimizer's state, which the second has
-    from its start. The second step has up to two micro-batches, so that gradients of an earlier
-    micro-batch are in memory.
+    Two optimizer steps are traced: the first creates the optimizer's state, which exists from the
+    start of the second. The second step has up to two micro-batches, so that gradients of an
+    earlier micro-batch are in memory.
 
-    A deep model is predicted from the same model with few layers: see `in_fewer_layers`. If it is
-    compiled, the graphs as they are before inductor fuses operators are traced as well.
+    The prediction for a deep model is derived from the same model with few layers: see
+    `in_fewer_layers`. For a compiled model, the graphs before operator fusion are traced as well.
 
     Args:
         recipe: the resolved recipe.
-        target: the device to predict for; None is this machine's CPU.
+        target: device for which to predict; None for this machine's CPU.
 
     Raises:
         ConfigError: a key is not resolved, or the recipe's methods can't be combined.
@@ -151,13 +150,13 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 def evaluation_job(
     recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """Create a job that predicts the memory of evaluating one batch of the recipe's micro-batch
-    size and row length between training steps, with the optimizer's state in memory.
+    """Create a job that predicts the memory of evaluating one batch, with the recipe's micro-batch
+    size and row length, between training steps, with the optimizer's state in memory.
 
     Args:
         recipe, target: see `training_job`.
-        samples: True adds the recipe's sample texts, which a run generates with an evaluation, as a
-            second phase.
+        samples: True to add the recipe's sample texts, which a run generates during an evaluation,
+            as a second phase.
 
     Raises:
         ConfigError, MissingDependencyError: see `training_job`.
@@ -203,9 +202,11 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
 
 
 def _sample(program: TrainingProgram, tracer: Tracer) -> None:
-    """Trace the key-value cache at its full length, the longest prompt, and the last token."""
+    """Trace sampling: the longest prompt, and the last token with a key-value cache at its full
+    length."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
-    # A prompt has at most as many tokens as characters; an empty prompt starts with one end token.
+    # A prompt has at most as many tokens as characters; an empty prompt is replaced by one end
+    # token.
     prompt = min(max(map(len, (*config.sample_prompts, "x"))), context // 2 or 1)
     longest = min(prompt + config.sample_tokens, context)
     decoder = BatchDecoder(program.model, 1, longest)
@@ -249,11 +250,12 @@ def _train_both(planned: Equivalent, target: Target) -> tuple[MemoryPrediction, 
 
 
 def cut(trace: Trace, first: int, last: int) -> Trace:
-    """Return a part of a trace, as a separate trace.
+    """Return a part of a trace as a separate trace.
 
     Args:
         trace: a finished trace.
-        first, last: first and last tick of the part. Storages that are alive at `first` are born
+        first, last: first and last tick of the part. Storages that are alive at `first` start at
+            tick 0 of the part.
             at tick 0 of the part.
     """
     storages = [
@@ -292,7 +294,7 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
             _compile(program, batch)
     watch_program(program, tracer)
     program.step([batch], lr_scale=1.0)
-    # The first step has created the optimizer's state, which the second has from its start.
+    # The first step created the optimizer's state, which exists from the start of the second step.
     second = tracer.tick + 1
     program.step(_micro_batches(program, batch), lr_scale=1.0)
     return second
@@ -323,8 +325,9 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         mark_weights(model, tracer)
         attach(model, recipe, PLANNED)
         if target.kind == "cuda" and recipe.preference is None:
-            # The weights are created on the CPU and then moved, so this takes no GPU memory. For
-            # preference pairs, the model is already on the GPU, to compute the references.
+            # The weights are created on the CPU and then moved, so creating them takes no GPU
+            # memory. For preference pairs, the model is already on the GPU to compute the
+            # references.
             tracer.start_again()
             mark_weights(model, tracer)
         if recipe.preference is not None and not recipe.data.document_masking:
@@ -338,7 +341,7 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         batch = _batch(recipe)
         tracer.mark((batch.input_ids, batch.labels, batch.document_ids), "activations")
         if not recipe.efficiency.compile:
-            # In a compiled model the loss is part of the compiled code, and can't be marked.
+            # In a compiled model, the loss is part of the compiled code and can't be marked.
             model.head_loss = marked_loss(model.head_loss, tracer)
         if planned.offloads:
             program.loss_sum = host_activations(program.loss_sum, model, tracer, target)
@@ -352,8 +355,8 @@ def _finished(tracer: Tracer, planned: Equivalent) -> Trace:
 
 
 def _compile(program: TrainingProgram, batch: Batch) -> None:
-    """Compile the forward and backward pass before the traced steps, because the memory of
-    compiling is not part of a step's."""
+    """Compile the forward and backward pass before the traced steps, because the memory used for
+    compiling is not part of a step's memory."""
     program.model.train()
     with same_bits(program.recipe.efficiency, program.hardware):
         loss = program.loss_sum(*batch.inputs)
@@ -383,7 +386,8 @@ def _without_documents(make_mask: MaskFunction) -> MaskFunction:
 
 
 class _Pairs(Batch):
-    """A batch of preference pairs whose number comes from a shape: fake tensors have no values."""
+    """A batch of preference pairs whose number comes from a shape: fake tensors do not have
+    values."""
 
     @property
     def num_terms(self) -> int:
@@ -391,32 +395,33 @@ class _Pairs(Batch):
         return self.references.numel() // 2
 
 
-# Predicting the memory of a deep model from that of the same model with few layers
+# Predicting the memory of a deep model from the memory of the same model with few layers
 #
-# If all layers are alike, each adds the same: the bytes at a given point of a step are a linear
-# function of the number of layers. But with more layers, the peak may be at another point: early in
-# the backward pass, when all activations are in memory, or late, when all gradients are. Each
-# stretch of the step is therefore extrapolated separately, and the largest result counts.
-#
-# Compiling a model with one more layer costs seconds. But the memory that a layer adds is known
-# before inductor fuses operators: the tensors saved for the backward pass, and gradients. The line
-# therefore begins at a shallow model that is compiled completely, and has the slope of the graphs.
+# If all layers are alike, each adds the same amount: the bytes at a given point of a step are a
+# linear function of the number of layers. With more layers, however, the peak may be at another
+# point: early in the backward pass, when all activations are in memory, or late, when all gradients
+# are. Each section of the step is therefore extrapolated separately, and the largest result is
+# used.
+# Compiling a model with one more layer costs seconds. However, the memory that a layer adds is
+# known before inductor fuses operators: the tensors saved for the backward pass, and gradients. The
+# line therefore starts at a shallow model that is compiled completely, and takes its slope from the
+# graphs.
 
-#: Layers of the shallower of the two traced models; the other has one more.
+#: Number of layers of the shallower of the two traced models; the other has one more layer.
 _FEW = 2
 
-#: Layers of a model compiled as a whole that are traced through inductor, by its activation
-#: checkpointing. With "full", the peak is often at a layer that is neither first nor last: with two
-#: layers, up to 4 % was missing. With "selective" and "budget", a layer that is both first and last
-#: keeps tensors that no other layer keeps: with one layer, the prediction was up to 7 % too high.
+#: Number of layers of a fully compiled model that are traced through inductor, by activation
+#: checkpointing mode. With "full", the peak is often at a layer that is neither first nor last: a
+#: prediction with two layers was up to 4 % too low. With "selective" and "budget", a layer that is
+#: both first and last saves additional tensors: a prediction with one layer was up to 7 % too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
 #: The same with blockwise attention, which allocates much memory internally. Inductor does not know
-#: of that memory, and orders the operators around it differently in a layer that is both first and
-#: last: with one layer, 3 % were missing.
+#: about this memory, and orders the surrounding operators differently in a layer that is both first
+#: and last: a prediction with one layer was 3 % too low.
 _FEW_BLOCKWISE = 2
 
-#: Phases in which nothing compiled runs.
+#: Phases that run no compiled code.
 _EAGER = ("setup", "clipping", "optimizer")
 
 Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
@@ -435,7 +440,7 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Two shallow models determine the line: its slope is the memory that one layer adds.
+    # Two shallow models determine the line: its slope is the memory added per layer.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -472,7 +477,8 @@ def from_graphs(
     *,
     accumulates: bool = False,
 ) -> MemoryPrediction:
-    """Predict the memory of a compiled model from that of a shallow compiled model and from graphs.
+    """Predict the memory of a compiled model from the memory of a shallow compiled model and from
+    graphs.
 
     Each prediction has its backward pass in three stretches (see `prediction.predict`).
 
@@ -487,8 +493,8 @@ def from_graphs(
         The prediction, with the operators of the graphs.
     """
     accumulated = _new_gradients(fused, more) if accumulates else 0
-    # Late in the backward pass, all gradients are in memory, as after it. With updates in the
-    # backward pass, there are no gradients after it.
+    # Late in the backward pass, all gradients are in memory, as after it. If parameters are updated
+    # in the backward pass, no gradients remain after it.
     eager = [name for name in ("clipping", "optimizer") if "gradients" in more.phases[name].parts]
     ending = min(eager, key=lambda name: more.phases[name].bytes, default="optimizer")
 
@@ -536,8 +542,8 @@ def _continued(peak: PhasePeak, few: PhasePeak, more: PhasePeak, steps: int) -> 
     for name in dict.fromkeys((*peak.parts, *few.parts, *more.parts)):
         each = more.parts.get(name, 0) - few.parts.get(name, 0)
         parts[name] = max(peak.parts.get(name, 0) + each * steps, 0)
-    # The parts of the graphs' peaks may differ from those of `peak`: no part may be negative, and
-    # the excess that this causes is taken from the largest parts.
+    # The parts of the graphs' peaks may differ from those of `peak`. No part may become negative,
+    # so the resulting excess is subtracted from the largest parts.
     excess = sum(parts.values()) - total
     for name in sorted(parts, key=parts.__getitem__, reverse=True):
         taken = min(excess, parts[name])
@@ -572,19 +578,20 @@ def _with_phases(
         phase=phase,
         parts=peak.parts,
         phases=phases,
-        # More layers do not need a larger gap: each reuses the memory that the previous layer
-        # freed.
+        # More layers do not need a larger gap, because each layer reuses memory that the previous
+        # layer freed.
         reserved_bytes=peak.bytes + gap,
     )
     return merged(found)
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Return the bytes of the copy of the logits' gradient that a step compiled as a whole makes on
-    a GPU: 0 if their rows are multiples of 16 bytes.
+    """Return the bytes of the copy of the logits' gradient that a fully compiled step makes on a
+    GPU, or 0 if their rows are multiples of 16 bytes.
 
-    Otherwise inductor pads the operands of matrix products (its `pad_mm`). On an H100, the step of
-    a GPT-2 with 50,257 logits took exactly this copy more than predicted without it.
+    Inductor pads the operands of matrix products whose rows are not (its `pad_mm`). On an H100, a
+    step of GPT-2 with 50,257 logits needed exactly this many bytes more than predicted without the
+    copy.
     """
     config = recipe.efficiency
     is_short = config.precision in ("bf16", "fp16")
@@ -619,7 +626,8 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 
 
 def are_alike(config: ModelConfig) -> bool:
-    """Return True if all layers attend to as many tokens, and all or none have experts."""
+    """Return True if all layers attend to the same number of tokens, and all or none have
+    experts."""
     # GPT-2 may scale the scores of each layer by a different number, which takes no memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
@@ -668,8 +676,8 @@ def at_depth(
 def _longer_lists(
     entry: OperatorCount, few: Sequence[OperatorCount], steps: int
 ) -> list[OperatorCount]:
-    """Return the operators that a list operator of the shallow model adds in a deeper model: on the
-    tensors of one more layer, once for each further layer."""
+    """Return the operators that a list operator of the shallow model adds in a deeper model: one
+    call per additional layer, on that layer's tensors."""
     one = entry.operator
     like = [e.operator for e in few if (e.operator.name, e.operator.phase) == (one.name, one.phase)]
     lists = LISTS.get(one.base_name, 1)

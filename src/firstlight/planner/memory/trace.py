@@ -1,5 +1,5 @@
-"""A trace of code that runs on tensors without memory: the storages that it creates, their
-lifetimes, and its operators.
+"""A trace of code that runs on fake tensors: the storages that it creates, their lifetimes, and its
+operators.
 
 Torch's `FakeTensorMode` gives every operator's outputs shapes but no memory. `Tracer`, a dispatch
 mode above it, records when each storage is created and freed, on a clock that ticks once per
@@ -34,11 +34,11 @@ _PRIM_DEVICE = torch.ops.prim.device.default
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-#: Death of a storage that is alive at the end of the trace.
+#: Value of `death` for a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Values that code gets when it reads a fake tensor, which has no values; the key is True for
-#: floating-point dtypes. Small and finite.
+#: Values that code gets when it reads a fake tensor, which does not have values; the key is True
+#: for floating-point dtypes. Small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
@@ -99,7 +99,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: torch's compiler then ignores this mode, and runs code compiled earlier."""
+        """Return True, so that torch's compiler ignores this mode and runs code compiled
+        earlier."""
         return True
 
     def __init__(self) -> None:
@@ -113,14 +114,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host = 0
         self._is_paused, self._is_inside = False, False
         self._part = ""
-        # Recomputation in compiled code has higher-order operators, which torch otherwise rejects.
+        # Recomputation in compiled code uses higher-order operators, which torch otherwise rejects.
         self.supports_higher_order_operators = True
         self.enter_phase("setup")
 
     # Phases and parts
 
     def enter_phase(self, name: str) -> None:
-        """Begin a phase: operators from here on belong to it."""
+        """Start a phase: the following operators belong to it."""
         if name == self._phase:
             return
         names = self.trace.phase_names
@@ -150,7 +151,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of a forward pass; storages alive at its end are kept for the backward pass."""
+        """Context of a forward pass; storages alive on exit are saved for the backward pass."""
         first = self.tick + 1
         with self.phase("forward"):
             yield
@@ -158,7 +159,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Trace nothing inside the block, which must leave no tensors behind."""
+        """Context in which nothing is traced; it must not leave any tensors behind."""
         self._is_paused = True
         try:
             yield
@@ -167,7 +168,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Give storages that are created inside the block this part."""
+        """Context in which created storages get this part."""
         before, self._part = self._part, part
         try:
             yield
@@ -175,13 +176,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor | None], part: str) -> None:
-        """Set the part of the tensors' storages; storages not seen before are alive from now on."""
+        """Set the part of the tensors' storages; storages not seen before start now."""
         for tensor in tensors:
             for plain in _plain_tensors(tensor):
                 self._storage_for(plain).part = part
 
     def start_again(self) -> None:
-        """Drop the trace so far; a living storage counts again once it is marked or returned."""
+        """Discard the trace so far; a live storage is recorded again once it is marked or
+        returned."""
         self.trace = Trace(phase_names=self.trace.phase_names)
         for storages in (self._known, self._watched, self._keys):
             storages.clear()

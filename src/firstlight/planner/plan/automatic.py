@@ -44,7 +44,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
         return None
     found = estimate(recipe, machine)
     if machine.gpu is None and recipe.schedule.max_minutes is not None:
-        # The warm-up is a fraction of the steps for which the minutes have time.
+        # The warm-up is a fraction of the number of steps that fit in the time budget.
         found = Estimator().timed(found, machine)
     if found.training is None or found.evaluation is None:
         return None
@@ -66,11 +66,11 @@ def run_phases(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> dict[str, PhasePeak]:
-    """Return the memory peaks of a run's phases by name: those of its steps, evaluations, sample
-    texts and saves, and of averaging its last checkpoints.
+    """Return the memory peaks of a run's phases by name: steps, evaluations, sample texts, saves,
+    and averaging of the last checkpoints.
 
     On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
-    is kept from the first save on. With a GPU, this copy is in the host's memory.
+    stays allocated after the first save. With a GPU, this copy is in the host's memory.
 
     Args:
         training, evaluation: predictions for one process.
@@ -79,7 +79,7 @@ def run_phases(
     """
     evaluating = evaluation.phases
     if engine_of(recipe, machine.count).keeps_buckets:
-        # DDP's buckets, which are as large as all gradients, are kept between steps.
+        # DDP's buckets, which are as large as all gradients, stay allocated between steps.
         buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
         evaluating = {
             name: _with(peak.parts, gradients=buckets) for name, peak in evaluating.items()
@@ -103,7 +103,7 @@ def run_phases(
     elif engine.shards_state:
         # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
-    # Decided as in `CheckpointSaver`: in the background if the copy fits into half of the free
+    # Decided as in `CheckpointSaver`: in the background if the copy fits in half of the free
     # memory.
     asynchronous = recipe.checkpoint.asynchronous
     if asynchronous is None:
@@ -114,8 +114,8 @@ def run_phases(
     if copied and every and (steps is None or every < steps):
         peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
     if recipe.checkpoint.average_last:
-        # The averaged weights are evaluated before they are written; no copies of checkpoints exist
-        # by then.
+        # The averaged weights are evaluated before they are written; copies of checkpoints no
+        # longer exist then.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         peaks["averaging"] = _with(evaluating["evaluation"].parts, averaged_weights=averaged)
     return {**peaks, "save": _with(state, checkpoint_copy=copied + gathered)}
@@ -125,7 +125,7 @@ def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
     """Return the bytes of a checkpoint's state: weights in fp32, and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
-        # Only adapters are saved: two moments, and weights of half their size.
+        # Only adapters are saved: two moments, and weights that take half as much.
         return states + states // 2
     # With master weights, which are among the optimizer's states, the bf16 weights are not saved.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states
@@ -172,7 +172,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the recipe itself should have fitted, less memory is free than reported: save the most.
+    # If the recipe should have fitted, less memory is free than reported: suggest the most savings.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -189,7 +189,8 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # A run on another device than the planner detects gets no forecast rather than a wrong one.
+    # If the run uses another device than the planner detects, no forecast is better than a wrong
+    # one.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)
@@ -207,8 +208,8 @@ def _plan(recipe: Recipe, hardware: Hardware, init_from: str | None) -> dict[str
 def planned_elsewhere(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Call `planned_recipe` in a separate process, so that memory which planning leaves behind does
-    not count as the run's.
+    """Call `planned_recipe` in a separate process, so that memory left behind by planning is not
+    counted as memory of the run.
 
     Args:
         recipe, hardware, tell, init_from: see `planned_recipe`.
@@ -219,7 +220,7 @@ def planned_elsewhere(
     """
     request = {
         "what": "plan",
-        # Only the written keys: omitted keys are open to the plan.
+        # Only the keys that were set: omitted keys are open to the plan.
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "device": str(hardware.device),
         "init_from": init_from,
@@ -237,13 +238,14 @@ def planned_elsewhere(
 def planned_recipe(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Return the recipe with the settings of the best plan for this machine, tried for two steps.
+    """Return the recipe with the settings of the best plan for this machine, confirmed by a trial
+    of two steps.
 
     Args:
         recipe: the recipe as written.
-        hardware: the device to run on.
+        hardware: device to run on.
         tell: called with a message about the result.
-        init_from: the folder of a model to start from.
+        init_from: folder of the initial model.
 
     Raises:
         ConfigError: the recipe can't be planned, or nothing fits; the message then names the

@@ -1,5 +1,5 @@
-"""Estimated memory and speed of candidate settings and of each method alone, the reasons for the
-settings of a plan, and the search among candidates."""
+"""Estimate the memory and speed of candidate settings and of single methods, explain a plan's
+settings, and search among candidates."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
-#: Seconds of timed steps after which an `Estimator` stops timing candidates, and after which it
-#: stops timing methods of the table.
+#: An `Estimator` stops timing candidates, and stops timing the methods of the table, once it has
+#: timed steps for this many seconds.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
-#: Minutes of a run from which the ten seconds for tracing its compiled step are little of its time.
+#: Minutes of a run above which the ten seconds for tracing its compiled step are negligible.
 _TRACED_MINUTES = 10.0
 
 _GIB = 2**30
@@ -72,18 +72,18 @@ class Estimate:
     Attributes:
         name, changes: see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
-        training, evaluation: predicted memory of one device in training and in an evaluation with
+        training, evaluation: predicted memory per device for training, and for an evaluation with
             its sample texts.
-        speed: speed of training, predicted for a GPU of the table or timed here; None if it is not
-            known.
-        usable_bytes: bytes of a device that a run may take.
+        speed: training speed, predicted for a GPU in the table or timed on this machine; None if
+            unknown.
+        usable_bytes: memory per device that a run may use, in bytes.
         problem: the reason why the candidate is invalid; "" if it is valid.
-        is_bound: True if `training` is the memory of the step without torch.compile, usually an
-            upper bound of the compiled step's.
-        compile_gain: predicted speed of a recipe that compiles, as a multiple of the speed without
+        is_bound: True if `training` is the memory of the step without torch.compile, which is
+            usually an upper bound for the compiled step.
+        compile_gain: predicted speed of a compiled recipe relative to the speed without
             torch.compile; 1 if unknown.
-        traced: the prediction with the operators of one process's step, from which `speed` is
-            predicted; None once that is done.
+        traced: prediction with the operators of one process's step, from which `speed` is
+            predicted; None once this is done.
     """
 
     name: str
@@ -100,18 +100,18 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of a device that training and evaluations need."""
+        """Bytes per device that training and evaluations need."""
         return max((p.total_bytes for p in (self.training, self.evaluation) if p), default=0)
 
     @property
     def fits(self) -> bool:
-        """True if the candidate is valid and fits into the memory."""
+        """True if the candidate is valid and fits in memory."""
         return not self.problem and self.needed_bytes <= self.usable_bytes
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile, judged by the memory that compiling
-        does not change: that of evaluations, and of weights, gradients and optimizer states in the
+        """True if the candidate could fit with torch.compile, judged by the memory that compilation
+        does not change: evaluations, and weights, gradients and optimizer states during the
         update."""
         if not self.is_bound or self.training is None:
             return False
@@ -122,12 +122,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> Range | None:
-        """Rate of all devices together; None if it is not known."""
+        """Speed of all devices together; None if unknown."""
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """Return the estimate as JSON values, without the recipe; without a speed if it does not
-        fit."""
+        """Return the estimate as JSON values, without the recipe, and without the speed if it does
+        not fit."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -189,15 +189,16 @@ class Estimator:
                 gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # Estimates are kept until the plan is shown, so the thousands of operators are dropped.
+        # Estimates are kept until the plan is shown, so their thousands of operators are dropped
+        # here.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
     def timed(
         self, estimate: Estimate, machine: Machine, most_seconds: float = _TIMING_SECONDS
     ) -> Estimate:
-        """Return the estimate with the speed of steps that are timed, if it fits, is for one device
-        of this machine, and all timings so far took less than `most_seconds`; otherwise the same
-        estimate. Nothing may run in the workers."""
+        """Return the estimate with the speed of timed steps, if it fits, is for a single device of
+        this machine, and timing has taken less than `most_seconds` so far; otherwise return the
+        estimate unchanged. The workers must be idle."""
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate
         key = estimate.recipe.model_dump_json()
@@ -222,14 +223,15 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """Return True if the state of a run with one process is not where a timed step has it."""
+    """Return True if a single-process run keeps its state in another place than a timed step
+    does."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """Estimate a recipe as it is, in this process and without timing steps. For a short run that
-    compiles, memory is that of the step without torch.compile, usually an upper bound.
+    """Estimate a recipe as it is, in this process and without timing steps. For a short compiled
+    run, the memory is that of the step without torch.compile, usually an upper bound.
 
     Args:
         recipe: the resolved recipe.
@@ -255,7 +257,8 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
         )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
-        # The trace of a compiled step has no kernels: speed is predicted from the plain step.
+        # The trace of a compiled step has no kernels, so the speed is predicted from the uncompiled
+        # step.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
         if compiles and candidate.compiles:
@@ -287,8 +290,8 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Return the sequences per optimizer step of each group of devices with one copy of the
-    model."""
+    """Return the number of sequences per optimizer step for each group of devices that shares one
+    copy of the model."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
         return max(tokens // recipe.data.seq_len // copies_of(recipe, machine.count), 1)
@@ -299,8 +302,10 @@ def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
-    """Return an estimate for each method that the recipe does not use, added alone to the recipe.
-    The memory is that without torch.compile, unless compiling is the method. On this machine,
+    """Return one estimate per method that the recipe does not use, for the recipe with this method
+    added.
+
+    Memory is estimated without torch.compile, unless compilation is the method. On this machine,
     methods are timed for a limited time; torch.compile is never timed.
 
     Args:
@@ -330,7 +335,7 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 def methods(  # noqa: C901 - a flat list: one independent case per method
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, {key of the recipe: value}) of each method that would change something."""
+    """Yield (name, {recipe key: value}) for each method that would change something."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -368,7 +373,8 @@ def methods(  # noqa: C901 - a flat list: one independent case per method
 
 
 def other_optimizer(recipe: ResolvedRecipe, name: str) -> dict[str, Any]:
-    """Return the changes that set another optimizer and turn off the options that it rejects."""
+    """Return the changes that set another optimizer and turn off options that it does not
+    support."""
     off = {"embeddings_in_32_bits": None, "cautious_weight_decay": False, "tuned_width": None}
     own, has = recipe.optimizer, OPTIMIZERS[name].options
     refused = [key for key, value in off.items() if getattr(own, key) != value and key not in has]
@@ -405,8 +411,8 @@ def reasons_for(
     Args:
         recipe: the recipe as written.
         best: the chosen estimate.
-        first: the estimate for the recipe as it is.
-        machine: the machine that was planned for.
+        first: estimate for the recipe as it is.
+        machine: machine for which the plan was made.
     """
     reasons: dict[str, str] = {}
     config, written = best.recipe.efficiency, recipe.efficiency
@@ -451,8 +457,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Return the bytes of a micro-batch's logits in fp32. They are not taken from the trace,
-    because the trace of a compiled step does not show which bytes are logits."""
+    """Return the fp32 bytes of a micro-batch's logits. They are not taken from the trace, because
+    the trace of a compiled step does not show which bytes are logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 
@@ -471,7 +477,7 @@ def _precision(precision: str, machine: Machine) -> str:
 
 # The search for the fastest candidate that fits or, if none does, for settings that would fit
 
-#: Changes that are tried to make a step fit or its micro-batches larger; those that cost the least
+#: Changes to try so that a step fits or can use larger micro-batches; those that cost the least
 #: speed come first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
@@ -497,7 +503,7 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: LoRA as it is tried if nothing fits, and the changes that accompany all such settings.
+#: LoRA settings to try if nothing fits, and the changes that accompany them.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -511,16 +517,16 @@ def best_estimate(
     estimator: Estimator | None = None,
     known: Estimate | None = None,
 ) -> Estimate | None:
-    """Return the settings with the most tokens/s among those that fit; None if none fits.
+    """Return the fastest settings (in tokens/s) that fit, or None if none fits.
 
-    The recipe's precision and global batch are kept, but not its micro-batch size; AdamW becomes
-    8-bit AdamW only if nothing else fits. Methods that save memory are added, the cheapest first,
-    only until the micro-batch keeps the device busy.
+    The recipe's precision and global batch size are kept, but not its micro-batch size. AdamW is
+    replaced by 8-bit AdamW only if nothing else fits. Memory-saving methods are added, cheapest
+    first, only until the micro-batch keeps the device busy.
 
-    If the recipe compiles, candidates are searched without torch.compile, which is quicker and
-    usually takes more memory. The selected candidate, and the recipe as it is, are then estimated
-    with torch.compile. If neither fits, the search is repeated with it, for all candidates that
-    could fit.
+    If the recipe compiles, the search runs without torch.compile, which is quicker and usually
+    needs more memory. The selected candidate and the unchanged recipe are then estimated with
+    torch.compile. If neither fits, the search is repeated with torch.compile for all candidates
+    that could fit.
 
     Args:
         recipe: the resolved recipe.
@@ -534,7 +540,8 @@ def best_estimate(
     if not recipe.efficiency.compile:
         return found
     estimates: list[Estimate] = []
-    # The unchanged recipe comes first, because `max` returns the first of equally fast candidates.
+    # The unchanged recipe comes first, because `max` returns the first of several equally fast
+    # candidates.
     if found is None or found.changes:
         estimates.append(known or estimator.estimate(Candidate(recipe, machine, "as it stands")))
     if found is not None:
@@ -556,7 +563,7 @@ def _fastest(
     compiles: bool = False,
     hopeless: Container[str] = (),
 ) -> Estimate | None:
-    """Return the fastest of the candidates of `_SAVINGS` that fits; None if none fits.
+    """Return the fastest of the candidates of `_SAVINGS` that fits, or None if none fits.
 
     Args:
         recipe: the resolved recipe.
@@ -579,7 +586,7 @@ def _fastest(
         if name in hopeless:
             continue
         if "optimizer.name" in wanted and (found or recipe.optimizer.name != "adamw"):
-            # Another optimizer changes the result, so it only replaces AdamW if nothing else fits.
+            # Another optimizer changes the result, so it replaces AdamW only if nothing else fits.
             continue
         if "optimizer.name" in wanted:
             wanted |= other_optimizer(recipe, wanted["optimizer.name"])
@@ -608,8 +615,8 @@ def largest_that_fits(
     """Return the estimate with the largest micro-batch that fits and divides the step evenly, or
     with the smallest micro-batch if none fits.
 
-    Memory is about linear in the size of the micro-batch: the two smallest give the slope, and the
-    sizes that should fit according to it are estimated, the largest first.
+    Memory is roughly linear in the micro-batch size. The two smallest sizes determine the slope;
+    the sizes that should then fit are estimated, largest first.
     """
     sizes = list(micro_batches(recipe, machine))
 
@@ -632,7 +639,7 @@ def largest_that_fits(
     seq_len = recipe.data.seq_len
     for size in sizes[:-2]:
         expected = first.needed_bytes + slope * (size - sizes[-1])
-        # Twice what keeps the device busy gains nothing.
+        # More than twice the tokens that keep the device busy would not be faster.
         if expected > machine.usable_bytes or size * seq_len > 2 * busy:
             continue
         one = estimator.estimate(asked(size))
@@ -652,8 +659,8 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes that divide a device's part of each step evenly, each at most half of
-    the previous one."""
+    """Yield micro-batch sizes that divide a device's share of each step evenly, each at most half
+    of the previous one."""
     total = sequences_per_step(recipe, machine)
     if recipe.batch.ramp_start_tokens is not None:
         # The first step of a batch-size ramp must also be divided evenly.
@@ -662,7 +669,7 @@ def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
-            # Sizes in between differ too little in speed to justify an estimate each.
+            # Sizes in between differ too little in speed to be worth an estimate each.
             before = size
             yield size
 
@@ -698,7 +705,7 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Return the expected tokens/s; if the device's rates are unknown, the micro-batch size."""
+    """Return the expected tokens/s, or the micro-batch size if the device's rates are unknown."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -707,9 +714,9 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Return alternatives that fit, for a recipe of which no candidate fits: LoRA, LoRA on 4-bit
-    weights, offloading to the CPU, more devices; each with a micro-batch of one sequence and full
-    activation checkpointing.
+    """Return alternatives that fit, for a recipe that has no fitting candidate: LoRA, LoRA with
+    4-bit weights, offloading to the CPU, more devices. Each uses a micro-batch of one sequence and
+    full activation checkpointing.
 
     Args:
         recipe: the resolved recipe.

@@ -191,7 +191,7 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Return the GPU memory of a process outside of torch's allocator; None if it was measured
+    """Return the GPU memory of a process outside of torch's allocator, or None if it was measured
     neither on this GPU type nor on an H100 of the same capability, for which the same kernels are
     loaded."""
     found = measured_gpu(gpu)
@@ -298,7 +298,8 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
 
 
 def epoch_tokens(recipe: Recipe) -> int | None:
-    """Return the tokens of the training split; None if the data are not on this machine."""
+    """Return the number of tokens in the training split, or None if the data is not on this
+    machine."""
     found = [prepared_vocabulary(folder) for folder in _folders(recipe)]
     return None if None in found else sum(one[1] for one in found if one)
 
@@ -309,7 +310,7 @@ def _folders(recipe: Recipe) -> list[str]:
 
 
 def _prepared_kind(recipe: Recipe) -> Kind | None:
-    """Return the kind of the prepared data; None if they are not on this machine."""
+    """Return the kind of the prepared data, or None if they are not on this machine."""
     kind: Kind | None = None
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
@@ -362,8 +363,8 @@ def _model_config(recipe: Recipe) -> ModelConfig:
 
 
 def prepared_vocabulary(folder: str) -> tuple[int, int] | None:
-    """Return (size of the vocabulary, tokens of the training split) of a prepared folder; None if
-    the folder is not prepared or not on this machine."""
+    """Return (size of the vocabulary, tokens of the training split) of a prepared folder, or None
+    if the folder is not prepared or not on this machine."""
     try:
         manifest = json.loads((Path(folder) / MANIFEST_NAME).read_text(encoding="utf-8"))
         return int(manifest["vocab_size"]), int(manifest["splits"]["train"]["tokens"])
@@ -379,7 +380,7 @@ class PlannedRun:
         schedule: resolved schedule, as `train` computes it.
         batch: sequences of each optimizer step, on all devices together.
         tokens: tokens of the whole run.
-        epochs: passes over the training split; None if the data are not on this machine.
+        epochs: passes over the training split; None if the data is not on this machine.
     """
 
     schedule: Schedule
@@ -391,8 +392,8 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """Return the length of a resolved recipe's run; None if it depends on data that are not on this
-    machine, or on an unknown speed.
+    """Return the length of a resolved recipe's run, or None if it depends on data that are not on
+    this machine, or on an unknown speed.
 
     Args:
         recipe: the resolved recipe.
@@ -422,7 +423,7 @@ def planned_run(
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
-    """Return the rows of the training split; None if it is not prepared here."""
+    """Return the rows of the training split, or None if it is not prepared here."""
     folders = _folders(recipe)
     try:
         splits = [

@@ -1,5 +1,5 @@
-"""`firstlight plan`: memory and speed of a recipe on a machine, the best settings for it, and the
-model to train with a budget."""
+"""`firstlight plan`: the memory and speed of a recipe on a machine, the best settings for it, and
+the model to train within a budget."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from firstlight.recipe.resolve import open_compile_modes
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of a training run: time or tokens.
+    """The budget of a training run, as time or tokens.
 
     Attributes:
         seconds, tokens: length of the run; at most one of them is set.
@@ -84,7 +84,7 @@ class Budget:
 
     @property
     def is_given(self) -> bool:
-        """True if the time or the tokens are limited."""
+        """True if time or tokens are limited."""
         return self.seconds is not None or self.tokens is not None
 
 
@@ -93,18 +93,18 @@ class Plan:
     """The results of a plan.
 
     Attributes:
-        machine: the machine that was planned for.
-        recipe: the recipe, resolved for the machine.
-        as_it_stands: the estimate for `recipe`.
-        run: length of the recipe's run; None if it depends on data that are not on this machine.
-        best: the fastest candidate that fits; None if none fits or none was searched for.
+        machine: machine for which the plan was made.
+        recipe: recipe, resolved for the machine.
+        as_it_stands: estimate for `recipe`.
+        run: length of the recipe's run; None if it depends on data that is not on this machine.
+        best: fastest candidate that fits; None if none fits or there was no search.
         reasons: reason for each key that `best` resolves or changes.
-        methods: an estimate for each method alone.
+        methods: one estimate per single method.
         nearest: changed settings that would fit, if no candidate fits.
-        budget: the time or the tokens to train with, and the price.
-        warnings: warnings about sizes of the model that the machine computes slowly.
+        budget: time or tokens to train with, and the price.
+        warnings: warnings about model sizes that are slow on this machine.
         notes: assumptions of the plan about this machine and the run.
-        suggestion: the model and the schedule for the budget.
+        suggestion: model and schedule for the budget.
         suggested: the estimate for `suggestion`.
         replacements: old and new value of each key (`section.key`) whose value in the suggested
             recipe differs from the recipe as written; the old value is None for a key that is not
@@ -133,14 +133,14 @@ class Plan:
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
-        """The recipe to train: the suggested one, otherwise the best candidate's."""
+        """The recipe to train: the suggested recipe or, without one, the best candidate's."""
         found = self.suggested or self.best
         return None if found is None else found.recipe
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of the run's steps, with the best settings if they were searched for; None if the
-        time is unknown, or no candidate fits."""
+        """Duration of the run's steps in seconds, with the best settings if there was a search;
+        None if it is unknown or no candidate fits."""
         taken = self.best or self.as_it_stands
         if self.run is None or taken.tokens_per_second is None or not taken.fits:
             return None
@@ -203,12 +203,12 @@ def make_plan(
 
     Args:
         recipe: the recipe as written.
-        machine: the machine to run on.
-        init_from: the folder of a model to start from.
-        budget: time or tokens to suggest a model for, and the price; None suggests none.
-        searches: True searches for the best settings and estimates each method; False estimates
-            only the recipe as it is.
-        estimator: the estimator to use; None creates one.
+        machine: machine to run on.
+        init_from: folder of the initial model.
+        budget: time or tokens for which to suggest a model, and the price; None for no suggestion.
+        searches: True to search for the best settings and to estimate each method; False to
+            estimate only the recipe as it is.
+        estimator: estimator to use; None creates one.
 
     Raises:
         ConfigError: the recipe can't be trained on any machine; or there is a price, but neither a
@@ -259,8 +259,8 @@ def make_plan(
 
 
 def _notes(written: Recipe, machine: Machine) -> list[str]:
-    """Return `Plan.notes`. Call this right before the speed of this machine's CPU is measured,
-    because other programs may use its cores only for a while."""
+    """Return `Plan.notes`. Call this right before measuring the speed of this machine's CPU,
+    because other programs may use its cores only temporarily."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
         notes.append("other programs keep this machine busy: it may be faster than measured")
@@ -274,8 +274,8 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
 
 
 def _starting_weights(recipe: Recipe, init_from: str | None) -> str:
-    """Return the reason why the shape of the recipe's model is fixed by existing weights, as text;
-    "" for a new model."""
+    """Return the reason why the shape of the recipe's model is fixed by existing weights, as text,
+    or "" for a new model."""
     if init_from is not None:
         return "--init-from names the weights to start from"
     if recipe.model is None:
@@ -296,7 +296,8 @@ def _replacements(
         set_keys = getattr(getattr(written, section), "model_fields_set", ())
         for key, new in (values or {}).items():
             default = (given[section] or {}).get(key)
-            # A key that the recipe leaves open has the value with which it runs without a budget.
+            # If the recipe leaves a key open, its old value is the one used for a run without a
+            # budget.
             old = default if key in set_keys else before[section].get(key)
             if old != new:
                 found[f"{section}.{key}"] = old, new
@@ -311,11 +312,11 @@ def _planned_run_for(estimate: Estimate, machine: Machine) -> PlannedRun | None:
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
-#: Number of models that are tried: after one that does not fit, a smaller one; after one whose rate
-#: differs from the assumed rate, the one suggested for its rate.
+#: Number of models to try: after a model that does not fit, a smaller one; after a model with
+#: another speed than assumed, the model suggested for the new speed.
 _TRIES = 6
 
-#: Bytes that a parameter takes in training, with fp32 AdamW.
+#: Bytes per parameter in training with fp32 AdamW.
 _STATE_BYTES = 16
 
 
@@ -331,9 +332,9 @@ def _for_budget(
         written: the recipe as written. If it leaves `efficiency.compile` or the learning rates
             open, they follow from the suggested run and model.
 
-    The models of the first try are compared by the machine's speed for new models. If the suggested
-    one has quite another speed with the recipe's methods, they are compared again, at a multiple of
-    that speed.
+    The first iteration compares models by the machine's speed for new models. If the suggested
+    model's speed with the recipe's methods differs much from that, the models are compared again
+    with the speed scaled accordingly.
     """
     recipe, machine = plan.recipe, plan.machine
     if machine.gpu is None and not (machine.is_here and machine.count == 1):
@@ -349,7 +350,7 @@ def _for_budget(
     suggested: dict[str, Any] = {}
     fitting, seen = 0, list[ModelConfig]()
     for _ in range(_TRIES):
-        # Defaults bind the values of this iteration; later iterations change them.
+        # Default arguments bind the values of this iteration, because later iterations change them.
         def rate(
             model: Suggestion,
             step: float,
@@ -378,18 +379,18 @@ def _for_budget(
             ),
         )
         estimator.tell(f"{found.parameters / 1e6:,.0f}M parameters")
-        # Every device needs at least one sequence of the batch.
+        # Every device needs at least one sequence per batch.
         found = _for_all_devices(found, seq_len * machine.count)
         suggestion = _suggested_recipe(plan, found, written)
         expected = speed.tokens_per_second(found.flops, found.global_batch_tokens, found.mode)
         estimate = best_estimate(suggestion, machine, estimator)
         of_own = estimate is not None and "optimizer.name" not in estimate.changes
         if estimate is not None and estimate.fits and estimate.tokens_per_second is None:
-            # Steps with DeepSpeed or with an offloaded state are not timed.
+            # Steps with DeepSpeed or offloaded state are not timed.
             usual = usual_speed(estimate.recipe, expected, machine.hardware)
             estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
-            # Next, a model that is a fifth smaller, but not smaller than one that is known to fit.
+            # Next, try a model that is a fifth smaller, but not smaller than a model known to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
@@ -399,7 +400,7 @@ def _for_budget(
         reached = estimate.tokens_per_second.expected
         factor = reached / expected
         is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
-        # With a budget in tokens, the rate changes only the duration.
+        # With a token budget, the speed only changes the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)
@@ -418,7 +419,7 @@ def largest_epochs(recipe: Recipe) -> float:
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Return the number of parameters whose training state alone fills the devices."""
+    """Return the number of parameters whose training state alone would fill the devices."""
     sharded = named_engine(recipe.distributed).keeps_shards
     pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
@@ -442,7 +443,7 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
 
     Args:
         found: the suggestion.
-        least: tokens of a batch with one sequence for each device.
+        least: number of tokens in a batch with one sequence per device.
     """
     batch = -(-found.global_batch_tokens // least) * least
     steps = max(found.tokens // batch, 1)
@@ -458,7 +459,7 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
     optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
     if recipe.schedule.initial_learning_rate is not None:
-        # The warm-up begins at the same fraction of the peak.
+        # The warm-up starts at the same fraction of the peak.
         ratio = optimizer.learning_rate / recipe.optimizer.learning_rate
         schedule["initial_learning_rate"] = ratio * recipe.schedule.initial_learning_rate
     efficiency = recipe.efficiency
@@ -482,8 +483,8 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
 def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
-    """Return the recipe's optimizer with the learning rates for a model of this width: the rates in
-    the recipe, converted from its width, or those of new models."""
+    """Return the recipe's optimizer with learning rates for a model of this width: the recipe's
+    rates, converted from the recipe's width, or the rates of new models."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
     # Muon's rates for new models were measured together with their initial weights and betas, which
     # only a recipe without an optimizer section gets.
@@ -493,7 +494,7 @@ def optimizer_of_width(
         kept = {key: value for key, value in rates.items() if key not in given - {"tuned_width"}}
         return optimizer.model_copy(update=kept)
     if has_width_rule(recipe):
-        # Without a tuned_width, the rates are for the model of the recipe.
+        # Without tuned_width, the rates are for the recipe's model.
         width = optimizer.tuned_width or recipe.model.hidden_size
         optimizer = optimizer.model_copy(update={"tuned_width": width}).for_width(hidden_size)
     return optimizer
@@ -505,9 +506,9 @@ def has_width_rule(recipe: Recipe) -> bool:
 
 
 def _kept_schedule(plan: Plan) -> dict[str, Any]:
-    """Return the keys of the recipe's schedule for a run of another length. Warm-up and decay that
-    are set in steps or tokens keep their fraction of the run; if the length of the recipe's run is
-    unknown, they get the default fraction."""
+    """Return the recipe's schedule keys for a run of another length. Warm-up and decay that are set
+    in steps or tokens keep their fraction of the run, or get the default fraction if the length of
+    the recipe's run is unknown."""
     config = plan.recipe.schedule
     values = config.model_dump(
         exclude={"epochs", "max_minutes", "decay_steps", "decay_tokens", "min_learning_rate"}
@@ -518,8 +519,8 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # Rounded down, so that the sum of two fractions is not more than the run; but not to 0, so
-        # that one step of a long run stays one.
+        # Round down, so that two fractions never add up to more than the run, but not to 0, so that
+        # one step of a long run remains one.
         return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:
@@ -554,48 +555,48 @@ def _in_time(
 
 
 def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
-    """Return the cost of a run of this length on all devices; None without a price."""
+    """Return the cost of a run of this duration on all devices, or None if there is no price."""
     if budget.price_per_hour is None:
         return None
     return seconds / 3600 * budget.price_per_hour * machine.count
 
 
-# Sizes of a model that matrix units read slowly, and the gain of aligned sizes
+# Model sizes that are slow on matrix units, and the gain from aligned sizes
 #
 # Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is not
 # a multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 
-#: Numbers of 16 bits that matrix units read at a time, and the multiple to which a vocabulary is
-#: padded.
+#: Number of 16-bit values that matrix units read at a time, and the multiple to which a vocabulary
+#: is padded.
 _PACKET, _VOCABULARY = PACKET_BYTES // 2, 64
 
-#: Speed-up of products by aligned sizes that is reported for a GPU of another machine.
+#: Speed-up of aligned products that is reported for a GPU of another machine.
 _GAIN_ON_GPUS = 1 / DEFAULT_SHARES.misaligned.expected
 
-#: Multiplications of a measured product [tokens, inner] x [inner, size].
+#: Number of multiplications in a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8
 #: Bounds of a measured product's tokens, and its maximum inner size.
 _LEAST_TOKENS = 16
 _MOST_TOKENS = 256
 _MOST_INNER = 512
-#: Number of counted measurements of each product.
+#: Number of measurements per product, not counting the first round.
 _ROUNDS = 5
 
-#: Smallest speed-up of a step that is worth a warning.
+#: Minimum speed-up of a step for which a warning is shown.
 _LEAST_GAIN = 1.01
 
 
 def alignment_warnings(
     recipe: ResolvedRecipe, here: torch.device | None, capability: tuple[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield a warning for each misaligned size: its share of the work, and the gain of an aligned
-    one.
+    """Yield a warning for each misaligned size, with its share of the work and the gain from an
+    aligned size.
 
     Args:
-        recipe: recipe with its model.
+        recipe: recipe that contains the model.
         here: device of this machine on which the gain is measured; None uses the upper bound for
             GPUs.
-        capability: CUDA's compute capability of the GPU; None for another device.
+        capability: CUDA compute capability of the GPU; None for other devices.
     """
     note = packet_note(recipe.model, recipe.efficiency, capability, above=_PACKET)
     if note is not None:
@@ -647,9 +648,9 @@ def alignment_warnings(
 def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
-    """Return the time of a linear layer's products (see `_product_seconds`) with `size`, divided by
-    the time with `aligned`: the median of rounds in which the two alternate."""
-    # A large vocabulary is measured with fewer tokens, to keep planning fast.
+    """Return the time of a linear layer's products (see `_product_seconds`) with `size`, relative
+    to the time with `aligned`: the median over rounds in which the two alternate."""
+    # With a large vocabulary, use fewer tokens to keep planning fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
     ratios = []

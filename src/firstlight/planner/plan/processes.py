@@ -1,7 +1,7 @@
-"""Worker processes in which plans are traced, and the process that predicts a run.
+"""Worker processes that trace plans, and the process that predicts a run.
 
-Tracing is pure Python, so a process uses one core. The workers are forks of a process that imports
-torch while this process does its other imports.
+Tracing is pure Python, so each process uses one core. The workers are forked from a process that
+imports torch while this process does its other imports.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Number of workers. More gain little: the search often needs a result before the next candidate.
+#: Number of workers. More workers gain little, because the search often needs one result before it
+#: can choose the next candidate.
 _COUNT = 2
 
-#: Seconds that workers have to end by themselves; Python takes some tenths of a second.
+#: Seconds that workers have to exit by themselves, which takes Python some tenths of a second.
 _ENDING_SECONDS = 1.0
 
 #: Modules that are imported by the process from which workers are forked.
@@ -59,7 +60,7 @@ class WorkerProcesses:
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
-        #: The number of the call that each busy worker runs.
+        #: Busy worker -> number of the call that it runs.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 
@@ -127,8 +128,8 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Context with workers, which import while this process does. They end with the block, even
-    after an exception."""
+    """Context with worker processes that import modules at the same time as this process. They end
+    on exit, even after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Only the fork server is started for now: starting a worker would wait for its imports.
@@ -186,8 +187,8 @@ def _work(end: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # Frees the garbage of the last call; doing this before its answer would have delayed
-            # it.
+            # Free the garbage of the last call now; doing so before sending the result would have
+            # delayed it.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))
@@ -197,7 +198,7 @@ def _work(end: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error, or a `TrainingError` with its text if it can't be pickled."""
+    """Return the error, or a `TrainingError` with the same text if the error can't be pickled."""
     try:
         sent = multiprocessing.reduction.ForkingPickler.dumps(error)
         multiprocessing.reduction.ForkingPickler.loads(sent)
@@ -206,7 +207,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-#: The module that the predicting process runs.
+#: Module that the predicting process runs.
 _PREDICTING = "firstlight.planner.plan.automatic"
 
 #: Maximum seconds that a run waits for a forecast.
@@ -228,7 +229,8 @@ class RunForecaster:
         self._stack.close()
 
     def start(self) -> None:
-        """Start the process before it gets a request, so that it has already imported torch."""
+        """Start the process before it receives a request, so that torch is already imported by
+        then."""
         self._processes = self._stack.enter_context(
             fresh_process.started(_PREDICTING, [os.environ])
         )
@@ -257,14 +259,14 @@ class RunForecaster:
         return None if found is None else str(found)
 
     def _ask(self, what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
-        """Return the answer to a request, as JSON values; the process ends after it."""
+        """Return the response to a request as JSON values; the process then ends."""
         request = {
             "what": what,
             "recipe": recipe.model_dump(mode="json"),
             "device": str(hardware.device),
             "processes": processes,
         }
-        # The run's other processes wait for this one, and consider it failed after their timeout.
+        # The run's other processes wait for this one, and treat it as failed after their timeout.
         patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
         if not self._processes:
             self.start()

@@ -52,7 +52,7 @@ def blocks(plan: Plan) -> Iterator[str | Table]:
 
 
 def _advice(plan: Plan) -> Iterator[str | Table]:
-    """Yield the best estimate, or alternatives that would fit if nothing fits as requested."""
+    """Yield the best estimate or, if nothing fits as requested, alternatives that would fit."""
     if plan.best is not None:
         yield f"best: {in_words(plan.best)}"
         yield from _settings(plan.best, plan.reasons)
@@ -72,8 +72,8 @@ def _run(plan: Plan, run: PlannedRun) -> str:
     if not run.schedule.max_steps:
         return "the recipe's run: no steps, the model is evaluated and saved unchanged"
     read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
-    # A run in minutes has fewer steps than predicted, since evaluations and saves take time as
-    # well.
+    # A run with a time budget has fewer steps than predicted, because evaluations and saves also
+    # take time.
     about = "at the predicted speed about " if run.schedule.is_open else ""
     text = (
         f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} "
@@ -140,9 +140,9 @@ def memory_table(one: Estimate) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """Return a table of memory and speed with each method, compared with the recipe as it is.
-    Memory that is known only without torch.compile is compared with that of the recipe without
-    it."""
+    """Return a table of memory and speed for each method, compared with the recipe as it is. If a
+    method's memory is only known without torch.compile, it is compared with the recipe's memory
+    without torch.compile."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None
@@ -243,9 +243,9 @@ def _suggestion(plan: Plan) -> Iterator[str]:
 
 
 def _limit(plan: Plan, epochs: float) -> str:
-    """Return the reason why the text is not read more often, as the end of a sentence; "" if it is
-    only the budget."""
-    # Not compared exactly, because a run has a whole number of steps.
+    """Return the reason why the text is not read more often, as the end of a sentence, or "" if the
+    budget is the only reason."""
+    # Not an exact comparison, because a run has a whole number of steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:
@@ -275,7 +275,7 @@ def speed(rate: Range) -> str:
 
 def _rate(one: Estimate) -> str:
     if not one.fits:
-        # The known memory is that of the step without torch.compile, which usually takes more.
+        # The known memory is for the step without torch.compile, which usually takes more.
         return "may not fit" if one.may_fit_compiled else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"

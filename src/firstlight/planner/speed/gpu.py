@@ -1,15 +1,16 @@
-"""Predicted time of an operator on a GPU of the table: its work divided by the GPU's rates.
+"""Predict the time of an operator on a GPU in the table: the work divided by the GPU's rates.
 
-This is the roofline model (Williams et al. 2009): an operator takes the longer of the time of its
-FLOPs and the time of its bytes. The achieved fraction of the data sheet's rates is a range:
+This is the roofline model (Williams et al. 2009): an operator takes as long as its FLOPs or its
+memory traffic, whichever is longer. The fraction of the data sheet's rates that is reached is a
+range:
 
-- large matrix products 0.45 to 0.85 of the dense peak, 0.65 expected;
-- flash attention, forward 0.35 to 0.70 and backward 0.30 to 0.60: FlashAttention-2 (Dao 2023)
-  measured 50-73 % and up to 63 % on A100; FlashAttention-3 (Shah et al. 2024) reports 35-40 % for
-  FlashAttention-2 on H100;
-- streams 0.70 to 0.92 of the memory's bandwidth, as STREAM-like programs reach on these GPUs;
-- a kernel takes at least 2 to 6 microseconds, and launching one from Python takes 4 to 16, which is
-  hidden as long as the GPU is busy.
+- large matrix products: 0.45 to 0.85 of the dense peak, 0.65 expected;
+- flash attention: 0.35 to 0.70 forward, 0.30 to 0.60 backward. FlashAttention-2 (Dao 2023) measured
+  50-73 % forward and up to 63 % backward on A100; FlashAttention-3 (Shah et al. 2024) reports
+  35-40 % for FlashAttention-2 on H100;
+- memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, as STREAM-like programs reach;
+- every kernel: at least 2 to 6 microseconds, and 4 to 16 to launch it from Python, which is hidden
+      as long as the GPU is busy.
 
 A matrix product is divided into tiles of 128 x 128, which multiprocessors process in waves. The
 parts of tiles beyond the edge, and the idle multiprocessors of the last wave, are lost (NVIDIA,
@@ -61,10 +62,10 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Phases whose streams are of the kind "optimizer".
+#: Phases whose memory-bound operators belong to the kind "optimizer".
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
-#: Products of each expert's rows by its weight, all experts in one call (`models.moe`).
+#: Products of each expert's rows with its weight, for all experts in one call (`models.moe`).
 _GROUPED = ("grouped_linear", "grouped_linear_backward")
 
 _PRODUCTS = (
@@ -90,7 +91,7 @@ _INPUTS_WITHOUT_MASK = {
     "blockwise_attention_backward": 4,
 }
 
-#: Operators that start no kernel: they return a view or an uninitialised tensor, or no tensor.
+#: Operators that launch no kernel: they return a view, an uninitialised tensor, or no tensor.
 _FREE = frozenset(
     """view _unsafe_view reshape expand alias detach t transpose permute numpy_T slice select
     split unbind unsqueeze squeeze empty empty_like new_empty empty_strided lift_fresh
@@ -100,7 +101,7 @@ _FREE = frozenset(
 
 
 def is_free(operator: Operator) -> bool:
-    """Return True if the operator starts no kernel."""
+    """Return True if the operator launches no kernel."""
     name = operator.base_name
     # A cast to the dtype that a tensor already has returns the tensor itself.
     if name == "to":
@@ -109,8 +110,8 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """Return the kind to which an operator's time is added; operators without a kernel have one
-    too."""
+    """Return the kind under which an operator's time is counted; operators without a kernel have
+    one, too."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -122,7 +123,7 @@ def kind_of(operator: Operator) -> Kind:
 
 
 def is_attention(operator: Operator) -> bool:
-    """Return True if the operator is one of the fused kernels of attention."""
+    """Return True if the operator is a fused attention kernel."""
     name = operator.base_name
     return any(kernel in name for kernel in _ATTENTION)
 
@@ -161,7 +162,7 @@ class MatrixProduct:
 
 def product_of(operator: Operator) -> MatrixProduct:
     """Return the matrix product of an operator of the kind "matrix_products". The products of all
-    experts count as one product of all rows by one weight; their backward pass as two of them."""
+    experts are treated as one product of all rows and one weight, their backward pass as two."""
     name = operator.base_name
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
@@ -178,8 +179,8 @@ def product_of(operator: Operator) -> MatrixProduct:
     return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype=dtype, added=added)
 
 
-#: Number of times that in-place operators over lists, whose results are not in a trace, move each
-#: byte of their inputs. AdamW reads four tensors and writes three of them, all but the gradient.
+#: In-place operator on lists, whose results are not in a trace -> how many times it moves each byte
+#: of its inputs. AdamW reads four tensors and writes three of them, all but the gradient.
 _LIST_TRAFFIC = {
     "_fused_adamw_": 7 / 4,
     "_fused_adam_": 7 / 4,
@@ -195,8 +196,8 @@ _LIST_TRAFFIC = {
 
 
 def streamed_bytes(operator: Operator) -> float:
-    """Return the bytes that an operator really reads and writes: a look-up reads its rows, not the
-    table."""
+    """Return the bytes that an operator actually reads and writes: an embedding lookup reads only
+    its rows, not the whole table."""
     name = operator.base_name
     if is_free(operator):
         return 0.0
@@ -245,12 +246,12 @@ class Range:
 
     @classmethod
     def around(cls, seconds: float, error: float) -> Range:
-        """Return a time with a relative error on both sides."""
+        """Return a range of times with a relative error on both sides."""
         return cls(seconds * (1 + error), seconds, seconds * (1 - error))
 
     @classmethod
     def exact(cls, value: float) -> Range:
-        """Return a range with three equal values."""
+        """Return a range whose three values are equal."""
         return cls(value, value, value)
 
 
@@ -264,8 +265,8 @@ ZERO = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Shares:
-    """Achieved fractions of a GPU's data-sheet rates, and times that no data sheet has. The
-    docstring of this module has the sources.
+    """Fractions of a GPU's data-sheet rates that are reached, and times that data sheets do not
+    list. For the sources see the docstring of this module.
 
     Attributes:
         products: fraction of the peak that a matrix product without tile waste reaches.
@@ -308,11 +309,11 @@ class Shares:
 
 DEFAULT_SHARES = Shares()
 
-#: Bytes that matrix units read at a time: rows of other sizes are read by slower kernels.
+#: Bytes that matrix units read at a time; rows of other sizes use slower kernels.
 PACKET_BYTES = 16
 #: Rows and columns of a tile of a matrix product.
 _TILE = 128
-#: Elements of the inner dimension that take as long as the beginning and end of a tile.
+#: Number of elements along the inner dimension that take as long as starting and finishing a tile.
 _TILE_ENDS = 64
 #: Clock of consumer GPUs at the data sheet's rates, in Hz, by capability; 1.8 GHz for others.
 _CLOCKS = {(8, 6): 1.7e9, (8, 9): 2.5e9, (12, 0): 2.4e9}
@@ -407,8 +408,8 @@ def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
     return gpu.peak_flops("tf32" if precision == "tf32" else "fp32")
 
 
-#: Bytes that are read and written to cast the factors of an fp8 product, as a multiple of their
-#: bytes in bf16. The compiled kernels that produce the factors also find their largest values.
+#: Bytes read and written to cast the factors of an fp8 product, relative to the factors' bytes in
+#: bf16. The compiled kernels that produce the factors also find their maximum absolute values.
 _FP8_CASTS = 1.5
 
 
@@ -490,10 +491,10 @@ def _over(work: float, rate: Range) -> Range:
     return Range(*(work / value for value in rate))
 
 
-#: Format of the files; files of other formats are ignored.
+#: Version of the file format; files of other versions are ignored.
 FORMAT = 1
 
-#: Fitted constants that come with the package, for the GPU types that were measured.
+#: Fitted constants included in the package, for the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
 #: The fitted constants (see `Shares`), with the smallest and largest value of each. The constants
@@ -506,21 +507,22 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: Minimum relative error of a range, on each side: runs of the same program differ by this much.
+#: Minimum relative error of a range on each side, because runs of the same program differ by this
+#: much.
 _LEAST_ERROR = 0.03
 
 
 @dataclass(frozen=True)
 class MeasuredGpu:
-    """The fitted constants of one GPU type, and their error.
+    """The fitted constants of a GPU type, and their error.
 
     Attributes:
         constants: values by the names in `BOUNDS`.
-        error: relative error, without sign, within which 95 % of the held-out configurations stay.
-        fitted: number of configurations on which the constants were fitted.
+        error: relative error (unsigned) that 95 % of the held-out configurations do not exceed.
+        fitted: number of configurations to which the constants were fitted.
         held_out: number of configurations on which the error was measured.
-        torch: version of torch that was measured.
-        context_bytes: GPU memory of a process outside of torch's allocator; None if it was not
+        torch: torch version that was measured.
+        context_bytes: GPU memory of a process outside torch's allocator; None if it was not
             measured.
     """
 
@@ -533,7 +535,7 @@ class MeasuredGpu:
 
     @property
     def source(self) -> str:
-        """The origin of speeds that are predicted with these constants, as text for the user."""
+        """Origin of speeds predicted with these constants, as text for the user."""
         return (
             f"measured on this GPU type: {self.fitted} configurations fitted, {self.held_out} "
             f"others within {self.error:.0%} (torch {self.torch})"
@@ -576,7 +578,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
-    """Return the measurements of a GPU's type; None if there are none."""
+    """Return the measurements of a GPU's type, or None if there are none."""
     return all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 

@@ -465,7 +465,8 @@ def exchange_of(
         hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
         layers=recipe.model.num_hidden_layers // cut.pipeline,
         stages=cut.pipeline,
-        # 8 bytes per parameter: fp32 gradients to the CPU, weights back. Activations go both ways.
+        # Offloading transfers 8 bytes per parameter per step: fp32 gradients to the CPU and updated
+        # fp32 weights back. Each activation is copied to the CPU and back.
         offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
     )
 
@@ -666,7 +667,7 @@ def _step_tokens(recipe: ResolvedRecipe) -> int:
 def _measured_speed(
     recipe: ResolvedRecipe, seconds: Range, peak: float, source: str, phases: dict[str, float]
 ) -> SpeedPrediction:
-    """The speed of a run with one process.
+    """Return the speed of a single-process run.
 
     Args:
         recipe: the resolved recipe.
