@@ -519,7 +519,10 @@ def test_tied_head_changed_twice_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_tied_head_beside_an_embedding_trained_in_full_is_shared() -> None:
-    settings: dict[str, Any] = {"targets": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+    settings: dict[str, Any] = {
+        "targets": ["q_proj", "lm_head"],
+        "modules_to_save": ["embed_tokens"],
+    }
     shared = adapted(some_model("tied"), ensure_weight_tying=True, **settings)
     assert not [name for name in lora_parameters(shared) if name.startswith("lm_head")]
     assert shared.lm_head.weight is shared.embedding.weight
