@@ -334,6 +334,11 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     told = capsys.readouterr().err
     assert f"{splits / 'valid.jsonl'} validated on; {splits / 'test.jsonl'} excluded as" in told
     assert "60 conversations to train on, 3 held out" in told
+    notes = tmp_path / "notes.txt"
+    notes.write_text("User: a\nAssistant: b\n")
+    assert main(["train", str(splits / "train.jsonl"), str(notes), *own]) == 0
+    named = capsys.readouterr().err
+    assert f"not read: 1 file without conversations: {notes}" in named
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
     assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
     shown = capsys.readouterr()

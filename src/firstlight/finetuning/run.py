@@ -277,6 +277,7 @@ class FineTuning:
         Raises:
             ConfigError: no method fits.
         """
+        from firstlight.lora.files import config_folder
         from firstlight.planner.plan.estimate import estimate
         from firstlight.planner.plan.machine import resolve_for
         from firstlight.recipe import parse_recipe
@@ -309,6 +310,9 @@ class FineTuning:
                     reason += f"; training all weights would need {needed}"
                 if any(name.startswith("lora.") for name, _ in request.overrides):
                     reason = "given"
+                elif config_folder(self._folder) != self._folder:
+                    reason += "; the adapter of the starting model is merged first (--lora.rank N "
+                    reason += "trains the adapter itself)"
                 return resolved, replace(method, reason=reason, memory_bytes=found.needed_bytes)
         raise ConfigError(
             f"{request.init_from} does not fit into the memory of {machine.name} ({lightest}, of "

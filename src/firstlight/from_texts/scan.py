@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from rich.progress import TextColumn
@@ -553,8 +554,9 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     for item in inputs:
         try:
             others += [one.name for one in find_records([item]) if one.name not in names]
-        except InputError:
-            continue
+        except InputError:  # a text file, which may be named itself
+            if Path(item).is_file() and item not in others:
+                others.append(item)
     return others
 
 
