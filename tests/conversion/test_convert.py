@@ -846,10 +846,10 @@ def test_compare_tensors_q8_0_rounding_alone_is_accepted(scale: float) -> None:
     "options, problem",
     [
         ({"to": "ggfu"}, r"to 'ggfu' is unknown \(did you mean 'gguf'\?\)"),
-        ({"dtype": "q8_0"}, "hf does not support dtype 'q8_0': auto, f32, f16, bf16"),
+        ({"dtype": "q8_0"}, "hf does not support dtype 'q8_0': choose one of auto, f32, f16, bf16"),
         (
             {"dtype": "int4", "to": "gguf"},
-            "gguf does not support dtype 'int4': auto, f32, f16, bf16",
+            "gguf does not support dtype 'int4': choose one of auto, f32, f16, bf16",
         ),
         ({"tolerance": -0.1}, "tolerance -0.1 is invalid"),
         ({"tolerance": float("nan")}, "tolerance nan is invalid"),

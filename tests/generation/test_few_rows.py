@@ -89,8 +89,9 @@ def test_few_rows_linear_matches_float64(
     if bias is not None:
         exact, most = exact + bias.double(), most + bias.double().abs()
     assert found.dtype == dtype
-    # Sums are exact up to fp32's rounding of their terms; a bf16 result is rounded once more.
-    bound = most * k_size * 2**-24 + 1e-30
+    # Sums are exact up to fp32's rounding of their terms, the bias included; a bf16 result is rounded
+    # once more.
+    bound = most * (k_size + with_bias) * 2**-24 + 1e-30
     if dtype == torch.bfloat16:
         bound = bound + exact.abs() * 2**-8
     assert ((found.double() - exact).abs() <= bound).all()

@@ -322,6 +322,7 @@ class TokenDataset(Corpus):
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
+        stop = max(start, stop)  # an empty span, as in slices
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
             base, shard = self._starts[index], self._shards[index]
