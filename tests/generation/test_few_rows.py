@@ -89,7 +89,7 @@ def test_few_rows_linear_matches_float64(
     if bias is not None:
         exact, most = exact + bias.double(), most + bias.double().abs()
     assert found.dtype == dtype
-    # Sums are exact up to fp32's rounding of their terms, the bias included; a bf16 result is rounded
+    # Sums are exact up to fp32's rounding of their terms, the bias included; bf16 rounds the result
     # once more.
     bound = most * (k_size + with_bias) * 2**-24 + 1e-30
     if dtype == torch.bfloat16:
