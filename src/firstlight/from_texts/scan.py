@@ -93,7 +93,7 @@ class CorpusFacts:
         content_key: hash of all text that was read and, for a sample, of each file's read limit.
         is_sampled: True if only part of the corpus was read.
         changes: numbers of documents and files by kind of change: see `cleaning`.
-        changed_files: for each change that affected only one file, the name of the file.
+        changed_files: name of the file, by kind of change, for changes of a single file.
     """
 
     documents: int

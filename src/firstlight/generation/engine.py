@@ -62,8 +62,8 @@ def load(
             overwritten in place while the model exists. "sequential" reads each tensor directly
             into its parameter. "straight" reads the whole file first, which takes twice the memory.
             "auto" means "mmap" on the CPU if no weight is converted, otherwise "sequential".
-        best: for a run folder, load the checkpoint with the lowest validation loss instead of the
-            newest one.
+        best: True to load the checkpoint of a run folder with the lowest validation loss instead of
+            the newest one.
 
     Raises:
         ConfigError: `dtype` or `way` is unknown, the device does not support `dtype`, or `best` is

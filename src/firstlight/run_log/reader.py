@@ -65,8 +65,8 @@ class Metrics:
 
     Attributes:
         steps: step of each of the N lines, increasing, [N].
-        columns: for each key, the zero-based indices of the lines that contain a number, and the
-            numbers, [M] each. Values that are not finite numbers (null, text) are omitted.
+        columns: zero-based indices of the lines that contain a number, and the numbers, [M]
+            each, by key. Values that are not finite numbers (null, text) are omitted.
     """
 
     steps: Floats
@@ -491,8 +491,8 @@ def read_length(run_folder: Path) -> dict[str, Any]:
         - "seconds_used": the seconds of training so far.
         - "max_steps": the number of steps of the run, once it is decided.
         - "decided_at": the number of completed steps when it was decided.
-        - "replaced": if the number of steps was corrected, a list with a pair for each earlier
-            number: that number, and the number of completed steps when it was replaced.
+        - "replaced": pairs (earlier number of steps, number of completed steps when it was
+            replaced), if the number of steps was corrected.
 
     Raises:
         CheckpointError: the file is damaged.

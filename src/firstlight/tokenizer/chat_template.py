@@ -154,8 +154,8 @@ def render_with_beginnings(
         template: the template, in Jinja.
         messages: the messages, as returned by `plain_messages`.
         variables: additional variables of the template.
-        beginnings: for each beginning, (number of messages, True to add the beginning of the
-            assistant's next turn).
+        beginnings: pairs (number of messages, True to add the beginning of the assistant's next
+            turn).
         probe: different messages and variables to render in the same call.
 
     Returns:

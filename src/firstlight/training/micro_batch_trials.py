@@ -104,8 +104,7 @@ class Trial:
     """Measurements from a trial of two steps.
 
     Attributes:
-        peak_bytes: on a GPU, the peak of torch's allocator; on a CPU, the growth of the resident
-            memory.
+        peak_bytes: peak of torch's allocator on a GPU, growth of the resident memory on a CPU.
         step_seconds: duration of the second step in seconds, scaled to all micro-batches of a step.
     """
 

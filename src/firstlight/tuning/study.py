@@ -207,7 +207,7 @@ def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
     """Return an Optuna trial whose `should_prune` compares it with the curves of complete trials.
 
     Args:
-        curves: for each trial, [number of the evaluation, step, tokens, loss] of each evaluation.
+        curves: lists [number of the evaluation, step, tokens, loss] of the evaluations, by trial.
     """
     import optuna
     from optuna.trial import create_trial

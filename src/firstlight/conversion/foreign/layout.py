@@ -160,8 +160,8 @@ class Settings:
             config.json.
         assumed: default values in the program's code, keyed in the same way. The caller may
             override them.
-        notes: for each key, a sentence to the user about its assumed setting.
-        choices: for each key, the values that the program's code supports.
+        notes: sentences to the user about assumed settings, by key.
+        choices: values that the program's code supports, by key.
         model_args: settings under the program's own names. For a GPT, they are checked against the
             tensors.
         where: source of `model_args`, for messages.

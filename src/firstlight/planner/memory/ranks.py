@@ -289,7 +289,7 @@ class _ZeRO:
 
         Args:
             phase: name of the phase.
-            late: in the backward pass, True for its end, False for its start.
+            late: True for the end of the backward pass, False for its start.
         """
         if phase in ("clipping", "optimizer"):
             if self.offloads:
