@@ -97,7 +97,7 @@ def steps(
 
 def require_planned(cases: list[dict[str, Any]], above: float, below: float, size: int = 2) -> None:
     """The plan of the process that needs most is what its steps take."""
-    results = run_ranks(_STEPS_DRIVER, [json.dumps(cases)], size)
+    results = run_ranks(_STEPS_DRIVER, [json.dumps(cases)], size, timeout=1700)
     for result in results:
         assert result.returncode == 0, result.stderr
     found = [
@@ -137,6 +137,7 @@ def test_plan_of_two_processes_matches_measured_steps() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("way", _WAYS)
 def test_plans_of_all_engines_match_measured_steps(way: str) -> None:
     more: list[dict[str, Any]] = [
@@ -169,6 +170,7 @@ def zero(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed")
 def test_plan_of_deepspeed_one_process_matches_measured_steps() -> None:
     cases = [
@@ -181,6 +183,7 @@ def test_plan_of_deepspeed_one_process_matches_measured_steps() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
