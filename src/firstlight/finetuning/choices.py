@@ -73,14 +73,12 @@ class Method:
         checkpointing: True to use activation checkpointing, which saves memory.
         quantized: True to keep the frozen weights in 4 bits (QLoRA).
         reason: text with the reason for the method, for the printed table.
-        memory_bytes: expected memory of the run with a micro-batch of one sequence.
     """
 
     adapters: bool = False
     checkpointing: bool = False
     quantized: bool = False
     reason: str = ""
-    memory_bytes: int = 0
 
     @property
     def name(self) -> str:

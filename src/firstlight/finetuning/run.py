@@ -41,7 +41,7 @@ from firstlight.finetuning.choices import (
     choose_tuning,
     row_of,
 )
-from firstlight.from_texts.plan import Choice, Choices, Row, RunPlan
+from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.run_folder import TOO_LONG_NAME, RunCall
@@ -76,13 +76,11 @@ class TuningPlan(RunPlan):
         facts: facts from which the settings are chosen.
         template: (name of the chat template, reason for it); None for texts.
         too_long: lines with the numbers of conversations that are longer than a row.
-        recipe: recipe with which the method was chosen, with a micro-batch of one sequence.
     """
 
     facts: TuningFacts
     template: tuple[str, str] | None
     too_long: Sequence[str]
-    recipe: ResolvedRecipe
 
     @property
     def data_name(self) -> str:
@@ -99,20 +97,6 @@ class TuningPlan(RunPlan):
     def choose_again(self, length: Length) -> TuningPlan:
         """See `RunPlan.choose_again`."""
         return replace(self, choices=choose_tuning(self.facts, length, self.request.fixed))
-
-    def with_memory(self) -> TuningPlan:
-        """Return the plan with a micro-batch size that fits in memory, halved as often as needed,
-        and with the estimated memory."""
-        from firstlight.from_texts.machine import fitting_choices
-        from firstlight.planner.plan.machine import with_changes
-
-        def recipe_of(choices: Choices) -> ResolvedRecipe:
-            keys = "batch.micro_batch_size", "efficiency.compile", "efficiency.compile_regional"
-            return with_changes(self.recipe, {key: choices[key] for key in keys})
-
-        fixed = self.request.fixed
-        choices, memory = fitting_choices(self.choices, recipe_of, fixed, self.machine)
-        return replace(self, choices=choices, memory_bytes=memory or self.memory_bytes)
 
     def model_lines(self) -> Iterator[str]:
         method = self.facts.method
@@ -228,7 +212,8 @@ class FineTuning:
         machine = find_machine(gpu, device=fixed.get("run.device") or "auto")
         row = row_of(self._data, self._model, fixed)
         too_long = [] if self._chats is None else self._chats.too_long(row.value)
-        recipe, method = self._fitting_method(request, machine, row)
+        prompts = self._prompts(row.value)
+        recipe, method = self._fitting_method(request, machine, row, prompts)
         speed = facts_for_model(recipe, machine)
         epoch, held = self._tokens(row.value)
         facts = TuningFacts(
@@ -250,9 +235,11 @@ class FineTuning:
             template=None if self._chats is None else self._chats.template,
             too_long=too_long,
             choices=choose_tuning(facts, length, fixed),
-            recipe=recipe,
-            memory_bytes=method.memory_bytes,
+            prompts=prompts,
+            start=self._start,
         )
+        if self._chats is not None:
+            plan = replace(plan, data=self._chats.section)
         plan.require_time(length)
         return plan
 
@@ -269,7 +256,7 @@ class FineTuning:
         return estimated_text(scan.facts, self._tokenizer.vocab_size, scan.val_bytes)
 
     def _fitting_method(
-        self, request: Request, machine: Machine, row: Choice
+        self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
         """Return the first method of `_methods` that fits in memory with a micro-batch of one
         sequence, and the resolved recipe with which it was tried.
@@ -283,37 +270,45 @@ class FineTuning:
         from firstlight.recipe import parse_recipe
         from firstlight.recipe.load import changed_recipe
 
-        free = gib(machine.usable_bytes)
-        lightest = ""
+        free, fixed = gib(machine.usable_bytes), request.fixed
+        data = {"dir": "unused"} if self._chats is None else self._chats.section
+        unit = given_unit(fixed, row.value)
+        values: dict[str, Any] = {
+            "data": {**data, "seq_len": row.value},
+            # The run is not known yet: assume that it accumulates gradients and saves checkpoints
+            # before its end, which takes the most memory.
+            "batch": {
+                "micro_batch_size": 1,
+                "global_batch_tokens": given_batch(fixed, row.value) or 2 * unit,
+            },
+            "schedule": {"max_steps": 1000},
+            "efficiency": {"compile": False},
+            "evaluation": {"sample_prompts": prompts},
+        }
+        needed: dict[str, str] = {}
         for method in self._methods(request, machine):
-            data = {"dir": "unused"} if self._chats is None else self._chats.section
-            values: dict[str, Any] = {
-                "data": {**data, "seq_len": row.value},
-                "batch": {"micro_batch_size": 1},
-                "schedule": {"max_steps": 1000},
-                "efficiency": {"compile": False},
-                "evaluation": {"sample_prompts": []},
-            }
-            values = changed_recipe(values, {one.key: one.value for one in method.choices()})
-            recipe = parse_recipe(values, "the chosen recipe", _of_run(request))
+            chosen = {one.key: one.value for one in method.choices()}
+            recipe = parse_recipe(
+                changed_recipe(values, chosen), "the chosen recipe", _of_run(request)
+            )
             resolved = resolve_for(recipe, machine, self._start)
-            if not method.adapters and 16 * self._model.parameters > machine.usable_bytes:
-                continue
             found = estimate(resolved, machine)
             if found.problem:
                 raise ConfigError(found.problem)
-            lightest = f"{gib(found.needed_bytes)} with {method.name}"
-            if found.fits:
-                reason = f"needs {gib(found.needed_bytes)} of {free} free memory"
-                if method.adapters:
-                    needed = gib(16 * self._model.parameters)
-                    reason += f"; training all weights would need {needed}"
-                if any(name.startswith("lora.") for name, _ in request.overrides):
-                    reason = "given"
-                elif config_folder(self._folder) != self._folder:
-                    reason += "; the adapter of the starting model is merged first (--lora.rank N "
-                    reason += "trains the adapter itself)"
-                return resolved, replace(method, reason=reason, memory_bytes=found.needed_bytes)
+            if not found.fits:
+                needed[method.name] = gib(found.needed_bytes)
+                continue
+            reason = f"fits into {free} of free memory"
+            if "all weights" in needed:
+                reason += f"; training all weights would need {needed['all weights']}"
+            if any(name.startswith("lora.") for name, _ in request.overrides):
+                reason = "given"
+            elif config_folder(self._folder) != self._folder:
+                reason += "; the adapter of the starting model is merged first (--lora.rank N "
+                reason += "trains the adapter itself)"
+            return resolved, replace(method, reason=reason)
+        name, least = next(reversed(needed.items()))
+        lightest = f"{least} with {name}"
         raise ConfigError(
             f"{request.init_from} does not fit into the memory of {machine.name} ({lightest}, of "
             f"{free}): start from a smaller model, or lower --data.seq_len"
@@ -338,7 +333,7 @@ class FineTuning:
         assert isinstance(plan, TuningPlan)
         plan = replace(plan, request=request)
         if self._scan is not None:
-            plan, data = self._with_texts(plan, self._scan, call)
+            plan = self._with_texts(plan, self._scan, call)
         else:
             assert self._chats is not None
             call.remember(data=str(self._chats.train.folder), kind="chat")
@@ -347,18 +342,14 @@ class FineTuning:
                 write_file(call.folder / REJECTED_NAME, rejected.read_bytes())
             if places := self._chats.too_long_places(plan.facts.row.value):
                 write_file(call.folder / TOO_LONG_NAME, "".join(f"{one}\n" for one in places))
-            data = self._chats.section
         call.write_unread(self._unread)
         length = call.length(request)
         plan = plan.choose_again(length)
         plan.require_time(length)
-        return train_plan(plan, data, self._prompts(plan), call, start=self._start)
+        return train_plan(plan, call)
 
-    def _with_texts(
-        self, plan: TuningPlan, scan: Scan, call: RunCall
-    ) -> tuple[TuningPlan, dict[str, Any]]:
-        """Prepare the texts; return the plan with counted tokens, and the recipe's `data`
-        section."""
+    def _with_texts(self, plan: TuningPlan, scan: Scan, call: RunCall) -> TuningPlan:
+        """Prepare the texts; return the plan with their folder and counted tokens."""
         from firstlight.data.shards import read_manifest
 
         text = self._estimated(scan)
@@ -371,14 +362,14 @@ class FineTuning:
         splits = read_manifest(data)["splits"]
         held = splits.get("val", {"tokens": 0})["tokens"]
         facts = replace(plan.facts, epoch_tokens=splits["train"]["tokens"], val_tokens=held)
-        return replace(plan, facts=facts), {"dir": str(data)}
+        return replace(plan, facts=facts, data={"dir": str(data)})
 
-    def _prompts(self, plan: TuningPlan) -> list[str]:
+    def _prompts(self, seq_len: int) -> list[str]:
         """Return sample prompts that leave at least half of the context for the answer."""
         if self._chats is not None:
             return self._chats.prompts(self._model.context // 2)
         assert self._scan is not None
-        return fitting_prompts(self._scan.prompts, self._tokenizer, plan.facts.row.value // 2)
+        return fitting_prompts(self._scan.prompts, self._tokenizer, seq_len // 2)
 
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
@@ -407,12 +398,11 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """Return the overrides in sections that influence the run's memory, except the number of
-    micro-batches: it would be wrong for the micro-batch of one sequence with which methods are
-    tried."""
-    sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
-    named = [one for one in request.overrides if one[0].partition(".")[0] in sections]
-    return [one for one in named if one[0] != "batch.gradient_accumulation_steps"]
+    """Return the overrides that influence the run's memory, except its length, and except the
+    number of micro-batches: it would be wrong for the micro-batch of one sequence with which
+    methods are tried."""
+    left_out = ("schedule.", "run.", "batch.gradient_accumulation_steps")
+    return [one for one in request.overrides if not one[0].startswith(left_out)]
 
 
 # The conversations

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
 
 from firstlight.data.shards import REJECTED_NAME, UNREAD_NAME
 from firstlight.from_texts.plan import Choices, RunPlan
@@ -23,12 +24,14 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.advise.speed import MEASURED, PREDICTED, predicted_rate, timed_rate
 from firstlight.planner.memory.program import uncompiled
-from firstlight.planner.plan.automatic import forecast_run
+from firstlight.planner.plan.automatic import forecast_from
 from firstlight.planner.plan.estimate import estimate
 from firstlight.planner.plan.machine import Machine, resolve_for, with_changes
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.training.forecast import Forecast
 from firstlight.training.loop import TrainResult, train
+
+PlanT = TypeVar("PlanT", bound=RunPlan)
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
@@ -39,32 +42,6 @@ def _parameters(recipe: ResolvedRecipe) -> int:
 
 #: Keys that divide a step into micro-batches. If the user sets one of them, it is not changed.
 _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
-
-
-def fitting_choices(
-    choices: Choices,
-    recipe_of: Callable[[Choices], ResolvedRecipe],
-    fixed: Mapping[str, Any],
-    machine: Machine,
-) -> tuple[Choices, int | None]:
-    """Return choices whose micro-batch size is halved until the run fits in memory, and the
-    expected memory in bytes, or None if it can't be predicted. The choices also have the exact
-    parameter count. `fitted_recipe` does the same once the data is prepared.
-
-    Args:
-        choices: all settings.
-        recipe_of: function from choices to the run's recipe.
-        fixed: values given by the user, by `section.key`, which are kept.
-        machine: machine to train on.
-    """
-    key = "batch.micro_batch_size"
-    while True:
-        recipe = recipe_of(choices)
-        found, rows = estimate(recipe, machine), choices[key]
-        if found.problem or found.fits or rows == 1 or not _CUTS.isdisjoint(fixed):
-            needed = None if found.problem else found.needed_bytes
-            return replace(choices, parameters=_parameters(recipe)), needed
-        choices = choices.with_value(key, rows // 2)
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
@@ -116,57 +93,63 @@ class FittedRecipe:
     choices: Choices
     forecast: Forecast | None
 
+    def applied_to(self, plan: PlanT) -> PlanT:
+        """Return the plan with the choices and the expected memory of this recipe."""
+        memory = None if self.forecast is None else self.forecast.peak_bytes
+        return replace(plan, choices=self.choices, memory_bytes=memory)
+
 
 def fitted_recipe(
-    plan: RunPlan,
-    values: dict[str, Any],
-    length: Callable[[], Length],
-    start: str | None = None,
+    plan: RunPlan, folder: Path | None = None, length: Callable[[], Length] | None = None
 ) -> FittedRecipe:
     """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. If the
     user sets the size or the number of micro-batches, it is kept.
 
     Args:
         plan: plan of the run.
-        values: sections of the recipe, changed in place.
-        length: function that returns the remaining length of the run. It is called last, because
-            fitting itself takes time.
-        start: name or folder of the initial model; None for a new model.
+        folder: run folder; None for a plan that is not trained.
+        length: function that returns the remaining length of the run; None to keep that of the
+            plan. It is called last, because fitting itself takes time.
     """
     # The tokenizer may have fewer tokens than the requested vocab_size.
     overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
     choices, machine = plan.choices, plan.machine
-    given = any(name in _CUTS for name, _ in overrides)
+    values = choices.values
+    if folder is not None:
+        values["run"] = {"dir": str(folder)}
+    values["data"] = {**plan.data, **values["data"]}
+    values["evaluation"]["sample_prompts"] = list(plan.prompts[: choices.samples])
     values["batch"]["divide_micro_batch"] = True
-    while True:
+
+    def parsed() -> tuple[Recipe, ResolvedRecipe]:
         recipe = parse_recipe(values, "the chosen recipe", overrides)
-        resolved = resolve_for(recipe, machine, start)
-        forecast = forecast_run(resolved, machine.hardware, 1)
-        rows = resolved.batch.micro_batch_size
-        if forecast is None or forecast.peak_bytes <= machine.usable_bytes or rows == 1 or given:
+        return recipe, resolve_for(recipe, machine, plan.start)
+
+    is_given = not _CUTS.isdisjoint(plan.request.fixed)
+    while True:
+        _, resolved = parsed()
+        found, rows = estimate(resolved, machine), resolved.batch.micro_batch_size
+        if found.problem or found.fits or rows == 1 or is_given:
             break
         values["batch"]["micro_batch_size"] = rows // 2
     choices = replace(choices, parameters=_parameters(resolved))
     choices = choices.with_value("batch.micro_batch_size", rows)
-    if "schedule.max_minutes" in choices.keys:
+    if length is not None and "schedule.max_minutes" in choices.keys:
         left = length().seconds
         assert left is not None
         values["schedule"]["max_minutes"] = minutes = round(left / 60, 4)
         choices = choices.with_value("schedule.max_minutes", minutes)
+    forecast = forecast_from(found)
     if forecast is not None and plan.speed.origin == MEASURED:
         rate = choices.tokens_per_second
         forecast = replace(forecast, tokens_per_second=(0.7 * rate, rate, 1.3 * rate))
-    recipe = parse_recipe(values, "the chosen recipe", overrides)
-    return FittedRecipe(recipe, resolve_for(recipe, machine, start), choices, forecast)
+    return FittedRecipe(*parsed(), choices, forecast)
 
 
 def train_plan(
     plan: RunPlan,
-    data: Mapping[str, Any],
-    prompts: Sequence[str],
     call: RunCall,
     *,
-    start: str | None = None,
     on_step: Callable[[Choices], OnStep] | None = None,
     is_told: bool = True,
 ) -> TrainResult:
@@ -174,22 +157,13 @@ def train_plan(
 
     Args:
         plan: plan chosen from the prepared data.
-        data: keys of the recipe's `data` section in addition to the chosen keys.
-        prompts: prompts of the sample texts.
         call: run folder, time and messages.
-        start: name or folder of the initial model; None for a new model.
         on_step: function from the final choices to a callback for each step's metrics; None uses
             the callback of `call`.
         is_told: True to show the plan to the user.
     """
-    values = plan.choices.values
-    values["run"] = {"dir": str(call.folder)}
-    values["data"] = {**data, **values["data"]}
-    values["evaluation"]["sample_prompts"] = prompts[: plan.choices.samples]
-    fitted = fitted_recipe(plan, values, lambda: call.length(plan.request), start)
-    forecast = fitted.forecast
-    memory = plan.memory_bytes if forecast is None else forecast.peak_bytes
-    plan = replace(plan, choices=fitted.choices, memory_bytes=memory)
+    fitted = fitted_recipe(plan, call.folder, lambda: call.length(plan.request))
+    plan = fitted.applied_to(plan)
     call.write_recipe(fitted.resolved, plan.choices, plan.request)
     for line in plan.lines() if is_told else ():
         call.tell(line)
@@ -202,7 +176,7 @@ def train_plan(
         on_step=call.on_step if on_step is None else on_step(plan.choices),
         progress=call.progress,
         is_announced=is_told,
-        forecaster=KnownForecast(forecast),
+        forecaster=KnownForecast(fitted.forecast),
         began=call.measured,
     )
 

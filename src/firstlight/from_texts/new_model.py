@@ -27,7 +27,6 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, TextFacts
 
 if TYPE_CHECKING:
-    from firstlight.recipe import ResolvedRecipe
     from firstlight.training.loop import TrainResult
 
 #: Seconds of training after which the run's speed is compared with the measured speed.
@@ -65,23 +64,6 @@ class TextPlan(RunPlan):
         text = text or self.text
         choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
         return replace(self, text=text, choices=choices)
-
-    def with_memory(self) -> TextPlan:
-        """See `RunPlan.with_memory`. The texts do not have to be prepared yet."""
-        from firstlight.from_texts.machine import fitting_choices
-        from firstlight.planner.plan.machine import resolve_for
-        from firstlight.recipe import parse_recipe
-
-        request = self.request
-
-        def recipe_of(choices: Choices) -> ResolvedRecipe:
-            values = choices.values
-            values["data"] |= {"dir": "unused"}
-            recipe = parse_recipe(values, "the chosen recipe", request.overrides)
-            return resolve_for(recipe, self.machine)
-
-        choices, memory = fitting_choices(self.choices, recipe_of, request.fixed, self.machine)
-        return replace(self, choices=choices, memory_bytes=memory)
 
     def model_lines(self) -> Iterator[str]:
         choices = {choice.key: choice for choice in self.choices.choices}
@@ -152,6 +134,7 @@ class NewModel:
             text=text,
             vocabulary=vocabulary.reason,
             choices=choose(text, speed, length, fixed, size=request.size),
+            prompts=scan.prompts,
         )
         plan.require_time(length)
         return plan
@@ -198,10 +181,10 @@ class NewModel:
         from firstlight.tokenizer import Tokenizer
 
         most = plan.choices["data.seq_len"] // 2
+        prompts = fitting_prompts(plan.scan.prompts, Tokenizer.from_pretrained(data), most)
+        plan = replace(plan, data={"dir": str(data)}, prompts=prompts)
         return train_plan(
             plan,
-            {"dir": str(data)},
-            fitting_prompts(plan.scan.prompts, Tokenizer.from_pretrained(data), most),
             call,
             on_step=None
             if chosen_again

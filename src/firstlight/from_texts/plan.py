@@ -6,7 +6,7 @@ import math
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from firstlight.console import gib, plain, rounded, shortened, time_text
@@ -497,6 +497,9 @@ class RunPlan(ABC):
         machine: machine to train on.
         speed: machine with its measured or predicted speed.
         choices: all settings.
+        data: keys of the recipe's `data` section in addition to the chosen keys.
+        prompts: prompts of the sample texts.
+        start: name or folder of the initial model; None for a new model.
         memory_bytes: expected memory of the run; None if unknown or not computed yet.
     """
 
@@ -504,6 +507,10 @@ class RunPlan(ABC):
     machine: Machine
     speed: MachineFacts
     choices: Choices
+    # Texts of a plan are not prepared yet.
+    data: Mapping[str, Any] = field(default_factory=lambda: {"dir": "unused"})
+    prompts: Sequence[str] = ()
+    start: str | None = None
     memory_bytes: float | None = None
 
     @property
@@ -547,10 +554,12 @@ class RunPlan(ABC):
             f"{_whole_minutes(needed)}"
         )
 
-    @abstractmethod
     def with_memory(self) -> Self:
-        """Return the plan with the expected memory and the exact parameter count, which take a
-        second or two to compute."""
+        """Return the plan with a micro-batch size that fits in memory, the expected memory and the
+        exact parameter count, which take a second or two to compute."""
+        from firstlight.from_texts.machine import fitted_recipe
+
+        return fitted_recipe(self).applied_to(self)
 
     @abstractmethod
     def first_rows(self) -> list[Row]:

@@ -26,6 +26,8 @@ PARTS = (
     "temporaries",
     "communication",
     "framework",
+    "checkpoint_copy",
+    "averaged_weights",
 )
 
 #: Phases of later sections of a backward pass, see `predict`.

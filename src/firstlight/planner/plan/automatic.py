@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from firstlight.errors import ConfigError, FirstlightError, TrainingError
 from firstlight.hardware.device import Hardware, find_hardware, free_memory_bytes
 from firstlight.hardware.fresh_process import ask
-from firstlight.models.accounting import count_parameters, meta_model
-from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
-from firstlight.planner.memory.ranks import STATE, copies_of, engine_of
 from firstlight.planner.plan.estimate import (
     Candidate,
     Estimate,
@@ -46,94 +43,22 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
     if machine.gpu is None and recipe.schedule.max_minutes is not None:
         # The warm-up is a fraction of the number of steps that fit in the time budget.
         found = Estimator().timed(found, machine)
-    if found.training is None or found.evaluation is None:
+    return forecast_from(found)
+
+
+def forecast_from(found: Estimate) -> Forecast | None:
+    """Return an estimate as a run's forecast, or None if its memory is unknown."""
+    if found.problem:
         return None
-    peaks = run_phases(found.training, found.evaluation, recipe, machine)
-    phase = max(peaks, key=lambda name: peaks[name].bytes)
+    phase, peak = found.peak
     rate = found.tokens_per_second
     return Forecast(
-        peaks[phase].bytes,
+        peak.bytes,
         phase,
-        peaks[phase].parts,
+        peak.parts,
         None if rate is None else (rate.slow, rate.expected, rate.fast),
-        phases={name: peak.bytes for name, peak in peaks.items()},
+        phases={name: one.bytes for name, one in found.phases.items()},
     )
-
-
-def run_phases(
-    training: MemoryPrediction,
-    evaluation: MemoryPrediction,
-    recipe: ResolvedRecipe,
-    machine: Machine,
-) -> dict[str, PhasePeak]:
-    """Return the memory peaks of a run's phases by name: steps, evaluations, sample texts, saves,
-    and averaging of the last checkpoints.
-
-    On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
-    stays allocated after the first save. With a GPU, this copy is in the host's memory.
-
-    Args:
-        training, evaluation: predictions for one process.
-        recipe: the resolved recipe.
-        machine: the machine to run on.
-    """
-    evaluating = evaluation.phases
-    if engine_of(recipe, machine.count).keeps_buckets:
-        # DDP's buckets, which are as large as all gradients, stay allocated between steps.
-        buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
-        evaluating = {
-            name: _with(peak.parts, gradients=buckets) for name, peak in evaluating.items()
-        }
-    peaks = {**training.phases, **evaluating}
-    if machine.target.kind != "cpu":
-        return peaks
-    kept = (*STATE, "communication")
-    parts = next(iter(evaluating.values())).parts
-    state = {name: size for name, size in parts.items() if name in kept}
-    copied, gathered = _copied_bytes(state, recipe), 0
-    engine = engine_of(recipe, machine.count)
-    if engine.updates_itself:
-        # DeepSpeed holds more than is saved. The main process gathers moments, and at stage 3
-        # weights, before they are copied.
-        weights = 4 * count_parameters(meta_model(recipe.model)).total
-        gathered = state.get("optimizer_states", 0) * machine.count
-        copied = weights + gathered
-        if recipe.distributed.zero_stage == 3:
-            gathered += weights
-    elif engine.shards_state:
-        # The main process writes the shards of all processes.
-        copied *= copies_of(recipe, machine.count)
-    # Decided as in `CheckpointSaver`: in the background if the copy fits in half of the free
-    # memory.
-    asynchronous = recipe.checkpoint.asynchronous
-    if asynchronous is None:
-        asynchronous = copied <= machine.usable_bytes / 2
-    if not asynchronous or recipe.checkpoint.sharded:
-        copied = 0
-    every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
-    if copied and every and (steps is None or every < steps):
-        peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
-    if recipe.checkpoint.average_last:
-        # The averaged weights are evaluated before they are written; copies of checkpoints no
-        # longer exist then.
-        averaged = 4 * count_parameters(meta_model(recipe.model)).total
-        peaks["averaging"] = _with(evaluating["evaluation"].parts, averaged_weights=averaged)
-    return {**peaks, "save": _with(state, checkpoint_copy=copied + gathered)}
-
-
-def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
-    """Return the bytes of a checkpoint's state: weights in fp32, and moments."""
-    weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
-    if recipe.lora is not None:
-        # Only adapters are saved: two moments, and weights that take half as much.
-        return states + states // 2
-    # With master weights, which are among the optimizer's states, the bf16 weights are not saved.
-    return states if recipe.efficiency.precision == "bf16_params" else weights + states
-
-
-def _with(parts: Mapping[str, int], **more: int) -> PhasePeak:
-    found = {name: size for name, size in {**parts, **more}.items() if size}
-    return PhasePeak(sum(found.values()), found)
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
@@ -280,6 +205,9 @@ def _corrected(
     """Return the candidate's recipe with the micro-batch size that trials of two steps confirm."""
     assert best.training is not None
     recipe = best.recipe
+    # A trial saves no checkpoints.
+    copied = best.training.parts.get("checkpoint_copy", 0)
+    tried = best.training.peak_bytes - copied
     sizes = list(micro_batches(recipe, machine))
     written = recipe.batch.micro_batch_size
     if written not in sizes:
@@ -295,16 +223,15 @@ def _corrected(
     busy = sizes[place] * recipe.data.seq_len >= BUSY_TOKENS[machine.target.kind]
     if place > 0 and sizes[place] == written and not busy:
         # If the trial took less memory than predicted, a larger micro-batch may fit.
-        share = trial.peak_bytes / max(best.training.peak_bytes, 1)
-        larger = sizes[place - 1] / sizes[place] * share * best.needed_bytes
+        share = trial.peak_bytes / max(tried, 1)
+        larger = sizes[place - 1] / sizes[place] * share * (best.needed_bytes - copied) + copied
         if larger <= 0.95 * free_memory_bytes(hardware.device):
             more = _try(recipe, machine, hardware, sizes[place - 1])
             if more is not None and more.step_seconds < trial.step_seconds:
                 trial, place = more, place - 1
-    predicted = best.training.peak_bytes / _GIB
     tell(
         f"plan: {best.name}, micro-batch of {sizes[place]} rows; peak memory predicted "
-        f"{predicted:.2f} GiB, measured {trial.peak_bytes / _GIB:.2f} GiB"
+        f"{tried / _GIB:.2f} GiB, measured {trial.peak_bytes / _GIB:.2f} GiB"
     )
     return _cut(recipe, machine, sizes[place])
 

@@ -12,11 +12,19 @@ from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.hardware.device import is_out_of_memory
+from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.config import OPTIMIZERS
 from firstlight.parallel.engine_choice import named_engine
-from firstlight.planner.memory.prediction import MemoryPrediction
+from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.planner.memory.program import uncompiled, without_compile
-from firstlight.planner.memory.ranks import STATE, copies_of, engine_of, of_one_rank, own_part
+from firstlight.planner.memory.ranks import (
+    STATE,
+    copies_of,
+    engine_of,
+    of_one_rank,
+    own_part,
+    with_peaks,
+)
 from firstlight.planner.memory.recipe import evaluation_job, run_jobs, training_job
 from firstlight.planner.plan.machine import Machine, facts_of, with_changes
 from firstlight.planner.plan.processes import WorkerProcesses
@@ -73,7 +81,7 @@ class Estimate:
         name, changes: see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
         training, evaluation: predicted memory per device for training, and for an evaluation with
-            its sample texts.
+            its sample texts; see `in_a_run`.
         speed: training speed, predicted for a GPU in the table or timed on this machine; None if
             unknown.
         usable_bytes: memory per device that a run may use, in bytes.
@@ -99,8 +107,19 @@ class Estimate:
     traced: MemoryPrediction | None = field(default=None, repr=False)
 
     @property
+    def phases(self) -> dict[str, PhasePeak]:
+        """Peak of the tensors' bytes in each phase of the run, by name."""
+        found = [prediction.phases for prediction in (self.training, self.evaluation) if prediction]
+        return {name: peak for phases in found for name, peak in phases.items()}
+
+    @property
+    def peak(self) -> tuple[str, PhasePeak]:
+        """The phase with the highest peak, and that peak."""
+        return max(self.phases.items(), key=lambda phase: phase[1].bytes)
+
+    @property
     def needed_bytes(self) -> int:
-        """Bytes per device that training and evaluations need."""
+        """Bytes per device that training, evaluations and saves need."""
         return max((p.total_bytes for p in (self.training, self.evaluation) if p), default=0)
 
     @property
@@ -116,7 +135,8 @@ class Estimate:
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
-        state = 0 if peak is None else sum(peak.parts.get(name, 0) for name in STATE)
+        kept = (*STATE, "checkpoint_copy")
+        state = 0 if peak is None else sum(peak.parts.get(name, 0) for name in kept)
         evaluation = 0 if self.evaluation is None else self.evaluation.total_bytes
         return max(state + self.training.overhead_bytes, evaluation) <= self.usable_bytes
 
@@ -269,10 +289,10 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
         traced = found[1] if compiles and candidate.compiles else found[0]
         on_cpu = machine.target.kind == "cpu"
         training = of_one_rank(found[0], recipe, machine.count, on_cpu=on_cpu)
-        last = found[-1] if candidate.evaluates else None
         evaluation = None
-        if last is not None:
-            evaluation = of_one_rank(last, recipe, machine.count, on_cpu=on_cpu)
+        if candidate.evaluates:
+            evaluation = of_one_rank(found[-1], recipe, machine.count, on_cpu=on_cpu)
+        training, evaluation = in_a_run(training, evaluation, recipe, machine)
     except TrainingError:
         # A worker process failed, which does not mean that the candidate is invalid.
         raise
@@ -287,6 +307,85 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
         is_bound=compiles and not candidate.compiles,
         traced=traced,
     )
+
+
+def in_a_run(
+    training: MemoryPrediction,
+    evaluation: MemoryPrediction | None,
+    recipe: ResolvedRecipe,
+    machine: Machine,
+) -> tuple[MemoryPrediction, MemoryPrediction | None]:
+    """Return the predictions for a step and an evaluation with the memory that a run adds to them.
+    The evaluation also gets the phases "save" and, if checkpoints are averaged, "averaging".
+
+    On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
+    stays allocated after the first save. With a GPU, this copy is in the host's memory.
+
+    Args:
+        training, evaluation: predictions for one process; `evaluation` may be None.
+        recipe: the resolved recipe.
+        machine: the machine to run on.
+    """
+    engine = engine_of(recipe, machine.count)
+    if evaluation is not None and engine.keeps_buckets:
+        # DDP's buckets, which are as large as all gradients, stay allocated between steps.
+        buckets = max(peak.parts.get("gradients", 0) for peak in training.phases.values())
+        evaluation = with_peaks(evaluation, lambda _, peak: _with(peak, gradients=buckets))
+    if machine.target.kind != "cpu":
+        return training, evaluation
+    between = training.phases["forward"] if evaluation is None else evaluation.phases["evaluation"]
+    kept = (*STATE, "communication")
+    state = {name: size for name, size in between.parts.items() if name in kept}
+    copied, gathered = _copied_bytes(state, recipe), 0
+    if engine.updates_itself:
+        # DeepSpeed holds more than is saved. The main process gathers moments, and at stage 3
+        # weights, before they are copied.
+        weights = 4 * count_parameters(meta_model(recipe.model)).total
+        gathered = state.get("optimizer_states", 0) * machine.count
+        copied = weights + gathered
+        if recipe.distributed.zero_stage == 3:
+            gathered += weights
+    elif engine.shards_state:
+        # The main process writes the shards of all processes.
+        copied *= copies_of(recipe, machine.count)
+    # Decided as in `CheckpointSaver`: in the background if the copy fits in half of the memory that
+    # is free at the first save.
+    asynchronous = recipe.checkpoint.asynchronous
+    if asynchronous is None:
+        asynchronous = 2 * copied <= machine.usable_bytes - sum(state.values())
+    if not asynchronous or recipe.checkpoint.sharded:
+        copied = 0
+    every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
+    saves_between = every and (steps is None or every < steps)
+    copy = copied if saves_between else 0
+    training = with_peaks(training, lambda _, peak: _with(peak, checkpoint_copy=copy))
+    if evaluation is None:
+        return training, None
+    phases = {
+        name: _with(peak, checkpoint_copy=copy) for name, peak in evaluation.phases.items()
+    } | {"save": _with(PhasePeak(0, state), checkpoint_copy=copied + gathered)}
+    if recipe.checkpoint.average_last:
+        # The averaged weights are evaluated before they are written; copies of checkpoints no
+        # longer exist then.
+        averaged = 4 * count_parameters(meta_model(recipe.model)).total
+        phases["averaging"] = _with(between, averaged_weights=averaged)
+    return training, with_peaks(dataclasses.replace(evaluation, phases=phases), lambda _, p: p)
+
+
+def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
+    """Return the bytes of a checkpoint's state: weights in fp32, and moments."""
+    weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
+    if recipe.lora is not None:
+        # Only adapters are saved: two moments, and weights that take half as much.
+        return states + states // 2
+    # With master weights, which are among the optimizer's states, the bf16 weights are not saved.
+    return states if recipe.efficiency.precision == "bf16_params" else weights + states
+
+
+def _with(peak: PhasePeak, **more: int) -> PhasePeak:
+    """Return the peak with some of its parts replaced; a part of 0 bytes is left unchanged."""
+    parts = peak.parts | {name: size for name, size in more.items() if size}
+    return PhasePeak(sum(parts.values()), parts)
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:

@@ -107,8 +107,8 @@ def in_words(one: Estimate) -> str:
     phase = ""
     if one.training is not None:
         is_training = one.training.total_bytes == one.needed_bytes
-        where = f"the {one.training.phase}" if is_training else "an evaluation"
-        phase = f", at its peak in {where}"
+        where = one.training.phase if is_training else _between_steps(one)
+        phase = f", at its peak in {'an' if where == 'evaluation' else 'the'} {where}"
     most = "at most " if one.is_bound else ""
     text = f"{most}{gib(one.needed_bytes)} of {gib(one.usable_bytes)}: {fits}{phase}"
     if one.speed is None or not one.fits:
@@ -116,11 +116,17 @@ def in_words(one: Estimate) -> str:
     return f"{text}; {speed(one.speed.tokens_per_second)}, MFU {one.speed.mfu.expected:.0%}"
 
 
+def _between_steps(one: Estimate) -> str:
+    """Return "save" or "averaging" if that takes more memory than evaluations, or "evaluation"."""
+    phase = "" if one.evaluation is None else one.evaluation.phase
+    return phase if phase in ("save", "averaging") else "evaluation"
+
+
 def memory_table(one: Estimate) -> Table:
-    """Return a table of memory by part, for training and evaluation."""
+    """Return a table of memory by part, for training and for the largest phase between steps."""
     columns = [
         (name, p)
-        for name, p in (("training", one.training), ("evaluation", one.evaluation))
+        for name, p in (("training", one.training), (_between_steps(one), one.evaluation))
         if p is not None
     ]
     rows: Table = [("memory", *(name for name, _ in columns))]
