@@ -218,12 +218,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inner = _implementation(func) if isinstance(func, OpOverload) else None
         if inner is not None:
             return self._trace_inside(inner, args, kwargs)
-        result = func(*args, **kwargs)
+        if func is _aten.add.Tensor and self._is_sum_of_gradients(args):
+            result = args[0].add_(args[1])
+        else:
+            result = func(*args, **kwargs)
         self._follow_recomputation()
         self._count(func, args, kwargs, result)
         for tensor in _tensors_in(result):
             self._storage_for(tensor)
         return result
+
+    def _is_sum_of_gradients(self, args: tuple[Any, ...]) -> bool:
+        """Return True if autograd adds the gradients of a weight that is used twice, such as an
+        embedding that is also the head. It adds them in place, but not those of fake tensors."""
+        if not self._phase.startswith("backward") or torch.is_grad_enabled():
+            return False
+        node = torch._C._current_autograd_node()
+        edges = () if node is None else node.next_functions
+        weights = (getattr(edge, "variable", None) for edge, _ in edges)
+        shapes = {one.shape for one in weights if one is not None}
+        return all(isinstance(one, Tensor) and one.shape in shapes for one in args)
 
     def _trace_inside(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
