@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.memory import measured_memory
 from builders import draw_records, say, write_lines, write_texts
 from firstlight.cli.main import main
 from firstlight.data.records import find_records
@@ -42,10 +43,11 @@ from firstlight.models.llama_config import LlamaConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine
-from firstlight.planner.plan.estimate import Estimate
+from firstlight.planner.plan.estimate import Candidate, Estimate, Estimator, estimate
+from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe, parse_recipe
+from firstlight.run_log.names import FORECAST_NAME
 from firstlight.tokenizer import Tokenizer
-from firstlight.training.forecast import Forecast
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_tensors, save_weights
@@ -64,20 +66,18 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
     # To predict a run's memory takes twice as long as these runs do.
-    forecast = Forecast(2**20, "backward", {}, None)
-    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
+    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
 
 @pytest.fixture
 def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     """The folder of a tiny model."""
-    config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=320,
-    )
+    return made_model(tmp_path, tokenizer)
+
+
+def made_model(tmp_path: Path, tokenizer: Tokenizer, **shape: Any) -> Path:
+    own = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 320, **shape}
+    config = LlamaConfig(vocab_size=tokenizer.vocab_size, num_attention_heads=2, **own)
     made = empty_model(config)
     made.init_weights(torch.Generator().manual_seed(0), InitConfig())
     folder = tmp_path / "model"
@@ -115,7 +115,7 @@ def test_fine_tuning_teaches_model_to_answer(
     told = capfd.readouterr().err.splitlines()
     before = next(number for number, line in enumerate(told) if line.startswith("step "))
     assert before <= 25
-    assert any(line.startswith("method: all weights (needs ") for line in told[:before])
+    assert any(line.startswith("method: all weights (fits into ") for line in told[:before])
     lost = [line for line in told[:before] if line.startswith(("left out: ", "1 of 62 records"))]
     assert len(lost) == 2
     lists = "runs/chats/rejected.jsonl, runs/chats/too-long.txt"
@@ -319,8 +319,12 @@ def test_fine_tuning_meaningless_options_fail(
 
 
 def test_fine_tuning_plan_shows_settings_and_writes_nothing(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(machine_module, "estimate", estimate)
     folder = tmp_path / "mixed"
     folder.mkdir()
     (tmp_path / "splits").mkdir()
@@ -358,6 +362,42 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_fine_tuning_plan_and_run_predict_measured_memory(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
+) -> None:
+    monkeypatch.setattr(machine_module, "estimate", estimate)
+    large = made_model(
+        tmp_path, tokenizer, hidden_size=256, num_hidden_layers=2, tie_word_embeddings=True
+    )
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
+    own = {
+        "checkpoint.asynchronous": asynchronous,
+        "checkpoint.every_steps": 1,
+        "evaluation.max_rows": 1,
+        "evaluation.sample_prompts": [],
+        "batch.micro_batch_size": 1,
+        "batch.global_batch_tokens": 640,
+        "efficiency.precision": "fp32",
+    }
+    options = [word for key, value in own.items() for word in (f"--{key}", str(value).lower())]
+    arguments = ["train", str(chats), "--init-from", str(large), "--steps", "2", *options]
+    assert main([*arguments, "--plan-only", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory_bytes"]
+    with measured_memory() as measured:
+        run = tuned(chats, large, overrides=own)
+    found = json.loads((run.run_folder / FORECAST_NAME).read_text())["predicted"]
+    assert found["peak_bytes"] == planned
+    assert ("checkpoint_copy" in found["parts"]) is asynchronous
+    resolved = resolve_for(load_recipe(run.run_folder / "recipe.yaml"), machine := find_machine())
+    assert Estimator().estimate(Candidate(resolved, machine)).needed_bytes == planned
+    assert planned == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", ["conversations", "texts"])
 def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
     tmp_path: Path,
@@ -367,7 +407,6 @@ def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
     kind: str,
 ) -> None:
     monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 10.0)
-    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
     if kind == "texts":
         inputs = write_texts(tmp_path / "texts")
     else:
@@ -387,19 +426,13 @@ def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
 
 
 def test_fine_tuning_plan_counts_conversations_longer_than_context(
-    tmp_path: Path,
-    model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model sees 320 tokens, and the long conversations have 2,739 each."""
     words = "one two three four " * 200
     long = [{"messages": say(f"question {number}", words)} for number in range(20)]
     mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
     plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
-
-    # How much memory the runs would take is not asked here.
-    monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
     def planned(*options: str) -> str:
         assert main([*plan, *options]) == 0

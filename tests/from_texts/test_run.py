@@ -50,13 +50,11 @@ from firstlight.planner.advise import defaults
 from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, TextFacts
 from firstlight.planner.plan import machine as planned_machine
-from firstlight.planner.plan.automatic import forecast_run
 from firstlight.planner.plan.estimate import Estimate, estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.recipe import load_recipe
 from firstlight.run_log.names import FORECAST_NAME
 from firstlight.run_log.reader import read_json_lines
-from firstlight.training.forecast import Forecast
 from firstlight.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -78,13 +76,6 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(speed_module, "new_model_speed", facts)
     # To predict a run's memory takes twice as long as these runs do.
-    forecast = Forecast(2**20, "backward", {}, None)
-    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
-
-
-@pytest.fixture
-def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans whose run fits without being traced."""
     monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
 
@@ -114,7 +105,7 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
     texts = write_texts(tmp_path / "my texts")
     steps: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(machine_module, "forecast_run", forecast_run)
+        patch.setattr(machine_module, "estimate", estimate)
         run = trained(texts, on_step=lambda record: steps.append(record["step"]))
     assert steps == [1, 2, 3]
     model = load_recipe(run.run_folder / "recipe.yaml").model
@@ -804,7 +795,6 @@ def test_plan_only_memory_matches_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert expected == pytest.approx(needed, rel=0.05)
 
 
-@pytest.mark.usefixtures("known_memory")
 def test_plan_only_table_shows_given_keys_and_model_parameters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -829,7 +819,6 @@ def test_plan_only_table_shows_given_keys_and_model_parameters(
     assert any(f"{rounded(run.choices.parameters)} parameters" in line for line in lines)
 
 
-@pytest.mark.usefixtures("known_memory")
 def test_plan_only_uses_device_and_optimizer_of_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -845,7 +834,6 @@ def test_plan_only_uses_device_and_optimizer_of_run(
     )
 
 
-@pytest.mark.usefixtures("known_memory")
 @pytest.mark.parametrize("unusual", [False, True])
 def test_plan_only_reports_unusual_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], unusual: bool

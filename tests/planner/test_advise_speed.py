@@ -20,10 +20,11 @@ from firstlight.planner.advise import speed as speed_module
 from firstlight.planner.advise.law import Hardness, Length, MachineFacts, ModelSize, TextFacts
 from firstlight.planner.advise.speed import _speed_recipe, new_model_speed
 from firstlight.planner.memory import recipe as recipes
+from firstlight.planner.memory.prediction import PhasePeak
+from firstlight.planner.plan.estimate import Estimate
 from firstlight.planner.plan.machine import Machine, find_machine, resolve_for
 from firstlight.planner.speed.throughput import StepTime
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
-from firstlight.training.forecast import Forecast
 
 H100 = find_machine("H100")
 GIB = 1 << 30
@@ -151,8 +152,9 @@ def test_new_model_speed_missing_device_is_named() -> None:
 def test_forecast_uses_speed_that_run_was_planned_with(
     monkeypatch: pytest.MonkeyPatch, seconds: float, gain: float
 ) -> None:
-    planned = Forecast(GIB, "backward", {}, (150e3, 200e3, 250e3))
-    monkeypatch.setattr(machine_module, "forecast_run", lambda *_: planned)
+    memory = Mock(phases={"backward": PhasePeak(GIB, {})}, total_bytes=GIB)
+    planned = Estimate("", {}, Mock(), training=memory, usable_bytes=GIB)
+    monkeypatch.setattr(machine_module, "estimate", lambda *_: planned)
     speed = MachineFacts("H100", "cuda", [(1e3, 300e3), (1e13, 300e3)], 70 * GIB, "measured here")
     speed = replace(speed, compiler=H100.compiler)
     choices = choose(
@@ -160,10 +162,9 @@ def test_forecast_uses_speed_that_run_was_planned_with(
     )
     assert choices["efficiency.compile"] is (gain > 1)
     assert choices["efficiency.compile_regional"] is (gain == 1.8)
-    values = choices.values
-    values["data"] |= {"dir": "unused"}
     plan = Mock(request=Request(("texts",)), choices=choices, machine=H100, speed=speed)
-    found = fitted_recipe(plan, values, lambda: Length(seconds))
+    plan.configure_mock(data={"dir": "unused"}, prompts=[], start=None)
+    found = fitted_recipe(plan, length=lambda: Length(seconds))
     assert found.forecast is not None
     assert found.forecast.tokens_per_second is not None
     assert found.forecast.tokens_per_second[1] == pytest.approx(gain * 300e3)

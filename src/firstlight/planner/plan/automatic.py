@@ -48,7 +48,7 @@ def forecast_run(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> 
 
 def forecast_from(found: Estimate) -> Forecast | None:
     """Return an estimate as a run's forecast, or None if its memory is unknown."""
-    if found.problem:
+    if not found.phases:
         return None
     phase, peak = found.peak
     rate = found.tokens_per_second
