@@ -389,7 +389,7 @@ def test_schedule_decay_from_peak_matches_build_nanogpt_at_every_step() -> None:
     assert [plain.lr_scale(step) for step in range(715, 19073)] == [
         found.lr_scale(step + 1) for step in range(715, 19073)
     ]
-    assert found.in_words(6e-4) == "then down to 6e-05 at step 19,074"
+    assert found.in_words(6e-4) == "then down to 6e-05 after the last step"
 
 
 def test_schedule_minimum_accepts_ratio_or_value() -> None:
@@ -476,7 +476,8 @@ def test_constant_schedule_below_peak_warns_about_peak_not_decay() -> None:
     assert told("constant", 10) == "then constant"
     assert Schedule(10, 10, 10, 1.0, "constant").lr_scale(9) == 1
     assert told("constant", 11) == (
-        "so long that the learning rate never reaches its peak: set schedule.warmup_steps lower"
+        "a warm-up so long that the learning rate never reaches its peak: set "
+        "schedule.warmup_steps lower"
     )
     assert "never falls" in told("cosine", 10)
 
@@ -488,8 +489,11 @@ def test_schedule_with_initial_learning_rate_warns_with_shifted_steps() -> None:
 
     assert told("constant", 9) == "then constant"
     assert "never reaches its peak" in told("constant", 10)
-    assert told("linear", 8) == "then linearly down to 0.0001 at step 11"
+    assert told("linear", 8) == "then linearly down to 0.0001 after the last step"
     assert "never falls" in told("linear", 9)
+    assert Schedule(1, 0, 1, 0.0, decay_starts_at_peak=True).in_words(1e-3) == (
+        "too few steps for the learning rate to fall"
+    )
 
 
 @given(start=st.integers(1, 9), parts=st.integers(1, 40), ramp=st.integers(0, 60), step=st.data())

@@ -404,7 +404,9 @@ def test_train_prints_schedule_and_parameter_groups(
     )
     train(longer, progress=True)
     told = " ".join(capsys.readouterr().err.split())
-    assert "warm-up of 2 steps to 0.001, so long that the learning rate never falls" in told
+    assert (
+        "warm-up of 2 steps to 0.001, a warm-up so long that the learning rate never falls" in told
+    )
     # Embedding, head, and 7 matrices of 2 layers; 5 norms.
     assert "optimizer adamw tensors parameters rate decay embeddings 1 " in told
     assert re.search(r"matrices 14 [\d,]+ 0\.001 0\.1 norms and biases 5 160 0\.001 0 ", told)

@@ -16,6 +16,7 @@ from typing import Any
 from firstlight.console import rounded
 from firstlight.errors import ConfigError
 from firstlight.from_texts.plan import (
+    LAST_STEP_LEARNS,
     STATE_BYTES,
     Choice,
     Choices,
@@ -320,11 +321,8 @@ def _uses_muon(fixed: Mapping[str, Any]) -> bool:
 
 def _layout(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return `defaults.LAYOUT` without the keys that conflict with the user's optimizer and
-    schedule."""
-    kind = fixed.get("schedule.kind", "wsd")
-    unfit = {"schedule.decay_fraction"} if kind != "wsd" else set[str]()
-    if kind == "constant":
-        unfit.add("schedule.min_lr_ratio")
+    embeddings."""
+    unfit = set[str]()
     if not _uses_muon(fixed):
         unfit |= {key for key in defaults.LAYOUT if key.startswith("optimizer.")}
     if fixed.get("model.tie_word_embeddings"):
@@ -372,12 +370,12 @@ def _length_choices(
         passes = f"{run.tokens:,} tokens, {epochs:.2g} epochs"
         yield Choice("schedule.max_steps", run.steps, passes)
     yield run.warmup(2)
-    if "schedule.decay_fraction" in schedule:
-        # Warm-up and decay must fit in the run.
-        rising = fixed.get("schedule.warmup_ratio", 0.0)
-        schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
+    # Warm-up and decay must fit in the run.
+    rising = fixed.get("schedule.warmup_ratio", 0.0)
+    schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
+    yield LAST_STEP_LEARNS
     decay = defaults.WEIGHT_DECAY
     reason = f"{epochs:.2g} epochs: little is memorised"
     if epochs > defaults.GOOD_EPOCHS:

@@ -40,6 +40,10 @@ class Choice:
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
+#: Choice for the decay to reach its minimum one step after the last, so that this step learns, too.
+LAST_STEP_LEARNS = Choice("schedule.decay_starts_at_peak", True, "")
+
+
 @dataclass(frozen=True)
 class Choices:
     """All chosen settings of a run, and its expected results.
@@ -194,10 +198,13 @@ def compile_ways(
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     """Return True if the user sets an alternative to `key`, such as warmup_ratio for
-    warmup_steps."""
-    from firstlight.optim.schedule import ALTERNATIVES
+    warmup_steps, or a kind of schedule to which it does not apply."""
+    from firstlight.optim.schedule import ALTERNATIVES, KINDS_OF_KEYS
 
     section, _, name = key.partition(".")
+    kind = fixed.get("schedule.kind", "wsd")
+    if section == "schedule" and kind not in KINDS_OF_KEYS.get(name, (kind,)):
+        return True
     groups = [keys for keys, _ in ALTERNATIVES if section == "schedule" and name in keys]
     return any(f"schedule.{one}" in fixed for keys in groups for one in keys if one != name)
 

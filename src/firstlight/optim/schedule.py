@@ -77,18 +77,26 @@ class Schedule:
             if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
-                "so long that the learning rate never reaches its peak: set schedule.warmup_steps "
-                "lower"
+                "a warm-up so long that the learning rate never reaches its peak: set "
+                "schedule.warmup_steps lower"
             )
         if self.warmup_steps + late >= self.max_steps:
-            return "so long that the learning rate never falls: set schedule.warmup_steps lower"
+            if self.warmup_steps <= 1:
+                return "too few steps for the learning rate to fall"
+            return (
+                "a warm-up so long that the learning rate never falls: set schedule.warmup_steps "
+                "lower"
+            )
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
         # In an open schedule these steps follow from the predicted number of steps.
         about = "about " if self.is_open else ""
         end, begin = self.decay_steps + late, self.decay_begin + late
-        lowest = f"down to {peak * self.min_lr_ratio:.4g} at {about}step {end:,}"
+        at_end = f"at {about}step {end:,}"
+        if end == self.max_steps + 1:
+            at_end = "after the last step"
+        lowest = f"down to {peak * self.min_lr_ratio:.4g} {at_end}"
         if self.kind == "wsd":
             return f"stable to {about}step {begin:,}, then {lowest} ({self.decay_shape})"
         stable = f"stable to step {begin:,}, " if self.cooldown_steps else ""
@@ -203,7 +211,7 @@ ALTERNATIVES = (
 )
 
 #: Key that applies only to some kinds -> those kinds.
-_KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
+KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_tokens": ("cosine", "linear", "wsd"),
     "decay_starts_at_peak": ("cosine", "linear", "wsd"),
@@ -312,7 +320,7 @@ class ScheduleConfig(Section):
                 )
         if self.max_minutes is not None:
             self._require_open_length()
-        for key, kinds in _KINDS_OF_KEYS.items():
+        for key, kinds in KINDS_OF_KEYS.items():
             if getattr(self, key) is not None and self.kind not in kinds:
                 raise ValueError(
                     f"{key} applies only to kind {' or '.join(kinds)}, not {self.kind}: set it to "
