@@ -173,6 +173,17 @@ def test_peft_notes_count_adapters_that_peft_would_drop(name: str, lost: list[st
     assert peft_notes(adapted(some_model(name), disturbed=False, targets=of_attention)) == []
 
 
+def test_peft_notes_name_module_with_buffer_that_adapters_do_not_contain() -> None:
+    model = adapted(some_model("deepseek_v3"), targets=["o_proj"], modules_to_save=["mlp"])
+    (note,) = peft_notes(model)
+    assert note.startswith(
+        "PEFT does not load model.layers.1.mlp.gate, because adapters do not contain its "
+        "e_score_correction_bias: "
+    )
+    model = adapted(some_model("deepseek_v3"), targets=["o_proj"], modules_to_save=["experts"])
+    assert peft_notes(model) == []
+
+
 def test_lora_target_matches_end_of_module_name() -> None:
     model = adapted(some_model("gpt2"), targets=["mlp.c_proj", "transformer.h.1.attn.c_attn"])
     assert {n.rpartition(".")[0] for n in lora_parameters(model)} == {

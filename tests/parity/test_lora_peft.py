@@ -27,6 +27,7 @@ from firstlight.lora.loading import load_model
 from firstlight.models import (
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     Model,
     ModelConfig,
@@ -55,6 +56,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "qwen2": LlamaConfig(**_SIZES, model_type="qwen2", tie_word_embeddings=True),
     "gpt_neox": GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": 4}, partial_rotary_factor=0.5),
     "nanochat": NanoChatConfig(**_SIZES),
+    "gpt_oss": GptOssConfig(**_SIZES, num_experts=3),
 }
 TARGETS: dict[str, list[list[str] | str]] = {
     "gpt2": ["all-linear", ["c_attn"], ["attn.c_proj", "h.1.mlp.c_fc"]],
@@ -392,6 +394,16 @@ def test_lora_adapter_with_additional_modules_has_equal_logits_in_peft(
     torch.testing.assert_close(by_transformers, logits(own), rtol=1e-5, atol=1e-5)
     merged = logits(load_model(tmp_path / "adapter").model)
     torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
+
+
+def test_lora_module_with_parameters_and_inner_modules_is_loaded_by_peft(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base", "gpt_oss")
+    config = LoraConfig(rank=3, targets=["lm_head"], modules_to_save=["self_attn"])
+    own = adapted(base, config)
+    disturb({n: p for n, p in own.named_parameters() if p.requires_grad})
+    save_adapter(tmp_path / "adapter", own, config, str(base))
+    theirs = peft.PeftModel.from_pretrained(theirs_of(base), tmp_path / "adapter")
+    torch.testing.assert_close(logits(own), logits(theirs), rtol=1e-5, atol=1e-5)
 
 
 def test_peft_adapter_training_can_continue(tmp_path: Path) -> None:

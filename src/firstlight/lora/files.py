@@ -652,7 +652,7 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """Return a message about adapters of the model that PEFT can't load: one line, or none."""
+    """Return messages about adapters of the model that PEFT can't load, one line each."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")
@@ -661,14 +661,26 @@ def peft_notes(model: Model) -> list[str]:
             f"PEFT knows the head of {model.config.model_type} as {head} and does not find its "
             "adapter: for PEFT, merge with `firstlight convert RUN --to hf`"
         ]
+    merge = "or merge with `firstlight convert RUN --to hf`"
+    notes = []
+    buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    for module in modules_in_full(model):
+        own = [name for name in sorted(buffers) if name.startswith(f"{module}.")]
+        if own:
+            short = module.rpartition(".")[2]
+            notes.append(
+                f"PEFT does not load {module}, because adapters do not contain its "
+                f"{own[0].rpartition('.')[2]}: for PEFT, name modules without {short} in "
+                f"lora.modules_to_save, {merge}"
+            )
+            break
     lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
-    if not lost or not model.config.expert_count:
-        return []
-    return [
-        f"PEFT 0.21 does not load the adapters of {len(lost)} layers beside experts "
-        f"({', '.join(_TAKEN_FOR_EXPERTS)}): for PEFT, leave them out of lora.targets, or merge "
-        "with `firstlight convert RUN --to hf`"
-    ]
+    if lost and model.config.expert_count:
+        notes.append(
+            f"PEFT 0.21 does not load the adapters of {len(lost)} layers beside experts "
+            f"({', '.join(_TAKEN_FOR_EXPERTS)}): for PEFT, leave them out of lora.targets, {merge}"
+        )
+    return notes
 
 
 def base_name(given: str | Path, folder: Path) -> str:

@@ -593,10 +593,12 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def modules_in_full(model: nn.Module) -> list[str]:
-    """Return the names of the modules that are trained in full beside the adapters."""
+    """Return the names of the modules that are trained in full beside the adapters. PEFT can't load
+    a module inside another one, so only the outer one is named."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
+    names = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
+    return [n for n in names if not any(n.startswith(f"{outer}.") for outer in names)]
 
 
 def merge_lora(model: Model) -> None:
