@@ -181,9 +181,10 @@ def rounded(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Format a number with its noun: '2 shards' for 2 and "shard"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: float, noun: str, form: str = ",") -> str:
+    """Format a number with its noun: '2 shards' for 2 and "shard", in the format `form`."""
+    text = f"{count:{form}}"
+    return f"{text} {noun}{'' if text == '1' else 's'}"
 
 
 def time_text(seconds: float) -> str:

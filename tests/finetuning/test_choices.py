@@ -220,8 +220,27 @@ def test_conversations_for_an_adapter_without_tokenizer_use_that_of_its_base(
         (adapter / name).write_text(text, encoding="utf-8")
     save_tensors(adapter_tensors(adapted), adapter / ADAPTER_WEIGHTS_NAME)
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(20))
-    request = Request([str(chats)], init_from=str(adapter))
-    assert FineTuning(request, lambda _: None, progress=False).content_key
+    request = Request([str(chats)], steps=1, init_from=str(adapter))
+    (method,) = (
+        line
+        for line in FineTuning(request, lambda _: None, progress=False).plan(request).lines()
+        if line.startswith("method: ")
+    )
+    assert method.endswith(
+        "; the adapter of the starting model is merged first (--lora.rank N trains the adapter "
+        "itself))"
+    )
+
+
+def test_fine_tuning_without_held_out_conversations_reports_it_once(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", draw_records(20))
+    own = {"data.val_fraction": 0, "evaluation.sample_prompts": []}
+    tuned(chats, model, steps=1, overrides=own, progress=True)
+    told = capfd.readouterr().err
+    assert told.count("no validation split") == 1
+    assert "length: 1 step of " in told
 
 
 def test_train_texts_from_model_continues_pretraining(

@@ -19,7 +19,7 @@ import psutil
 
 from firstlight.cli.options import as_is_option, count_option, grouped, split_arguments, split_paths
 from firstlight.cli.output import end_with, say_findings, show, show_rows, with_json
-from firstlight.console import parse_time, say, time_text
+from firstlight.console import counted, parse_time, say, time_text
 from firstlight.errors import DIVERGED_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _ask(plan: RunPlan) -> float:
 
     say("How long may the run take?")
     for seconds, choices in offers(plan):
-        expected = f"{choices.epochs:.2g} epochs"
+        expected = counted(choices.epochs, "epoch", ".2g")
         if choices.bits_per_byte is not None:
             low, high = choices.bits_per_byte
             expected = f"expected {low:.2f} to {high:.2f} bits per byte"

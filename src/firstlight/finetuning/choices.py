@@ -299,7 +299,7 @@ def _optimizer_choices(
 def _length_choices(
     run: RunFacts, length: Length, epochs: float, data: TuningData
 ) -> Iterator[Choice]:
-    passes = f"{epochs:.2g} epochs"
+    passes = counted(epochs, "epoch", ".2g")
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         yield Choice("schedule.max_minutes", minutes, "training time within the budget")

@@ -470,7 +470,11 @@ class Conversations:
         config = parse_recipe({"data": self.section}, "the chosen recipe", own).data
         self._sources = splits.val or splits.train
         train, self.val = open_splits(
-            config, tell, tokenizer=lambda: resolve_tokenizer(folder), progress=progress
+            config,
+            tell,
+            tokenizer=lambda: resolve_tokenizer(folder),
+            progress=progress,
+            reports_missing=False,  # the run itself reports it
         )
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, train.lengths

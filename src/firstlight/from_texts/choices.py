@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from firstlight.console import rounded
+from firstlight.console import counted, rounded
 from firstlight.errors import ConfigError
 from firstlight.from_texts.plan import (
     LAST_STEP_LEARNS,
@@ -367,7 +367,7 @@ def _length_choices(
             reason = f"at most {most:g} passes over the text: more would help little or overfit"
             yield Choice("schedule.epochs", most, reason)
     else:
-        passes = f"{run.tokens:,} tokens, {epochs:.2g} epochs"
+        passes = f"{run.tokens:,} tokens, {counted(epochs, 'epoch', '.2g')}"
         yield Choice("schedule.max_steps", run.steps, passes)
     yield run.warmup(2)
     # Warm-up and decay must fit in the run.
@@ -377,7 +377,7 @@ def _length_choices(
         yield Choice(key, value, reasons.get(key, ""))
     yield LAST_STEP_LEARNS
     decay = defaults.WEIGHT_DECAY
-    reason = f"{epochs:.2g} epochs: little is memorised"
+    reason = f"{counted(epochs, 'epoch', '.2g')}: little is memorised"
     if epochs > defaults.GOOD_EPOCHS:
         most = (
             defaults.REPEATED_WEIGHT_DECAY if _uses_muon(fixed) else defaults.REPEATED_ADAMW_DECAY
@@ -386,7 +386,7 @@ def _length_choices(
         decay = max(decay, float(f"{most * min(size, 1.0):.2g}"))
         is_more = decay > defaults.WEIGHT_DECAY
         why = "more decay against overfitting" if is_more else "the model is too small to overfit"
-        reason = f"{epochs:.2g} epochs: {why}"
+        reason = f"{counted(epochs, 'epoch', '.2g')}: {why}"
     yield Choice("optimizer.weight_decay", decay, reason)
 
 

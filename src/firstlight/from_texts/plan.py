@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from firstlight.console import gib, plain, rounded, shortened, time_text
+from firstlight.console import counted, gib, plain, rounded, shortened, time_text
 from firstlight.errors import ConfigError
 from firstlight.hardware.compiling import NOT_COMPILED, Compiling
 from firstlight.planner.advise import defaults
@@ -473,8 +473,8 @@ class RunFacts:
         else:
             reason = f"evaluations take {share(parts.loss_seconds)} of the run"
             yield Choice("evaluation.max_rows", parts.rows, reason)
-        texts = "sample text" if parts.samples == 1 else "sample texts"
-        reason = f"{parts.samples} {texts} per evaluation, {share(parts.sample_seconds)} of the run"
+        texts, taken = counted(parts.samples, "sample text"), share(parts.sample_seconds)
+        reason = f"{texts} per evaluation, {taken} of the run"
         yield Choice("evaluation.sample_tokens", parts.sample_tokens, reason)
         every, count = 0, "one checkpoint at the end"
         if parts.saves > 1:
@@ -634,9 +634,11 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if choices.compile_gain > 1:
         origin += f", times {choices.compile_gain:.2f} expected from compiling"
     about = "about " if "schedule.max_minutes" in choices.keys else ""
+    epochs = counted(choices.epochs, "epoch", ".2g")
     yield (
-        f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
-        f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} at "
+        f"length: {about}{counted(choices.steps, 'step')} of "
+        f"{choices['batch.global_batch_tokens']:,} tokens, {epochs} of {data}, "
+        f"{time_text(choices.seconds)} at "
         f"{choices.tokens_per_second:,.0f} tokens/s ({speed.name}, {origin})"
     )
     if speed.is_busy:
@@ -644,7 +646,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends before its {whole} are over, after {choices.epochs:.2g} epochs: more "
+            f"the run ends before its {whole} are over, after {epochs}: more "
             "epochs (--schedule.epochs) would help little or overfit"
         )
 

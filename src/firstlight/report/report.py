@@ -27,7 +27,7 @@ import numpy as np
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from firstlight.console import gib, loss_text, own_version, plain, rounded, visible
+from firstlight.console import counted, gib, loss_text, own_version, plain, rounded, visible
 from firstlight.errors import ConfigError, InputError
 from firstlight.files.atomic import write_file
 from firstlight.report.charts import (
@@ -414,11 +414,12 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
         of = "" if most is None or step >= most else f" of {most:,}"
         return {"state": "diverged", "progress": f"diverged: {step:,}{of} steps"}
     if most is None:
-        return {"state": "", "progress": f"{step:,} steps"}
+        return {"state": "", "progress": counted(step, "step")}
     if step >= most:
         # "complete" is shown in green, but only for runs without findings.
         state = "" if findings else "complete"
-        return {"state": state, "progress": ", ".join([f"complete: {step:,} steps", *kinds])}
+        complete = f"complete: {counted(step, 'step')}"
+        return {"state": state, "progress": ", ".join([complete, *kinds])}
     return {"state": "", "progress": f"step {step:,} of {most:,}"}
 
 
@@ -478,7 +479,7 @@ def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
         note = "" if gzip is None else f"gzip -9: {gzip:.3f} on all validation text"
         cards.append(KeyFigure("bits per byte", loss_text(numbers["bits_per_byte"], 3), "", note))
     if numbers["tokens_seen"] is not None:
-        epochs = "" if numbers["epoch"] is None else f"{numbers['epoch']:.3g} epochs"
+        epochs = "" if numbers["epoch"] is None else counted(numbers["epoch"], "epoch", ".3g")
         cards.append(KeyFigure("tokens seen", rounded(numbers["tokens_seen"]), "", epochs))
     if numbers["tokens_per_second"] is not None:
         rate = rounded(numbers["tokens_per_second"])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from firstlight.checkpoint.manifest import Saved, best_saved
-from firstlight.console import loss_text
+from firstlight.console import counted, loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 
@@ -198,7 +198,7 @@ def _divergence(run: RunRecord) -> Finding | None:
         return None
     text = (
         f"training loss never fell: {loss_text(first)} at the first step, {loss_text(last)} after "
-        f"{run.last_step:,} steps"
+        f"{counted(run.last_step, 'step')}"
     )
     advice = (
         "the learning rate is far too high or too low for this model (optimizer.learning_rate), "

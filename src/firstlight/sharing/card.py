@@ -26,7 +26,7 @@ import numpy as np
 from firstlight.checkpoint.checkpoint import STATE_NAME, load_trainer_state
 from firstlight.checkpoint.manifest import CHECKPOINTS, MANIFEST_NAME, read_manifest
 from firstlight.checkpoint.selection import read_model_folder
-from firstlight.console import compact, gib, loss_text, plain, rounded
+from firstlight.console import compact, counted, gib, loss_text, plain, rounded
 from firstlight.data import shards
 from firstlight.data.remote import is_url
 from firstlight.data.sources import neutral_name, read_sources
@@ -682,7 +682,8 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     yield "steps", f"{facts.step:,}{of}"
     if (tokens := facts.numbers.get("tokens_seen")) is not None:
         epochs = facts.numbers.get("epoch")
-        yield "tokens seen", f"{tokens:,}" + ("" if epochs is None else f" ({epochs:.3g} epochs)")
+        read = "" if epochs is None else f" ({counted(epochs, 'epoch', '.3g')})"
+        yield "tokens seen", f"{tokens:,}{read}"
     for (section, key), name in _RECIPE_ROWS.items():
         values = facts.run.recipe.get(section)
         value = values.get(key) if isinstance(values, dict) else None

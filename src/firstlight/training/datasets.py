@@ -25,6 +25,7 @@ def open_splits(
     *,
     tokenizer: Callable[[], Path] | None = None,
     progress: bool = False,
+    reports_missing: bool = True,
 ) -> tuple[Corpus, Corpus | None]:
     """Open the splits of a recipe's `data` section. Return (training split, validation split or
     None).
@@ -35,6 +36,7 @@ def open_splits(
         tokenizer: function that returns the folder of the tokenizer for `files`, used if the
             section does not name one; None if there is no model to take a tokenizer from.
         progress: show a progress bar while data is downloaded or prepared.
+        reports_missing: report which corpora have no validation split.
 
     Raises:
         DataError: a corpus is missing or damaged, or does not match the others.
@@ -69,7 +71,8 @@ def open_splits(
         for one in train
     ]
     # A message rather than an error, because a corpus may contain only training data.
-    _report_missing(train, held_out, tell)
+    if reports_missing:
+        _report_missing(train, held_out, tell)
     if data.mix is None:
         return train[0], held_out[0]
     parts = whole_weights([entry.weight for entry in data.mix])

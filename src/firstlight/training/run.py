@@ -11,6 +11,7 @@ from typing import Any
 
 from firstlight.checkpoint.checkpoint import Checkpoint, checkpoint_bytes
 from firstlight.checkpoint.run_folder import HeldFolder
+from firstlight.console import counted
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import Batch, TokenLoader
 from firstlight.errors import DataError
@@ -293,7 +294,7 @@ class Run:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
         elif steps > before:
             words = f" instead of {before:,}, to use the time"
-        self.bar.message(f"step {step}: the run will have {steps:,} steps{words}")
+        self.bar.message(f"step {step}: the run will have {counted(steps, 'step')}{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
         """Return the evaluations and saves of the run, each with the duration of its last

@@ -679,8 +679,9 @@ def _describe_start(run: Run) -> Iterator[str]:
             "schedule: no steps (schedule.max_steps 0), the model is evaluated and saved unchanged"
         )
         return
-    epochs = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
-    peak, count = optimizer.learning_rate, f"{schedule.max_steps:,} steps"
+    passes = batch.before(schedule.max_steps) / run.dataset.num_rows(run.seq_len)
+    epochs, warmup = counted(passes, "epoch", ".4g"), counted(schedule.warmup_steps, "step")
+    peak, count = optimizer.learning_rate, counted(schedule.max_steps, "step")
     initial = run.recipe.schedule.initial_learning_rate
     rise = f"to {peak:g}" if initial is None else f"from {initial:g} to {peak:g}"
     if schedule.is_open:
@@ -689,8 +690,7 @@ def _describe_start(run: Run) -> Iterator[str]:
         count = f"about {count} within {time_text(60 * minutes)}"
     yield (
         f"schedule: {count} of {batch.in_words} x {run.seq_len} tokens "
-        f"({epochs:.4g} epochs), warm-up of {counted(schedule.warmup_steps, 'step')} {rise}, "
-        f"{schedule.in_words(peak)}"
+        f"({epochs}), warm-up of {warmup} {rise}, {schedule.in_words(peak)}"
     )
     yield from describe_groups(*_trained(run), optimizer)
 

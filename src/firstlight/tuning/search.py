@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from firstlight.checkpoint.run_folder import held
-from firstlight.console import say
+from firstlight.console import counted, say
 from firstlight.errors import ConfigError, InputError, TrainingError
 from firstlight.files.atomic import make_folder, remove_folder, write_file, write_json
 from firstlight.hardware.device import find_hardware, machine_facts
@@ -426,8 +426,8 @@ def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int
     content = changed_recipe({"run": {}, **content}, {"run.dir": str(folder / "best")})
     head = (
         f"# The best of {count} trials of firstlight tune: {describe(values)}.\n# "
-        f"{study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "
-        "below is that of the full run.\n"
+        f"{study.objective} {best['objective']:.4f} after {counted(best['steps'], 'step')}; the "
+        "schedule below is that of the full run.\n"
     )
     return head + yaml_text(content)
 

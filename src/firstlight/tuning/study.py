@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from firstlight.console import compact
+from firstlight.console import compact, counted
 from firstlight.errors import CheckpointError, InputError, MissingDependencyError
 from firstlight.files.atomic import read_json
 from firstlight.recipe import Recipe, parse_recipe
@@ -242,7 +242,7 @@ def trial_in_words(line: Mapping[str, Any], study: Study) -> str:
     head = f"trial {line['trial']}: {describe(line['values'])}"
     if line["state"] == "failed":
         return f"{head}: failed: {line['message']}"
-    early = f", ended after {line['step']} steps" if line["state"] == "pruned" else ""
+    early = f", ended after {counted(line['step'], 'step')}" if line["state"] == "pruned" else ""
     return f"{head}: {study.objective} {line['objective']:.4f}{early}"
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from firstlight.console import gib
+from firstlight.console import counted, gib
 from firstlight.planner.memory.prediction import PARTS
 from firstlight.planner.plan.estimate import Estimate
 from firstlight.planner.plan.machine import PlannedRun
@@ -71,14 +71,14 @@ def _advice(plan: Plan) -> Iterator[str | Table]:
 def _run(plan: Plan, run: PlannedRun) -> str:
     if not run.schedule.max_steps:
         return "the recipe's run: no steps, the model is evaluated and saved unchanged"
-    read = "" if run.epochs is None else f" ({run.epochs:.3g} epochs)"
+    read = "" if run.epochs is None else f" ({counted(run.epochs, 'epoch', '.3g')})"
     # A run with a time budget has fewer steps than predicted, because evaluations and saves also
     # take time.
     about = "at the predicted speed about " if run.schedule.is_open else ""
+    steps, tokens = counted(run.schedule.max_steps, "step"), count_text(run.tokens)
     text = (
-        f"the recipe's run: {about}{run.schedule.max_steps:,} steps of {run.batch.in_words} "
-        f"sequences, {count_text(run.tokens)} tokens{read}, {run.schedule.warmup_steps:,} warm-up "
-        "steps"
+        f"the recipe's run: {about}{steps} of {run.batch.in_words} sequences, {tokens} "
+        f"tokens{read}, {counted(run.schedule.warmup_steps, 'warm-up step')}"
     )
     if plan.run_seconds is None:
         return text
@@ -220,8 +220,8 @@ def _suggestion(plan: Plan) -> Iterator[str]:
         f"{found.tokens / found.active_parameters:.2g} per {kind}"
     )
     yield (
-        f"    {found.max_steps:,} steps of {found.global_batch_tokens:,} tokens, micro-batches of "
-        f"{estimate.recipe.batch.micro_batch_size} sequences"
+        f"    {counted(found.max_steps, 'step')} of {found.global_batch_tokens:,} tokens, "
+        f"micro-batches of {counted(estimate.recipe.batch.micro_batch_size, 'sequence')}"
     )
     yield f"    {in_words(estimate)}"
     yield f"    {hours(found.seconds)}{_price(plan, found.seconds)}"
@@ -234,7 +234,8 @@ def _suggestion(plan: Plan) -> Iterator[str]:
             "as English prose or source code"
         )
     if found.epochs is not None:
-        yield f"    {found.epochs:.2g} epochs of the prepared text{_limit(plan, found.epochs)}"
+        epochs = counted(found.epochs, "epoch", ".2g")
+        yield f"    {epochs} of the prepared text{_limit(plan, found.epochs)}"
     if plan.replacements:
         yield "    changed values of the recipe:"
     width = max(map(len, plan.replacements), default=0)
