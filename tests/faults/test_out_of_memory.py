@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -325,3 +326,33 @@ def test_out_of_memory_attempt_leaves_no_side_effects(
     memory.runs_out({})
     train(tiny(recipe, tmp_path / "other", 2, **_METHODS[name]))
     assert final(tmp_path / "run") == final(tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("chose_compiling", [True, False])
+def test_failed_compiling_is_left_out_only_if_run_chose_it(
+    recipe: dict[str, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    chose_compiling: bool,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("the compiler\nis broken")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
+    recipe["schedule"] = {"max_steps": 2}
+    recipe["efficiency"] = {"precision": "fp32", "compile": True}
+    if not chose_compiling:
+        with pytest.raises(TrainingError, match=r"^step 1: torch.compile failed \(.*broken\): set"):
+            train(recipe)
+        return
+    result = train(recipe, chose_compiling=True, progress=True)
+    told = capfd.readouterr().err
+    assert re.search("torch.compile failed .*the compiler is broken.*: the run continues", told)
+    plain = recipe | {
+        "efficiency": {"precision": "fp32", "compile": False},
+        "run": recipe["run"] | {"dir": str(tmp_path / "plain")},
+    }
+    assert train(plain).train_loss == result.train_loss
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2

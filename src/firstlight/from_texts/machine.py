@@ -176,6 +176,7 @@ def train_plan(
         on_step=call.on_step if on_step is None else on_step(plan.choices),
         progress=call.progress,
         is_announced=is_told,
+        chose_compiling="efficiency.compile" not in plan.request.fixed,
         forecaster=KnownForecast(fitted.forecast),
         began=call.measured,
     )

@@ -36,7 +36,7 @@ from firstlight.run_log.reader import read_run
 from firstlight.training.checkpoints import RunCheckpoints, write_average
 from firstlight.training.forecast import ForecastComparison, Forecaster
 from firstlight.training.guard import DivergedError
-from firstlight.training.out_of_memory import smaller_micro_batches
+from firstlight.training.out_of_memory import repeated_step, uncompiled_after_failure
 from firstlight.training.processes import (
     Stopping,
     StopRequestedError,
@@ -128,6 +128,7 @@ def train(
     forecaster: Forecaster | None = None,
     began: float | None = None,
     is_announced: bool = False,
+    chose_compiling: bool = False,
 ) -> TrainResult:
     """Train a model according to a recipe.
 
@@ -153,6 +154,8 @@ def train(
             first step.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
+        chose_compiling: True if the user did not choose the recipe's `efficiency.compile`, so that
+            the run continues without torch.compile if it fails; always True for "auto".
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
@@ -186,10 +189,11 @@ def train(
         RunCheckpoints(run) as checkpoints,
         _reported_if_diverged(run),
     ):
+        run.chose_compiling = chose_compiling or recipe.efficiency.compile == "auto"
         begin_run(run, forecaster, comparison, is_announced=is_announced)
         if run.budget is not None and began is not None:
             run.budget.add_used(time.time() - began)
-        with _frozen_objects() as freeze:
+        with _frozen_objects() as freeze, uncompiled_after_failure(run):
             show = _watched(run, comparison, on_step, freeze)
             training_loop(run, checkpoints, stopping, show)
         checkpoints.finish()
@@ -234,8 +238,8 @@ def training_loop(
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
-                while result is None:  # again with smaller micro-batches if memory runs out
-                    with smaller_micro_batches(run), program.stepping(lr_scale):
+                while result is None:  # again with smaller micro-batches, or without compiling
+                    with repeated_step(run), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,
                             program.optimizer,

@@ -1,4 +1,5 @@
-"""Recover from running out of memory by repeating the step with smaller micro-batches."""
+"""Recover from a failed step by repeating it: with smaller micro-batches if memory runs out, and
+without torch.compile if that fails."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from firstlight.training.step import MicroBatchTooLargeError
 
 
 @contextlib.contextmanager
-def smaller_micro_batches(run: Run) -> Iterator[None]:
-    """Run one attempt at a step. If memory runs out, reduce the run's micro-batch size and reset
-    the random states, so that the next attempt draws the same random numbers.
+def repeated_step(run: Run) -> Iterator[None]:
+    """Run one attempt at a step. If memory runs out, reduce the run's micro-batch size; if
+    torch.compile fails in a run that chose it itself, continue without it. Reset the random states,
+    so that the next attempt draws the same random numbers.
 
     Raises:
-        TrainingError: not even a single row fits in memory, or memory ran out during the update.
+        TrainingError: not even a single row fits in memory, memory ran out during the update, or
+            torch.compile failed in a run whose recipe requires it.
     """
     # Saved, because an attempt may draw random numbers for dropout before it fails.
     random = torch_random_states()
@@ -42,6 +45,10 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
     except TrainingError as error:
         raise TrainingError(f"step {step}: {error}") from None
     except (RuntimeError, MemoryError) as error:
+        if any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__):
+            _continue_uncompiled(run, error)
+            restore_torch_random_states(random)
+            return
         # Memory ran out during the update, which may be partly applied: the step can't be repeated.
         if not is_out_of_memory(error):
             raise
@@ -52,6 +59,40 @@ def smaller_micro_batches(run: Run) -> Iterator[None]:
         ) from error
     _halve_micro_batch(run, problem)
     restore_torch_random_states(random)
+
+
+@contextlib.contextmanager
+def uncompiled_after_failure(run: Run) -> Iterator[None]:
+    """Use torch.compile again on exit if the run could not (see `repeated_step`)."""
+    chose_compiling = run.chose_compiling
+    try:
+        yield
+    finally:
+        if run.chose_compiling != chose_compiling:
+            torch.compiler.set_stance("default")
+
+
+def _continue_uncompiled(run: Run, error: Exception) -> None:
+    """Run the rest of this call without torch.compile, which has failed.
+
+    Raises:
+        TrainingError: the user chose to compile, or the step can't be repeated.
+    """
+    problem = _short(str(error).split("\n\n")[0])  # without torch's advice on its variables
+    # Other processes may be waiting for this one's gradients.
+    can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
+    if not (run.chose_compiling and can_repeat):
+        raise TrainingError(
+            f"step {run.state.step}: torch.compile failed ({problem}): set efficiency.compile to "
+            "false"
+        ) from error
+    run.tell(
+        f"torch.compile failed ({problem}): the run continues without it (to resume the run, add "
+        "--efficiency.compile false)"
+    )
+    torch.compiler.set_stance("force_eager")
+    run.chose_compiling = False
+    run.program.forget_statistics()
 
 
 def _halve_micro_batch(run: Run, problem: str) -> None:

@@ -82,6 +82,7 @@ class Run:
         times: durations of the loop's steps, evaluations and saves.
         budget: the time budget, or None for runs without one.
         generation: content of generation_config.json of the model from which the run started.
+        chose_compiling: see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
         schedule: learning-rate schedule of the whole run.
@@ -114,6 +115,7 @@ class Run:
     times: LoopTimes = field(default_factory=LoopTimes)
     budget: TimeBudget | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    chose_compiling: bool = False
 
     def __post_init__(self) -> None:
         recipe = self.recipe
