@@ -179,9 +179,34 @@ def test_prepare_chat_lost_reasoning_raises_with_line(tmp_path: Path, qwen: Toke
     with pytest.raises(DataError) as caught:
         prepare_chat([path], qwen, tmp_path / "out")
     assert str(caught.value).startswith(
-        f"{path}:2: the chat template omits reasoning (message 2): 'hm' (on_bad skip"
+        f"{path}:2: the chat template omits reasoning (message 2): 'hm' (--data.on_bad skip,"
     )
     assert "keep trains on the rest" in str(caught.value)
+
+
+def test_prepare_chat_lost_tools_names_template_with_tools_that_learns_calls(
+    tmp_path: Path, qwen: Tokenizer
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", _SPELLINGS[:1])
+    with pytest.raises(DataError, match="the built-in template hermes includes tools"):
+        prepare_chat([path], qwen, tmp_path / "out", template="chatml")
+    options = ChatOptions(val_fraction=0)
+    prepare_chat([path], qwen, tmp_path / "out", template="hermes", options=options)
+    ((text, learned),) = examples(tmp_path / "out", qwen)
+    assert "<tools>\n" in text
+    assert "\n<tool_response>\nhere\n</tool_response><|im_end|>\n" in text
+    assert learned.count("<|im_end|>") == 2
+    assert '{"name": "find", "arguments": {"city": "Rome"}}\n</tool_call>' in learned
+    assert learned.endswith("Here.<|im_end|>")
+    prepare_chat(
+        [write_lines(tmp_path / "b.jsonl", [{"messages": say("a", "b")}])],
+        qwen,
+        tmp_path / "plain",
+        template="hermes",
+        options=options,
+    )
+    ((text, _),) = examples(tmp_path / "plain", qwen)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
 
 
 def test_prepare_chat_on_bad_counts_lost_reasoning_with_first_line(
@@ -192,7 +217,7 @@ def test_prepare_chat_on_bad_counts_lost_reasoning_with_first_line(
     manifest = prepare_chat([path], qwen, tmp_path / "skip", options=options)
     assert manifest["documents"]["rejected"] == {"lost_thoughts": 2}
     only = write_lines(tmp_path / "b.jsonl", _LOSSY[1:])
-    with pytest.raises(InputError, match="on_bad keep trains on the rest of such records"):
+    with pytest.raises(InputError, match=r"data\.on_bad keep, .* trains on the rest"):
         prepare_chat([only], qwen, tmp_path / "none", options=options)
     options = ChatOptions(on_bad="keep", val_fraction=0)
     manifest = prepare_chat([path], qwen, tmp_path / "keep", options=options)

@@ -267,7 +267,9 @@ def test_prepare_chat_bad_record_raises_with_file_and_line(
     lines = write_lines(tmp_path / "a.jsonl", [GOOD, GOOD, {"messages": say("a")}])
     with pytest.raises(DataError, match=r"a\.jsonl:3: there is no assistant message") as caught:
         prepare_chat([lines], chatml, tmp_path / "out")
-    assert "on_bad skip drops such records" in str(caught.value)
+    assert "(--data.on_bad skip, or --on-bad skip of prepare, drops such records)" in str(
+        caught.value
+    )
     assert not (tmp_path / "out").exists()
     whole = tmp_path / "b.json"
     whole.write_text(json.dumps([GOOD, {"messages": say("a", " ")}]))

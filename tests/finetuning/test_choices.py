@@ -49,6 +49,7 @@ from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.run_log.names import FORECAST_NAME
 from firstlight.tokenizer import Tokenizer
+from firstlight.tokenizer.chat_template import required_tokens
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_tensors, save_weights
@@ -230,6 +231,22 @@ def test_conversations_for_an_adapter_without_tokenizer_use_that_of_its_base(
         "; the adapter of the starting model is merged first (--lora.rank N trains the adapter "
         "itself))"
     )
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_fine_tuning_template_for_chatml_tokens_follows_tools_of_conversations(
+    tmp_path: Path, tokenizer: Tokenizer, tools: bool
+) -> None:
+    extended = tokenizer.extended(required_tokens("chatml"))
+    start = made_model(tmp_path, extended)
+    records = draw_records(20)
+    if tools:
+        records = [one | {"tools": [{"name": "look", "description": "Looks."}]} for one in records]
+    chats = write_lines(tmp_path / "chats.jsonl", records)
+    request = Request([str(chats)], steps=1, init_from=str(start))
+    work = FineTuning(request, lambda _: None, progress=False)
+    assert work._chats is not None
+    assert work._chats.section["template"] == ("hermes" if tools else "chatml")
 
 
 def test_fine_tuning_without_held_out_conversations_reports_it_once(

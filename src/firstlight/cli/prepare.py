@@ -83,8 +83,8 @@ _OF_TEXT = {
 @click.option(
     "--template",
     metavar="NAME",
-    help="With --kind chat: chatml, llama2, llama3, alpaca or a .jinja file.  [default: the "
-    "tokenizer's]",
+    help="With --kind chat: chatml, hermes, llama2, llama3, alpaca or a .jinja file.  [default: "
+    "the tokenizer's]",
 )
 @click.option(
     "--format",

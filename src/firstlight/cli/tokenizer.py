@@ -138,7 +138,7 @@ class _ManyTokens(click.Command):
 @click.option(
     "--chat-template",
     metavar="NAME",
-    help="Chat template: chatml, llama2, llama3, alpaca or a file.",
+    help="Chat template: chatml, hermes, llama2, llama3, alpaca or a file.",
 )
 @out_option
 @with_json

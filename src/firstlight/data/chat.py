@@ -61,11 +61,16 @@ from firstlight.tokenizer.chat_labels import (
     require_end,
     with_chat_template,
 )
+from firstlight.tokenizer.chat_template import required_tokens
 from firstlight.tokenizer.messages import LOST, normalize_message, template_options
 
 #: Number of tokens per shard. Shards are smaller than for text, because the loss mask is kept in
 #: memory.
 _SHARD_TOKENS = 10_000_000
+
+
+#: Option that sets the treatment of bad records, in training and for `firstlight prepare`.
+_ON_BAD = "--data.on_bad {0}, or --on-bad {0} of prepare,"
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,8 @@ def prepare_chat(
         out: the folder to write.
         val_inputs: inputs for validation. If any are given, no part of `inputs` is held out, and
             conversations with the same questions are excluded from training.
-        template: chat template: "chatml", "llama2", "llama3", "alpaca" or a .jinja file; None uses
-            the tokenizer's template.
+        template: chat template: "chatml", "hermes", "llama2", "llama3", "alpaca" or a .jinja file;
+            None uses the tokenizer's template.
         options: see `ChatOptions`.
         overwrite: True to replace `out` if it is a prepared folder.
         progress: show a progress bar on stderr.
@@ -233,9 +238,9 @@ class _ChatPreparation:
                 yield record, conversations, examples
             except BadRecordError as error:
                 if self._options.on_bad != "skip":
-                    advice = "on_bad skip drops such records"
+                    advice = f"{_ON_BAD.format('skip')} drops such records"
                     if error.reason in LOST:
-                        advice += ", keep trains on the rest; another template may include it"
+                        advice += f", keep trains on the rest; {self._other_template(error.reason)}"
                     raise DataError(f"{record.place}: {error} ({advice})") from error
                 self._writer.reject(record, error)
 
@@ -335,13 +340,26 @@ class _ChatPreparation:
         if self._warning is None:
             self._warning = require_end(chat.ids, chat.loss_mask, self._tokenizer) or ""
 
+    def _other_template(self, *reasons: str) -> str:
+        """Return advice on a template that includes the texts that this one omits.
+
+        Args:
+            reasons: keys of `LOST`.
+        """
+        known = self._tokenizer.special_tokens
+        is_chatml = all(token in known for token in required_tokens("hermes"))
+        if is_chatml and {"lost_tools", "lost_calls", "lost_results"}.intersection(reasons):
+            return "the built-in template hermes includes tools"
+        return "another template may include it"
+
     def _require_examples(self) -> None:
         if not self._documents("train"):
             found = "the inputs contain no records"
             if self._writer.rejected:
                 found = f"{self._writer.rejections(REASONS)}; first: {self._writer.first_rejected}"
-            if LOST.keys() & self._writer.rejected.keys():
-                found += " (on_bad keep trains on the rest of such records)"
+            if lost := LOST.keys() & self._writer.rejected.keys():
+                found += f" ({_ON_BAD.format('keep')} trains on the rest of such records; "
+                found += f"{self._other_template(*lost)})"
             raise InputError(f"there is no conversation to train on: {found}")
         if self._own_val and not self._documents("val"):
             raise InputError(

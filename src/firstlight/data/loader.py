@@ -305,8 +305,8 @@ class DataConfig(Section):
     """format of the records of `files`: alpaca, messages or sharegpt; auto detects the format of
     each record from its keys."""
     template: str | None = Field(None, min_length=1)
-    """the chat template of `files`: chatml, llama2, llama3, alpaca or a .jinja file; null uses the
-    tokenizer's template. It is saved with the model."""
+    """the chat template of `files`: chatml, hermes (ChatML with tools), llama2, llama3, alpaca or a
+    .jinja file; null uses the tokenizer's template. It is saved with the model."""
     tokenizer: str | None = Field(None, min_length=1)
     """tokenizer for `files`, a folder or file; null uses the tokenizer of --init-from."""
     train_on: Literal["assistant", "last", "answers", "all"] = "assistant"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firstlight.console import counted, gib, rounded
-from firstlight.data.conversations import BadRecordError, to_conversation
+from firstlight.data.conversations import BadRecordError, record_fields, to_conversation
 from firstlight.data.kinds import START_FROM
 from firstlight.data.records import (
     RECORD_SUFFIXES,
@@ -407,7 +408,8 @@ def _of_run(request: Request) -> list[tuple[str, str]]:
 
 # The conversations
 
-#: Number of held-out conversations that are searched for sample questions, and number of samples.
+#: Number of conversations that are searched for tools, and of held-out ones for sample questions;
+#: number of samples.
 _LOOKED_AT, _SAMPLES = 40, 3
 #: Maximum number of characters in a sample question.
 _MOST_QUESTION = 400
@@ -451,7 +453,7 @@ class Conversations:
         from firstlight.recipe import parse_recipe
         from firstlight.training.datasets import open_splits
 
-        name, self.template = _chat_template(request, tokenizer)
+        name, self.template = _chat_template(request, tokenizer, sources)
         self.section: dict[str, Any] = {
             "kind": "chat",
             "files": file_names(request.inputs, sources),
@@ -575,7 +577,9 @@ class Conversations:
                     return
 
 
-def _chat_template(request: Request, tokenizer: Tokenizer) -> tuple[str | None, tuple[str, str]]:
+def _chat_template(
+    request: Request, tokenizer: Tokenizer, sources: Sequence[DataSource]
+) -> tuple[str | None, tuple[str, str]]:
     """Return the value of `data.template`, and the template's name and reason for the printed
     table."""
     given = request.fixed.get("data.template")
@@ -587,5 +591,20 @@ def _chat_template(request: Request, tokenizer: Tokenizer) -> tuple[str | None, 
 
     for name in ("chatml", "llama3"):
         if all(token in tokenizer.special_tokens for token in required_tokens(name)):
+            if name == "chatml" and _have_tools(sources):
+                return "hermes", ("hermes", "ChatML with tools, which the conversations have")
             return name, (name, "the tokenizer has its special tokens")
     return "alpaca", ("alpaca", "plain text: the tokenizer has no special tokens for turns")
+
+
+def _have_tools(sources: Sequence[DataSource]) -> bool:
+    """Return True if one of the first conversations has tools."""
+    from firstlight.tokenizer.messages import template_options
+
+    with closing(read_records(sources)) as records:
+        for record in itertools.islice(records, _LOOKED_AT):
+            with contextlib.suppress(BadRecordError, ValueError):
+                messages = to_conversation(record.value).messages
+                if "tools" in template_options(record_fields(record.value), messages):
+                    return True
+    return False

@@ -38,6 +38,7 @@ from firstlight.tokenizer.parts import MAX_TEMPLATE_BYTES
 #: the files templates/NAME.jinja:
 #:
 #:     chatml    OpenAI's ChatML, without a bos before the first turn
+#:     hermes    ChatML with tools, as in Hermes 2 Pro and Qwen 2.5; chatml if there are no tools
 #:     llama2    Llama 2's (meta-llama/llama `llama/generation.py`): the system message is inside
 #:               the first user turn; [INST] and <<SYS>> are plain text; turns end with eos_token
 #:     llama3    Llama 3's (meta-llama/llama3 `llama/tokenizer.py`, ChatFormat)
@@ -45,6 +46,7 @@ from firstlight.tokenizer.parts import MAX_TEMPLATE_BYTES
 #:               after each answer; a system message replaces the first two sentences
 _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
+    "hermes": ("<|im_start|>", "<|im_end|>"),
     "llama2": (),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "alpaca": (),
