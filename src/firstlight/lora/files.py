@@ -440,10 +440,7 @@ def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
 def _is_saved(name: str, modules: list[str]) -> bool:
     """Return True if a tensor belongs to one of `modules_to_save`, which PEFT matches against the
     ends of names."""
-    module = name.removeprefix(PREFIX).rpartition(".")[0]
-    parts = module.split(".")
-    outer = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(one.endswith(target) for one in outer for target in modules if target)
+    return any(f"{target}." in name.removeprefix(PREFIX) for target in modules if target)
 
 
 def _without_doubles(
