@@ -39,12 +39,11 @@ class BadData:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.last, self.factor = 0, -1, float("nan")
-        self._is_bad = False
+        self._run: Run | None = None
         begin_step = Run.begin_step
 
         def watched(run: Run) -> float:
-            # The rows of the step's batch, counted from 1.
-            self._is_bad = self.first <= run.loader.rows_seen <= self.last
+            self._run = run
             return begin_step(run)
 
         monkeypatch.setattr(Run, "begin_step", watched)
@@ -55,7 +54,10 @@ class BadData:
 
         def spoilt(*batch: Any) -> Tensor:
             loss: Tensor = loss_sum(*batch)
-            return loss * self.factor if self._is_bad else loss
+            assert self._run is not None
+            # The rows of the batch that was read last, counted from 1.
+            is_bad = self.first <= self._run.loader.rows_seen <= self.last
+            return loss * self.factor if is_bad else loss
 
         return spoilt
 
