@@ -234,7 +234,8 @@ def _two_products(q_BHTD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     """Compute attention as two products with a softmax in between."""
     assert mask is not None
     scores = q_BHTD @ k.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    out: Tensor = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    return out
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -519,15 +519,14 @@ def test_next_passes_are_started_before_host_waits_for_loss(
         recipe = recipe_of(LLAMA)
         program, ends = program_of(recipe), list[int]()
         batch = batch_of(recipe).to(hardware().device)
-        common: Any = (program.loss_sum, program.optimizer, [batch], None)
 
         def run_ahead() -> bool:
-            run_passes(*common, program.engine)
+            run_passes(program.loss_sum, program.optimizer, [batch], None, program.engine)
             ends.append(len(cuda.calls))
             return True
 
         reads = cuda.reads
-        result = train_step(*common, engine=program.engine, run_ahead=run_ahead)
+        result = train_step(program.loss_sum, program.optimizer, [batch], run_ahead=run_ahead)
         assert (result.skipped, cuda.reads) == (False, reads)
         update = max(n for n, call in enumerate(cuda.calls) if "_fused_adamw_" in call.name)
         assert update < ends[0] - 10
