@@ -16,7 +16,7 @@ from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import TrainingError
 from firstlight.methods import loss_function
 from firstlight.run_log.reader import read_json_lines
-from firstlight.training.loop import train
+from firstlight.training.loop import RunAhead, train
 from firstlight.training.run import Run
 from firstlight.training.validation import evaluate
 from firstlight.weights.stored import WEIGHTS_NAME
@@ -139,6 +139,32 @@ def test_rollback_after_too_many_bad_steps_skips_their_data(
     assert state["loader"]["rows_seen"] == (_STEPS + 3) * _ROWS
     samples = read_json_lines(tmp_path / "run" / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [6, 12, 18, 20]
+
+
+@pytest.mark.parametrize("ramp_steps", [0, 10])
+def test_rollback_of_passes_run_ahead_changes_no_bit(
+    ramp_steps: int,
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    bad_data: BadData,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The passes of the step after the last bad one have begun when its loss is read."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    bad_data.steps(29, 37)
+    found = []
+    for is_ahead in (True, False):
+        values = guarded(recipe, tmp_path / str(is_ahead), max_skipped_steps=2)
+        tokens = _ROWS * values["data"]["seq_len"]
+        values["batch"]["global_batch_tokens"] = 4 * tokens
+        if ramp_steps:
+            values["batch"] |= {"ramp_start_tokens": tokens, "ramp_steps": ramp_steps}
+        if not is_ahead:
+            monkeypatch.setattr(RunAhead, "begin", lambda _: False)
+        train(values)
+        found.append(final(tmp_path / str(is_ahead)))
+    assert found[0] == found[1]
+    assert found[0][-1][0]["event"] == "rollback"
 
 
 def test_rollback_restores_weights_of_checkpoint(

@@ -341,9 +341,10 @@ class RunAhead:
         return passes
 
     def drop(self) -> None:
-        """Drop the passes, but keep their batches for the next step."""
+        """Drop the passes, and put their batches back."""
         if self.take() is not None:
             self._run.program.optimizer.zero_grad()
+        self._run.put_back()
 
 
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:

@@ -147,6 +147,7 @@ class Run:
         #: What was read for the current step, and for the next one if it was read early.
         self._read: _Read | None = None
         self._read_early: _Read | None = None
+        self._unused: list[Batch] = []
         self._step_ended = 0.0
         self.loader: TokenLoader
         self.logs: RunLogs | SilentLogs
@@ -399,23 +400,29 @@ class Run:
         self._read_early = self._next_read()
         return self._read_early.batches
 
+    def put_back(self) -> None:
+        """Undo `read_early`: the batches belong to the next steps, whose number of batches may
+        differ."""
+        if self._read_early is not None:
+            self._unused, self._read_early = self._read_early.batches, None
+
     def _next_read(self) -> _Read:
         began, batches = time.perf_counter(), list[Batch]()
         # All batches are read first, so that no micro-batch of a step is used if another one can't
         # be read.
         try:
-            count = self.micro_batches_of(self.state.step)
-            batches = [self.loader.next_batch() for _ in range(count)]
+            for _ in range(self.micro_batches_of(self.state.step)):
+                batches.append(self._unused.pop(0) if self._unused else self.loader.next_batch())
         except DataError as error:
             self.unreadable = str(error)
         seconds = time.perf_counter() - began
-        return _Read(batches, began, seconds, self.loader.state_dict()["rows_seen"])
+        rows = self.loader.rows_seen - len(self._unused) * self.loader.global_rows
+        return _Read(batches, began, seconds, rows)
 
     @property
     def rows_read(self) -> int:
         """Number of rows read for all steps including the current one."""
-        seen: int = self.loader.state_dict()["rows_seen"] if self._read is None else self._read.rows
-        return seen
+        return self.loader.rows_seen if self._read is None else self._read.rows
 
     def micro_batches_of(self, step: int) -> int:
         """Return the number of batches that this process takes from the loader for a step (0 is the
