@@ -1,4 +1,4 @@
-"""The table of GPUs, and the names by which they are found."""
+"""The table of GPUs and the names that select an entry."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_find_gpu_unknown_name_lists_all() -> None:
 
 def test_gpu_table_rates_are_physically_possible() -> None:
     for gpu in GPUS.values():
-        # Kepler has no units for fp16, and Apple's have those of fp32.
+        # Kepler does not have fp16 units; Apple GPUs compute fp16 at the fp32 rate.
         assert gpu.fp32 < gpu.fp16 or gpu.name == "K80" or gpu.is_apple
         assert gpu.bf16 in (0, gpu.fp16)
         assert (gpu.bf16 > 0) == (gpu.capability >= (8, 0) or gpu.name == "MI300X")
-        # Products of data from memory: at least 10 and at most 1,000 for each byte.
+        # Operations per byte of memory bandwidth: at least 10, at most 1,000.
         assert 10 < gpu.peak_flops("fp16") / gpu.bandwidth < 1000
         assert gpu.peak_flops("bf16") == (gpu.bf16 or gpu.fp32)
         assert gpu.peak_flops("tf32") >= gpu.peak_flops("fp32") == gpu.fp32

@@ -1,4 +1,4 @@
-"""Folders of adapters: found, read as the model that they make of their base, converted."""
+"""Adapter folders: finding them, loading them with their base model, and converting them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.flo
 
 
 def write_adapter(folder: Path, base: Path, name: str | None = None, **settings: Any) -> Model:
-    """An adapter that changes something; the model with it."""
+    """Write an adapter that changes the base, and return the resulting model."""
     config = LoraConfig(**{"rank": 3, "alpha": 6.0, **settings})
     model = load_model(base, mode="sequential").model
     add_lora(model, config, generator(2))
@@ -141,7 +141,7 @@ def test_base_name_is_usable_from_any_folder(
     base = write_base(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     assert base_name("base", Path("base")) == str(base)
-    # Of a run, the checkpoint that it stood for.
+    # For a run, the checkpoint that was loaded.
     (tmp_path / "run").mkdir()
     assert base_name("run", base) == str(base)
     assert base_name("owner/name@v2", tmp_path / "cache" / "snapshot") == "owner/name@v2"
@@ -197,7 +197,8 @@ def test_adapter_of_other_dtypes_is_read(dtype: torch.dtype, tmp_path: Path) -> 
     save_tensors(narrow, tmp_path / "adapter" / ADAPTER_WEIGHTS_NAME)
     fill_adapter(model, narrow, "the adapter")
     found = logits(load_model(tmp_path / "adapter").model)
-    # Merged and beside the weights round otherwise; what the dtype rounds is a thousand times that.
+    # A merged adapter rounds differently from a separate one; rounding by the file's dtype changes
+    # a thousand times more.
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=5e-5)
 
 
@@ -282,7 +283,7 @@ def _with_config(**values: Any) -> Callable[[Path], None]:
 
 
 def _with_tensors(**changes: Tensor | None) -> Callable[[Path], None]:
-    """Keys are tensors of layer 1's query projection."""
+    """`tensors` is keyed by the tensor's name within layer 1's query projection."""
 
     def change(folder: Path) -> None:
         path = folder / ADAPTER_WEIGHTS_NAME
@@ -466,7 +467,7 @@ def _converted(source: Path, out: Path) -> Path:
 def test_adapter_slow_patterns_raise_model_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them is quick, and all of them on all layers' names are not."""
+    """Each pattern alone matches quickly, but all of them on the names of all layers are slow."""
     monkeypatch.setattr("firstlight.lora.files._MOST_MATCH_SECONDS", 0.01)
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     load_model(tmp_path / "adapter")
