@@ -43,8 +43,7 @@ class Outcome:
 
     Attributes:
         losses: losses of each step, and of the validation rows after the last step.
-        start, weights: the trained parameters before the first step and after the last, on the
-            CPU.
+        start, weights: the trained parameters before the first step and after the last, on the CPU.
         skipped: number of steps skipped by the fp16 loss scaler.
         graphs: number of graphs that torch.compile created.
     """

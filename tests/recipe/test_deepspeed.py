@@ -1,4 +1,4 @@
-"""A person's own DeepSpeed configuration file beside a recipe."""
+"""A user's DeepSpeed configuration file used with a recipe."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_deepspeed_file_fills_keys_left_open_by_recipe(tmp_path: Path) -> None:
             "offload_optimizer": {"pin_memory": False},
         }
     }
-    # As a resumed run has it, whose recipe has every key.
+    # As in a resumed run, whose recipe contains every key.
     resumed = parse_recipe(recipe.model_dump(mode="json"))
     assert with_deepspeed_file(resumed, 2) == resumed
 

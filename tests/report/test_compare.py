@@ -1,4 +1,4 @@
-"""Several runs side by side, and `firstlight report`."""
+"""Comparing several runs, and `firstlight report`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from report_runs import HOSTILE, MOST_HOSTILE, Page, record, validation, write_r
 
 
 def run(folder: Path, loss: float = 4.0, steps: int = 10, **more: Any) -> Path:
-    """A run whose losses fall towards `loss`."""
+    """Write a run whose losses fall towards `loss`."""
     records = [
         record(
             step,
@@ -73,7 +73,7 @@ def test_compare_folder_named_twice_raises_config_error(tmp_path: Path) -> None:
         write_report([tmp_path / "a", tmp_path / "link"], tmp_path / "c.html")
 
 
-# --- what is compared ------------------------------------------------------------------------
+# --- compared values -------------------------------------------------------------------------
 
 
 def test_recipe_differences_lists_only_differing_keys() -> None:
@@ -107,7 +107,7 @@ def test_comparison_page_highlights_best_value(tmp_path: Path) -> None:
     assert rows["steps"] == (["10", "10", "4"], set())
     assert rows["training time"][0] == ["6 min", "6 min", "2.4 min"]
     assert "rollbacks" not in rows
-    # With another tokenizer, a loss is another quantity.
+    # Losses with different tokenizers are not comparable.
     run(tmp_path / "b", 3.0, starts=[{"step": 0, "tokenizer_sha256": "two"}])
     found = compare([read_run(f) for f in folders])
     assert {name: b for name, _, b in number_table(found)}["validation loss"] == set()
