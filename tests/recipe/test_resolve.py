@@ -183,7 +183,7 @@ def test_resolve_long_run_is_compiled_if_possible() -> None:
 def test_resolve_compile_auto_compiles_if_run_is_long_enough(
     device: str, cores: int, chosen: dict[int, bool | None]
 ) -> None:
-    """`chosen` lists the resolved `compile_regional` by seconds of the run; None is not compiled."""
+    """`chosen` is the resolved `compile_regional` by seconds of the run; None is not compiled."""
     wide = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
     place = Place(device=device, cores=cores, tokens=None)
     for seconds, regional in chosen.items():
