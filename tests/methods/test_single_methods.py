@@ -869,7 +869,9 @@ def test_frozen_head_receives_no_gradient() -> None:
 def test_sharded_model_is_moved_to_device_in_shards(
     cut: dict[str, Any], before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unsharded, the model may not fit. The meta device stands for any device other than the CPU."""
+    """Unsharded, the model may not fit. The meta device stands for any device other than the
+    CPU.
+    """
     seen: set[str] = set()
 
     def share(_: Engine, model: Any, precision: str) -> Any:

@@ -185,7 +185,9 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
 
 
 def best_quintic(low: float, high: float) -> tuple[float, float, float]:
-    """Return the odd polynomial a x + b x^3 + c x^5 closest to 1 on [low, high] (Remez exchange)."""
+    """Return the odd polynomial a x + b x^3 + c x^5 closest to 1 on [low, high] (Remez
+    exchange).
+    """
     inner = [0.75 * low + 0.25 * high, 0.25 * low + 0.75 * high]
     for _ in range(100):
         nodes = np.array([low, *inner, high])
@@ -256,7 +258,9 @@ def test_normuon_update_size_is_two_tenths_of_rate() -> None:
 
 
 def test_normuon_neurons_are_outputs_of_either_layout() -> None:
-    """Columns of GPT-2's [inputs, outputs] and rows of Llama's [outputs, inputs], for experts too."""
+    """Columns of GPT-2's [inputs, outputs] and rows of Llama's [outputs, inputs], for experts
+    too.
+    """
     for config in (GPT2, LLAMA, MOE):
         model = new_model(config)
         optimizer = Optimizer(model, make("muon", muon_beta2=0.95))
@@ -386,7 +390,9 @@ def test_cautious_weight_decay_applies_only_to_values_moving_towards_zero() -> N
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("way", ["for-loop", "foreach", "fused"])
 def test_cautious_weight_decay_matches_paper_formula(name: str, way: str) -> None:
-    """x - lr (u + decay x [u x >= 0]), where u is the update of the same optimizer without decay."""
+    """x - lr (u + decay x [u x >= 0]), where u is the update of the same optimizer without
+    decay.
+    """
     if (name, way) in {("lion", "fused"), ("muon", "foreach"), ("muon", "for-loop")}:
         pytest.skip("no such implementation of its own")
     model = new_model()

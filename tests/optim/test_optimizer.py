@@ -68,7 +68,9 @@ def test_muon_receives_exactly_the_matrices_inside_layers(config: ModelConfig) -
 
 
 def test_muon_own_learning_rate_applies_to_matrices_only() -> None:
-    """With a learning rate of almost 0, only the matrices move, with their separate learning rate."""
+    """With a learning rate of almost 0, only the matrices move, with their separate learning
+    rate.
+    """
     tiny = 1e-30
     config = make("muon", learning_rate=tiny, muon_learning_rate=0.01, weight_decay=0.0)
     found = moved(new_model(), config, gradient=1.0)
