@@ -1,5 +1,4 @@
-"""What ranks say to each other costs a plain process nothing; what they say of themselves is
-compared."""
+"""Communication between ranks costs a plain process nothing, and states of ranks are compared."""
 
 from __future__ import annotations
 
@@ -138,8 +137,9 @@ def test_find_world_invalid_launches_raise_config_error(
 
 
 def test_ddp_reducer_at_exit_is_freed_before_process_group() -> None:
-    """As the last owner of a gloo group it would free that with the interpreter's lock held, which
-    gloo's threads may need to end."""
+    """As the last owner of a gloo group, the reducer would free it while holding the interpreter's
+    lock, which gloo's threads may need to exit.
+    """
     cpu = torch.device("cpu")
     engine = DDPEngine(DistributedConfig(engine="ddp"), PLAIN, cpu)
     with group_of_one(cpu):

@@ -67,11 +67,11 @@ _EVALUATION_KEYS = {"val/loss", "perplexity", "bits_per_byte"}
 
 
 class StoppedError(Exception):
-    """Ends a run from within, as Ctrl-C would."""
+    """Ends a run from within, like Ctrl-C."""
 
 
 def changed(recipe: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    """The recipe with some keys of some sections set."""
+    """Return the recipe with some keys of some sections changed."""
     result = copy.deepcopy(recipe)
     for section, values in sections.items():
         result[section] = {**result.get(section, {}), **values}
@@ -95,7 +95,7 @@ def weights(folder: Path) -> bytes:
 
 
 def stop_after(recipe: dict[str, Any], step: int, **options: Any) -> None:
-    """Train until so many steps are done, and end there."""
+    """Train until this many steps are done, then stop."""
 
     def on_step(record: Mapping[str, Any]) -> None:
         if record["step"] == step:
@@ -114,7 +114,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refused(recipe: dict[str, Any], kind: type[FirstlightError], said: str, **options: Any) -> None:
-    """A run is refused before its first step, and nothing is written."""
+    """Check that a run raises an error before its first step and writes nothing."""
     folder = run_folder(recipe)
     before = contents(folder) if folder.exists() else None
     steps: list[Any] = []
@@ -124,7 +124,7 @@ def refused(recipe: dict[str, Any], kind: type[FirstlightError], said: str, **op
     assert (contents(folder) if folder.exists() else None) == before
 
 
-# --- what a run does and writes --------------------------------------------------------------
+# --- a run and its files --------------------------------------------------------------------
 
 
 def test_train_lowers_loss(recipe: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def test_train_logs_one_complete_line_per_step(recipe: dict[str, Any]) -> None:
         assert record["samples_per_second"] * record["seconds"] == pytest.approx(4)
         assert record["memory_bytes"] > 2**20
         assert 0 < record["mfu"] < 1
-    # 4 rows of 32 a step; only the epoch's short last row has fewer.
+    # 4 rows of 32 tokens per step; only the epoch's last, shorter row has fewer.
     tokens = [record["tokens_seen"] for record in records]
     assert tokens == [128 * step for step in range(1, 13)]
     epochs = [record["epoch"] for record in records]
@@ -325,7 +325,7 @@ def test_train_accumulation_equals_large_batch(recipe: dict[str, Any], tmp_path:
 def test_train_evaluates_same_training_rows_beside_validation(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a model with dropout, which they leave as it was."""
+    """The model has dropout, and evaluating must not change its random state."""
     recipe["model"] = {
         **recipe["model"],
         "model_type": "gpt2",
@@ -345,7 +345,7 @@ def test_train_evaluates_same_training_rows_beside_validation(
     assert found[-1] == pytest.approx(whole.loss, rel=1e-6)
     said = f"train_eval/loss {found[-1]:.4f} ({whole.rows} of {whole.rows} rows)"
     assert said in " ".join(capsys.readouterr().err.split())
-    # Of fewer rows they are the same ones each time, so a model that stands still scores alike.
+    # Fewer rows are the same ones each time, so an unchanged model gets the same loss.
     still = changed(
         held,
         run={"dir": str(tmp_path / "still")},
@@ -394,7 +394,7 @@ def test_train_for_epochs_uses_absolute_rates_and_resumes(
 def test_train_prints_schedule_and_parameter_groups(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of adapters, where only they are trained."""
+    """For adapters, only the trained parameters are counted."""
     base = train(changed(recipe, schedule={"max_steps": 2, "warmup_steps": 1}), progress=True)
     told = " ".join(capsys.readouterr().err.split())
     schedule = r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 step to 0\.001"
@@ -405,7 +405,7 @@ def test_train_prints_schedule_and_parameter_groups(
     train(longer, progress=True)
     told = " ".join(capsys.readouterr().err.split())
     assert "warm-up of 2 steps to 0.001, so long that the learning rate never falls" in told
-    # Embedding, head, and 7 matrices of 2 layers; 5 norms.
+    # Embedding, head, and 7 matrices in each of 2 layers; 5 norms.
     assert "optimizer adamw tensors parameters rate decay embeddings 1 " in told
     assert re.search(r"matrices 14 [\d,]+ 0\.001 0\.1 norms and biases 5 160 0\.001 0 ", told)
     adapted = changed(
@@ -422,7 +422,9 @@ def test_train_prints_schedule_and_parameter_groups(
 
 
 def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """The first step's loss is the logarithm of the vocabulary, plus its squared z times it."""
+    """The first step's loss is the logarithm of the vocabulary size, plus z-loss coefficient times
+    its square.
+    """
     values = changed(
         recipe,
         run={"dir": str(tmp_path / "flat")},
@@ -443,7 +445,7 @@ def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path:
 def test_train_average_of_last_checkpoints_is_saved_and_evaluated(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a run that is resumed as well, without a step left to do."""
+    """This also holds for a resumed run that has no steps left."""
     values = changed(
         recipe,
         run={"dir": str(tmp_path / "averaged")},
@@ -465,7 +467,7 @@ def test_train_average_of_last_checkpoints_is_saved_and_evaluated(
     told = json.loads((folder / "averaged.json").read_text(encoding="utf-8"))
     assert told["steps"] == [4, 6]
     assert result.evaluation is not None
-    # `evaluate` predicts the first token of the split as well.
+    # `evaluate` also predicts the first token of the split.
     own, last = (
         evaluate(f, values["data"]["dir"], seq_len=32).loss for f in (folder, result.checkpoint)
     )
@@ -502,7 +504,7 @@ def test_train_prints_averaged_steps(
 def test_train_average_excludes_checkpoints_saved_on_stop(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The regular checkpoints stay as long as an average may need them."""
+    """Regular checkpoints are kept as long as an average may need them."""
     values = changed(
         recipe,
         schedule={"max_steps": 7, "warmup_steps": 1},
@@ -593,7 +595,8 @@ def test_train_init_from_loads_weights_and_config(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = train(recipe)
-    # Another width, which gives way, and steps too small to move a weight.
+    # A different hidden size, which the loaded model overrides, and steps too small to change a
+    # weight.
     start = changed(
         recipe,
         run={"dir": str(tmp_path / "second")},
@@ -607,7 +610,7 @@ def test_train_init_from_loads_weights_and_config(
     assert "model.hidden_size" in err
     assert weights(second.checkpoint) == weights(first.checkpoint)
     assert load_model(second.checkpoint).model.config == load_model(first.checkpoint).model.config
-    # A new run all the same: steps, rows and schedule begin at the beginning.
+    # It is a new run: steps, rows and schedule start from the beginning.
     assert [record["step"] for record in metrics(start)] == list(range(1, 13))
     assert metrics(start)[0]["tokens_seen"] == metrics(recipe)[0]["tokens_seen"]
     state = json.loads((second.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -646,7 +649,7 @@ def test_train_init_from_needs_no_model_in_recipe(recipe: dict[str, Any], tmp_pa
     )
 
 
-# GPT-NeoX' files call the head otherwise than its model.
+# GPT-NeoX checkpoints use another name for the head than its model does.
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_train_run_started_from_weights_resumes_exactly(
     family: str, recipe: dict[str, Any], tmp_path: Path
@@ -660,7 +663,7 @@ def test_train_run_started_from_weights_resumes_exactly(
     expected = train(whole, init_from=run_folder(recipe))
     broken = changed(whole, run={"dir": str(tmp_path / "broken")})
     stop_after(broken, 7, init_from=run_folder(recipe))
-    # Where it started from is of no more account.
+    # The starting model is no longer needed.
     shutil.rmtree(run_folder(recipe))
     found = train(broken, resume=True)
     assert losses(broken) == losses(whole)
@@ -681,7 +684,7 @@ def test_train_init_from_other_tokenizer_or_missing_folder_fails(
     refused(start, ModelError, "does not exist", init_from=missing)
 
 
-# --- going on --------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------
 
 
 def gpt2_with_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -751,7 +754,7 @@ def test_train_second_resume_is_as_exact_as_first(recipe: dict[str, Any], tmp_pa
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
-#: A step's metrics, as far as those who watch a run need them.
+#: The metrics of a step that the progress display needs.
 _RECORD = {"step": 8, "learning_rate": 0.1, "tokens_per_second": 9.0, "memory_bytes": 9}
 _LOGS = ("metrics.jsonl", "samples.jsonl", "starts.jsonl")
 
@@ -820,7 +823,7 @@ def test_train_report_out_of_memory_does_not_fail_finished_run(
 
 @pytest.fixture
 def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of the recipe that was stopped after 9 steps, trained once."""
+    """Return the folder of a run stopped after 9 steps, trained once for all tests."""
     folder = tmp_path_factory.getbasetemp() / "stopped after 9 steps"
     if not folder.exists():
         stop_after(changed(recipe, run={"dir": str(folder)}), 9)
@@ -910,7 +913,7 @@ def test_train_resume_of_complete_run_does_nothing(
     assert again.train_loss is None
     assert again.evaluation is None
     assert "the run is complete: step 12 of 12" in capsys.readouterr().err
-    # But for the id of this start.
+    # Only the id of this start differs.
     after = contents(run_folder(recipe))
     assert {name for name in after if after[name] != before[name]} == {"run.json"}
     assert after.keys() == before.keys()
@@ -951,7 +954,7 @@ def test_train_continues_schedule_of_other_run_on_other_data(
     state = safetensors.torch.load_file(result.checkpoint / "optimizer.safetensors")
     counts = {float(value) for name, value in state.items() if name.endswith(".step")}
     assert counts == {12.0}
-    # Its own checkpoints count from now on.
+    # From now on, the run's own checkpoints are used.
     again = changed(further, run={"dir": str(tmp_path / "again")}, checkpoint={"every_steps": 2})
     stop_after(again, 11, init_from=base)
     assert weights(train(again, resume=True).checkpoint) == weights(result.checkpoint)
@@ -959,7 +962,9 @@ def test_train_continues_schedule_of_other_run_on_other_data(
 
 
 def test_optimizer_settings_of_older_checkpoints_are_read_alike() -> None:
-    """Which wrote false, or nothing, for embeddings_in_32_bits of an optimizer without 8 bits."""
+    """Older checkpoints contain false, or no value, for embeddings_in_32_bits of an optimizer that
+    is not 8-bit.
+    """
     now = {"optimizer": {"name": "adamw", "embeddings_in_32_bits": None}, "run": {"seed": 1}}
     older = {**now, "optimizer": {"name": "adamw", "embeddings_in_32_bits": False}}
     oldest = {**now, "optimizer": {"name": "adamw"}}
@@ -1028,7 +1033,7 @@ def test_train_damaged_newest_checkpoint_repeats_only_its_steps(
     found = train(changed(broken, checkpoint={"keep_last": keep_last}), resume=True, progress=True)
     err = capsys.readouterr().err
     assert f"warning: {damaged / 'optimizer.safetensors'} is damaged" in err
-    # The lowest validation loss so far was saved as well.
+    # The checkpoint with the lowest validation loss so far is still there.
     assert "step-00000006 (step 6)" in err
     assert losses(broken) == losses(recipe)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
@@ -1048,11 +1053,11 @@ def test_train_new_model_defaults_apply_only_to_new_models(
     recipe["schedule"] = {"max_steps": 6}
     train(recipe)
     assert optimizer_of(recipe) == "muon"
-    # The model of another run has learned already.
+    # The loaded model has already been trained.
     tuned = changed(recipe, run={"dir": str(tmp_path / "tuned")})
     train(tuned, init_from=run_folder(recipe))
     assert optimizer_of(tuned) == "adamw"
-    # A run of before there were settings of new models, whose recipe named none.
+    # A run from before settings for new models existed, whose recipe did not set them.
     before = changed(
         recipe,
         run={"dir": str(tmp_path / "before")},
@@ -1079,7 +1084,7 @@ def test_train_resumed_with_changed_setting_warns(
     )
     said = "changed since the checkpoint: optimizer.learning_rate, evaluation.every_steps\n"
     assert f"warning: {said}" in capsys.readouterr().err
-    # The new rate counts, on the old schedule.
+    # The new learning rate applies, with the old schedule.
     assert metrics(recipe)[5]["learning_rate"] == 2e-3 * Schedule(12, 2, 12, 0.1).lr_scale(5)
 
 
@@ -1092,7 +1097,7 @@ def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     changes: dict[str, Any],
     warns: bool,
 ) -> None:
-    stop_after(recipe, 5)  # with a checkpoint of step 4
+    stop_after(recipe, 5)  # and has a checkpoint from step 4
     train(changed(recipe, schedule=changes), resume=True, progress=True)
     err, peak = capsys.readouterr().err, OptimizerConfig().learning_rate
     was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
@@ -1102,7 +1107,7 @@ def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     )
     assert (said in err) == warns
     assert ("the learning-rate schedule has changed" in err) == warns
-    # The advised key keeps the rate.
+    # With the suggested key, the learning rate is unchanged.
     assert metrics(recipe)[4]["learning_rate"] == pytest.approx(longer if warns else was)
 
 
@@ -1131,7 +1136,7 @@ def test_train_resume_with_other_model_data_or_row_length_fails(
         (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 again instead of 1, or start"),
     ):
         refused(values, CheckpointError, said, resume=True)
-    # And what was there goes on.
+    # The existing run can still be resumed.
     assert train(recipe, resume=True).step == 12
 
 
@@ -1152,7 +1157,7 @@ def test_train_run_moved_with_its_data_resumes(
     assert "warning" not in capsys.readouterr().err
 
 
-# --- what is refused before the first step ---------------------------------------------------
+# --- errors before the first step -----------------------------------------------------------
 
 
 def test_train_does_not_overwrite_checkpoints(recipe: dict[str, Any]) -> None:
@@ -1264,7 +1269,7 @@ def test_train_checkpoint_folder_not_writable_fails_before_first_step(
 ) -> None:
     folder = run_folder(recipe)
     folder.mkdir(parents=True)
-    # A dangling link stands for a folder without permission, which would not stop root.
+    # A dangling link replaces a folder without permissions, which root could still write.
     (folder / "checkpoints").symlink_to(folder / "missing")
     refused(recipe, StorageError, rf"at {folder}/checkpoints")
     assert not (folder / "recipe.yaml").exists()
@@ -1283,7 +1288,7 @@ def test_train_diverged_run_stops_and_keeps_good_checkpoint(recipe: dict[str, An
         train(values, resume=True)
     assert newest_checkpoint(run_folder(recipe)) == (good, [])
     assert contents(good) == before
-    # All that is in the log is numbers.
+    # The log contains only finite numbers.
     text = (run_folder(recipe) / "metrics.jsonl").read_text(encoding="utf-8")
     assert "NaN" not in text
     assert "Infinity" not in text
@@ -1308,7 +1313,7 @@ def test_train_weights_ruined_by_update_are_detected_at_evaluation(
 def test_train_ruined_weights_are_not_saved_as_last_checkpoint(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last update can ruin them when no loss follows that would show it."""
+    """The last update can ruin the weights without any further loss to reveal it."""
     recipe = changed(
         recipe, schedule={"max_steps": 4}, checkpoint={"every_steps": 2, "keep_last": 1}
     )
@@ -1380,7 +1385,7 @@ def test_train_padded_vocabulary_resumes_bit_for_bit(
 def test_padded_vocabulary_rows_are_zero_before_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory may hold anything, and 0 * NaN would reach the gradients."""
+    """Uninitialized memory may contain anything, and 0 * NaN would spread to the gradients."""
     real = torch.empty_like
 
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -1414,7 +1419,7 @@ def test_train_checkpoint_without_manifest_is_named_and_ignored(
 def test_train_run_killed_before_first_checkpoint_keeps_auto_choices(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, resumes: bool
 ) -> None:
-    """What is measured may come out otherwise on another day, in the middle of a run."""
+    """Measured choices could differ in the middle of a run if they were made again."""
     recipe["efficiency"] = {"precision": "auto"}
 
     def die(_: Mapping[str, Any]) -> None:
@@ -1433,7 +1438,7 @@ def test_train_run_killed_before_first_checkpoint_keeps_auto_choices(
 def test_train_qwen2_model_with_other_split_warns(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers would read its tokenizer otherwise."""
+    """transformers would read its tokenizer differently."""
     recipe["model"]["model_type"] = "qwen2"
     recipe["schedule"] = {"max_steps": 1}
     train(recipe, progress=True)

@@ -48,7 +48,7 @@ def recipe_of(rows: int = 1, total: int = 12, **sections: Any) -> ResolvedRecipe
     )
 
 
-# --- which sizes are tried ---------------------------------------------------------------------
+# --- tried sizes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,11 @@ def test_micro_batch_sizes_divide_batch_and_at_least_halve(total: int) -> None:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], str]) -> list[int]:
-    """Let the process that tries be one that answers by the number of rows: with a type of error,
-    or with a trial for "". Returns the list of what it was asked."""
+    """Replace the trial process by a function of the number of rows. It returns an error type, or
+    "" for a successful trial.
+
+    Returns: The list that gets the requested numbers of rows.
+    """
     asked: list[int] = []
 
     def tried(module: str, request: Mapping[str, Any], environment: object) -> dict[str, Any]:
@@ -158,7 +161,7 @@ def test_micro_batch_auto_without_batch_size_raises_config_error(
         largest_micro_batch(recipe_of(batch=batch), _CPU, lambda _: None)
 
 
-# --- one try -----------------------------------------------------------------------------------
+# --- one trial ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows,expected", [(4, 1), (2, 2), (1, 2)])
@@ -216,8 +219,8 @@ answer(measure, sys.stdin.read())
 def test_micro_batch_trial_limited_memory_finds_smaller_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: 0.7 GB hold
-    # fewer than 4 rows, and one.
+    # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: one row fits
+    # into 0.7 GB, 4 rows do not.
     recipe = plain_recipe(
         {
             "model": {
