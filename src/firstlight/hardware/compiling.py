@@ -1,4 +1,4 @@
-"""The time that torch.compile takes on a machine, and the speedup that it gives.
+"""Compile times of torch.compile on a machine, and the resulting speedup.
 
 This module does not import torch, because `train TEXTS` prints its first line before that.
 """
@@ -37,19 +37,19 @@ _SLOW_HOST, _FEW_CORES = 3.0, 4
 _BUSY = 4.0
 #: Compilation must save this multiple of the time it takes, because time and gain are estimates.
 _MARGIN = 1.2
-#: File in the cache folder with the times of compiling.
+#: File in the cache folder that stores the compile times.
 _TIMES_NAME = "compile_times.json"
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """A mode of compiling the training step of a model, or `NOT_COMPILED`.
+    """A way to compile the training step of a model, or `NOT_COMPILED`.
 
     Attributes:
         compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
         seconds: expected seconds of compiling.
         gain: expected speed of a step as a multiple of the speed without torch.compile.
-        launch_gain: the same for a step that is bound by launching its kernels.
+        launch_gain: the same for a step whose time is dominated by kernel launches.
     """
 
     compiles: bool
@@ -59,8 +59,8 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return how many of `seconds` remain for steps: at least a tenth, so that models can be
-        compared even if compilation takes all of the time."""
+        """Return the part of `seconds` that remains for steps, at least a tenth, so that models can
+        be compared even if compilation takes all of the time."""
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
 
@@ -70,10 +70,10 @@ NOT_COMPILED = Compiling(False)
 def best_compile_mode(
     modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
 ) -> Compiling:
-    """Return the compilation mode with which a run takes the least time.
+    """Return the compilation mode with the shortest run time.
 
     Args:
-        modes: modes to choose from, usually including `NOT_COMPILED`.
+        modes: candidate modes, usually including `NOT_COMPILED`.
         seconds: function from a mode to the seconds of the run without compilation.
     """
     return min(modes, key=lambda mode: seconds(mode) + _MARGIN * mode.seconds)
@@ -89,8 +89,8 @@ class Compiler:
     """torch.compile on a machine.
 
     Attributes:
-        kind: "cpu" or "cuda", the kind of the device that is compiled for.
-        device: name of a device of this machine, whose times are stored; "" for another device.
+        kind: device type for which code is compiled, "cpu" or "cuda".
+        device: name of the device if it is on this machine, whose times are stored; otherwise "".
         cores: number of cores of the machine.
     """
 
@@ -99,7 +99,7 @@ class Compiler:
     cores: int
 
     def modes(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
-        """Return the modes of compiling a model; not compiling is not among them.
+        """Return the compilation modes for a model, without `NOT_COMPILED`.
 
         Args:
             size: hidden size and number of layers of the model.
@@ -136,7 +136,7 @@ class Compiler:
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
 
     def _times(self) -> dict[str, float]:
-        """Return the stored multiples, or {} if there are none, or if the file is damaged."""
+        """Return the stored multiples, or {} if the file is missing or damaged."""
         if not self.device:
             return {}
         try:
