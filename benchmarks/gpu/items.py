@@ -33,7 +33,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Chosen, Continuation
 from firstlight.generation.engine import first_tokens, next_tokens
-from firstlight.generation.few_rows import Int8Linear, rounded
+from firstlight.generation.few_rows import Int8Linear, rounded, use_few_rows
 from firstlight.hardware.device import Hardware, synchronize
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.methods.memory import chunked_head_loss
@@ -294,10 +294,13 @@ def _cudnn(enabled: bool) -> Iterator[None]:
 
 
 def random_bf16_model(bench: Bench, name: str) -> Model:
-    """Return a model in bf16 for generation, with random weights."""
+    """Return a model in bf16 for generation, with random weights, set up as by `engine.load`:
+    otherwise its steps would not be recorded."""
     tiny = "tiny-gpt2" if name.startswith("gpt2") else "tiny-llama"
     config = config_of(model_values(bench.pick(name, tiny)))
-    return random_model(config, bench.device).to(torch.bfloat16).eval()
+    model = random_model(config, bench.device).to(torch.bfloat16).eval()
+    use_few_rows(model)
+    return model
 
 
 def _prompt(bench: Bench, tokens: int) -> list[int]:

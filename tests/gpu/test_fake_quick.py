@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import items
-from benchmarks.gpu.items import ITEMS, Bench
+from benchmarks.gpu.items import ITEMS, Bench, random_bf16_model
+from firstlight.generation.batch import BatchDecoder, RecordedSteps
 from firstlight.models import Model, ModelConfig, build_model
 
 from .fake_cuda import FakeCuda, fake_cuda
@@ -71,6 +72,14 @@ def test_recorded_calls_read_nothing_on_host(name: str, monkeypatch: pytest.Monk
     on_device = {row: count for row, count in reads.items() if "on the device" in row}
     assert set(on_device.values()) <= {0}
     assert len(on_device) == (0 if name == "K" else 4)
+
+
+def test_model_for_generation_decodes_in_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loaded model does, whose rate is what is measured."""
+    with fake_cuda():
+        monkeypatch.setattr(items, "random_model", _made)
+        model = random_bf16_model(Bench(hardware(), dry=True), "gpt2-124m")
+        assert isinstance(BatchDecoder(model, 2, 32)._ragged, RecordedSteps)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

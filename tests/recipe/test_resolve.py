@@ -175,7 +175,7 @@ def test_resolve_long_run_is_compiled_if_possible() -> None:
 @pytest.mark.parametrize(
     ("device", "cores", "chosen"),
     [
-        ("cuda", 16, {20: None, 40: True, 60: True, 200: True, 400: False}),  # like an H100
+        ("cuda", 16, {40: None, 60: True, 200: True, 400: False}),  # like an H100
         ("cuda", 2, {40: None, 60: None, 200: True, 1200: False}),  # like a T4
         ("cpu", 2, {40: None, 60: None, 200: None, 600: True}),
     ],

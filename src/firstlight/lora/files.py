@@ -78,7 +78,7 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
     if len(patterns) > _MOST_PATTERNS:
         raise ModelError(
             f"{path}: rank_pattern and alpha_pattern have {len(patterns):,} entries, more than the "
-            f"{_MOST_PATTERNS:,} that are read: merge the adapter with PEFT (merge_and_unload)"
+            f"limit of {_MOST_PATTERNS:,}: merge the adapter with PEFT (merge_and_unload)"
         )
     for pattern in patterns:
         # With repeated groups, or many repetitions or choices, matching can take exponential time

@@ -449,7 +449,7 @@ def saved_modules(model: Model, config: LoraConfig) -> list[str]:
             known = sorted(n for n in {n.rpartition(".")[2] for n in trained} if not n.isdigit())
             raise ConfigError(
                 f"lora.modules_to_save '{target}' matches no module of this model"
-                f"{nearest(target, known)}: there are {', '.join(known)}"
+                f"{nearest(target, known)}: choose from {', '.join(known)}"
             )
     return [n for n in names if any(_is_target(n, t) for t in config.modules_to_save)]
 

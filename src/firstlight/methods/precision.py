@@ -148,8 +148,9 @@ def packet_note(
         for size, next_size in padded.items()
     )
     return (
-        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
-        f"Their products cost at least what the next multiples cost: {more - 1:.1%} more arithmetic"
+        f"not multiples of {multiple}, which this GPU's tensor cores read at full speed: {named}. "
+        f"Their products cost at least as much as with the next multiples: {more - 1:.1%} more "
+        "arithmetic"
     )
 
 

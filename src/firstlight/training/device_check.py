@@ -355,7 +355,12 @@ class _Comparison(TorchFunctionMode):
         found = []
         for inputs, roots in passes:
             random = torch.Generator().manual_seed(0)
-            drawn = [torch.randn(root.shape, generator=random).to(root) for root in roots]
+            # In the memory layout of the results, as in training. With gradients in another layout,
+            # the backward pass of cuDNN's attention was wrong (torch 2.11 on an H200).
+            drawn = [
+                torch.empty_like(root).copy_(torch.randn(root.shape, generator=random))
+                for root in roots
+            ]
             leaves = _tensors(inputs, learns=True)
             found.append(torch.autograd.grad(roots, leaves, drawn, allow_unused=True))
         self._compare(f"the backward pass of {name}", *found)
