@@ -153,7 +153,10 @@ def test_pipeline_impossible_stages_raise_config_error(
             Qwen3NextConfig(**_SIZES, head_dim=8),
             "the model is qwen3_next: .* distributed.engine to fsdp",
         ),
-        (LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}), "is more than model.num_hidden_layers"),
+        (
+            LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}),
+            "is greater than model.num_hidden_layers",
+        ),
         (LlamaConfig(**_SIZES, tie_word_embeddings=True), "tie_word_embeddings to false"),
     ],
 )

@@ -138,7 +138,7 @@ def test_tensor_parallel_group_members_read_same_rows() -> None:
         (
             2,
             {"tensor_parallel": 2, "engine": "fsdp"},
-            "are one group: .* --nproc 4 or another multiple",
+            "form only one group: .* --nproc 4 or another multiple",
         ),
         (6, {"tensor_parallel": 2, "shard": 2}, "does not divide the 3 groups evenly"),
     ],

@@ -125,9 +125,11 @@ def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
     world = find_world(job)
     assert (world.host, world.rank, world.size) == ("127.0.0.1", 1, 2)
     assert find_world(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-2@1"}).port != world.port
-    with pytest.raises(ConfigError, match=r"the rendezvous is not known: set MASTER_ADDR .* -x "):
+    with pytest.raises(
+        ConfigError, match=r"the rendezvous address is unknown: set MASTER_ADDR .* -x "
+    ):
         find_world(job | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
-    with pytest.raises(ConfigError, match="the rendezvous is not known"):
+    with pytest.raises(ConfigError, match="the rendezvous address is unknown"):
         find_world(OPEN_MPI)
 
 
@@ -142,7 +144,7 @@ def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
             "RANK is 4, but WORLD_SIZE is 4: the ranks of 4 processes are 0 to",
         ),
         (TORCH | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
-        (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "more processes on one machine than on all"),
+        (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "have more processes than all machines together"),
         (TORCH | {"RANK": "-1"}, "RANK is '-1': it must be a whole number"),
         (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         (TORCH | {"WORLD_SIZE": "0"}, "RANK is 3, but WORLD_SIZE is 0"),

@@ -54,7 +54,7 @@ def test_world_of_one_error_passes_through() -> None:
 def test_world_timeout_must_be_positive() -> None:
     for seconds in (0.0, -1.0, float("nan")):
         with (
-            pytest.raises(ConfigError, match="must be more than 0"),
+            pytest.raises(ConfigError, match="must be greater than 0"),
             process_group(TWO, torch.device("cpu"), seconds),
         ):
             pass
@@ -66,7 +66,7 @@ def test_own_device_gives_each_process_its_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert own_device(second, "cuda") == torch.device("cuda", 1)
     assert own_device(PLAIN, "cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="'cuda:1' can't be the device of all 2 processes"):
+    with pytest.raises(ConfigError, match="'cuda:1' can't be used by all 2 processes"):
         own_device(second, "cuda:1")
     with pytest.raises(ConfigError, match="local rank 2 has no GPU on this machine, which has 2"):
         own_device(World(2, 4, 2, 4, "h", 1), "cuda")

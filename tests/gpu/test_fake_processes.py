@@ -113,7 +113,7 @@ def test_own_device_single_visible_gpu_is_used_by_every_process() -> None:
         assert own_device(World(2, 4, 2, 4), "cuda") == torch.device("cuda", 0)
     with torch_cuda(devices=2), pytest.raises(ConfigError, match="local rank 2 has no GPU"):
         own_device(World(2, 4, 2, 4), "cuda")
-    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each process uses its own"):
+    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each process uses a separate"):
         own_device(World(0, 2, 0, 2), "cuda:1")
 
 

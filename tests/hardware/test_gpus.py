@@ -45,7 +45,7 @@ def test_find_gpu_accepts_driver_and_common_names(written: str, name: str) -> No
 
 
 def test_find_gpu_with_several_memory_sizes_asks_for_one() -> None:
-    with pytest.raises(ConfigError, match="several sizes of memory: use 'A100 40GB' or 'A100 80GB"):
+    with pytest.raises(ConfigError, match="several memory sizes: use 'A100 40GB' or 'A100 80GB"):
         find_gpu("A100")
     assert find_gpu("A100", 42_300_000_000).name == "A100 40GB"
     assert find_gpu("A100", 85_000_000_000).name == "A100 80GB"
@@ -105,10 +105,10 @@ def test_find_gpu_knows_apple_m1_to_m4_with_their_memory_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "precision", "compiles", "note"),
     [
-        ("K80", "fp32", False, "compute capability 3.7, which builds of torch for CUDA 12"),
+        ("K80", "fp32", False, "compute capability 3.7, for which torch builds for CUDA 12"),
         ("P100 16GB", "fp32", False, ""),
         ("T4", "fp16", True, ""),
-        ("M1 Max 32GB", "fp32", False, "not measured on Apple's GPUs"),
+        ("M1 Max 32GB", "fp32", False, "not compared with measurements on Apple GPUs"),
         ("RTX 4090", "bf16", True, ""),
     ],
 )

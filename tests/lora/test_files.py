@@ -309,7 +309,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "change, problem",
     [
-        (_with_config(base_model_name_or_path=None), "names no base model: set base_model"),
+        (_with_config(base_model_name_or_path=None), "does not name a base model: set base_model"),
         (_with_config(base_model_name_or_path="../gone"), "can't be loaded: model folder ../gone"),
         (_with_config(base_model_name_or_path="x" * 300), "can't be loaded: .*File name too long"),
         (_with_config(base_model_name_or_path="x/" * 5000), "base_model_name_or_path: String"),
@@ -323,7 +323,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_config(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' changed the base"),
         (_with_config(modules_to_save=["lm_head"]), "lacks the weights of lm_head"),
         (_with_config(trainable_token_indices=[3]), "lacks tensor .*trainable_tokens_delta"),
-        (_with_config(trainable_token_indices=[320, 400]), "has token 400, .* has 320 tokens"),
+        (_with_config(trainable_token_indices=[320, 400]), "contains token 400, .* has 320 tokens"),
         (_with_config(trainable_token_indices={"norm": [3]}), "'norm' is not the embedding or"),
         (_with_config(lora_bias=True), "lora_bias is not supported"),
         (_with_config(what_comes_next={"a": 1}), "what_comes_next is not supported"),
@@ -331,14 +331,14 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_text(ADAPTER_CONFIG_NAME, "{"), "is not valid JSON"),
         (_with_text(ADAPTER_CONFIG_NAME, "[]"), "adapter_config.json: "),
         (_with_text(ADAPTER_WEIGHTS_NAME, "?"), "is damaged or truncated"),
-        (_without(ADAPTER_WEIGHTS_NAME), "only safetensors weights are read"),
+        (_without(ADAPTER_WEIGHTS_NAME), "only safetensors weights are supported"),
         (_with_tensors(**{"lora_A.weight": None}), "lacks tensor .*1.self_attn.q_proj.lora_A"),
         (_with_tensors(**{"lora_B.weight": torch.ones(2)}), r"lora_B.weight is \[2\], expected"),
         (_with_tensors(**{"lora_B.weight": torch.ones(16, 3).int()}), "I32, not floating-point"),
         (_with_tensors(lora_magnitude_vector=torch.ones(16)), "has, besides the model's adapters"),
         (
             _with_tensors(**{"base_layer.weight": torch.ones(16, 16)}),
-            "is neither an adapter nor the",
+            "is neither part of an adapter nor of the",
         ),
         (
             _with_tensors(**{"x.lora_A.weight": torch.ones(3, 16)}),
@@ -472,7 +472,7 @@ def test_adapter_slow_patterns_raise_model_error(
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     load_model(tmp_path / "adapter")
     change_config(tmp_path / "adapter", rank_pattern={f".*.*.*!{i}": 2 for i in range(2_990)})
-    with pytest.raises(ModelError, match=r"adapter_config\.json: .*take too long on names"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json: .*take too long to match names"):
         load_model(tmp_path / "adapter")
 
 

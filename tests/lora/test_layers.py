@@ -187,12 +187,12 @@ def test_lora_target_matches_end_of_module_name() -> None:
     [
         ("llama", "qproj", r"matches no linear layer of this model \(did you mean 'q_proj'\?\)"),
         ("llama", "proj", "matches no linear layer"),  # no name ends with .proj
-        ("gpt2", "q_proj", "there are c_attn, c_fc, c_proj, lm_head"),
+        ("gpt2", "q_proj", "choose from c_attn, c_fc, c_proj, lm_head"),
         ("gpt2", "wpe", "is an embedding, not a linear layer"),
         ("mixtral", "experts", "is a stack of experts, not a linear layer"),
         ("mixtral", "down_proj", "is a stack of experts, not a linear layer"),
-        ("mixtral", "gate", "is the router of experts, not a linear layer"),
-        ("gpt_oss", "router", "is the router of experts, not a linear layer"),
+        ("mixtral", "gate", "is a router of experts, not a linear layer"),
+        ("gpt_oss", "router", "is a router of experts, not a linear layer"),
         ("gpt_oss", "gate_up_proj", "is a stack of experts, not a linear layer"),
     ],
 )

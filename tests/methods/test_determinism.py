@@ -89,7 +89,7 @@ def test_determinism_with_cudnn_attention_raises_config_error() -> None:
         "data": {"dir": "none", "seq_len": 8},
         "efficiency": {"attention": "cudnn", "precision": "bf16"},
     }
-    with pytest.raises(ConfigError, match=r"cudnn sums in no fixed order: set it to flash"):
+    with pytest.raises(ConfigError, match=r"cudnn is not deterministic: set it to flash"):
         require_combination(plain_recipe(values), GPU)
     require_combination(plain_recipe(values | {"run": {}}), GPU)
     require_combination(

@@ -687,7 +687,7 @@ def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
             assert torch.get_float32_matmul_precision() == expected
         assert torch.get_float32_matmul_precision() == before
         assert config.products == products
-    with pytest.raises(ValidationError, match="tf32 is matmul_precision high, not medium"):
+    with pytest.raises(ValidationError, match="tf32 implies matmul_precision high, not medium"):
         EfficiencyConfig(precision="tf32", matmul_precision="medium")
 
 

@@ -241,7 +241,7 @@ def test_adamw8bit_library_without_kernels_for_device_raises_config_error(
         raise NotImplementedError
 
     monkeypatch.setattr(optim.AdamW8bit, "update_step", missing)
-    with pytest.raises(ConfigError, match=r"no 8-bit AdamW for cpu.* to torchao"):
+    with pytest.raises(ConfigError, match=r"does not support 8-bit AdamW on cpu.* to torchao"):
         Optimizer(new_model(LLAMA), make("adamw8bit", eight_bit_library="bitsandbytes"))
 
 

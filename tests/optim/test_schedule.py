@@ -476,7 +476,7 @@ def test_constant_schedule_below_peak_warns_about_peak_not_decay() -> None:
     assert told("constant", 10) == "then constant"
     assert Schedule(10, 10, 10, 1.0, "constant").lr_scale(9) == 1
     assert told("constant", 11) == (
-        "so long that the learning rate never reaches its peak: set schedule.warmup_steps lower"
+        "so long that the learning rate never reaches its peak: lower schedule.warmup_steps"
     )
     assert "never falls" in told("cosine", 10)
 

@@ -256,7 +256,10 @@ def test_lora_gradients_match_peft(family: str, dora: bool, tmp_path: Path) -> N
         ({"bias": "lora_only"}, "bias"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"target_modules": ["embed_tokens"], "use_dora": True}, "lora.dora is for linear layers"),
+        (
+            {"target_modules": ["embed_tokens"], "use_dora": True},
+            "lora.dora supports only linear layers",
+        ),
         ({"target_parameters": ["up_proj.weight"]}, "target_parameters"),
         ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
     ],

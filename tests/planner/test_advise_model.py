@@ -319,5 +319,5 @@ def test_model_ladder_layout_valid_in_one_size_only_raises_config_error() -> Non
     model = of_family("qwen3_moe").model_copy(
         update={"num_hidden_layers": 100, "decoder_sparse_step": 100}
     )
-    with pytest.raises(ConfigError, match=r"only in its current size.*leave no layer with experts"):
+    with pytest.raises(ConfigError, match=r"only at its current size.*leave no layer with experts"):
         list(model_ladder(model))

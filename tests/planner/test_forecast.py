@@ -250,7 +250,7 @@ def test_forecast_process_cannot_end_run(
         result = firstlight.train(recipe, forecaster=forecaster, progress=True)
     assert started.poll() is not None
     assert (
-        f"memory and speed can't be predicted: the process that predicts failed: {said}\n"
+        f"memory and speed can't be predicted: the prediction process failed: {said}\n"
         in capfd.readouterr().err
     )
     assert result.step == 12
@@ -392,7 +392,7 @@ def test_plan_auto_tries_planned_settings_first(
     assert asked == tried
     assert found.batch.rows == chosen
     assert found.batch.accumulation(64) == 8 // chosen
-    assert sum("does not fit after all" in line for line in told) == len(tried) - 1
+    assert sum("does not fit, contrary to the plan" in line for line in told) == len(tried) - 1
     assert told[-1].startswith(f"plan: as it stands, micro-batch of {chosen} rows; peak memory")
 
 
@@ -408,7 +408,7 @@ def test_plan_auto_without_fitting_candidate_raises_config_error(
     # The recipe already saves memory, so there is little left to try.
     saving = {"activation_checkpointing": "full", "loss_chunk_tokens": 64}
     least = settled(efficiency={"compile": False, "precision": "fp32", **saving})
-    with pytest.raises(ConfigError, match="nothing that the plan tried fits"):
+    with pytest.raises(ConfigError, match="none of the plan's candidates fits"):
         planned_recipe(least, _CPU, lambda _: None)
 
 

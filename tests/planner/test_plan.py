@@ -97,7 +97,7 @@ def test_parse_bytes_accepts_units(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
 def test_memory_size_invalid_text_raises_config_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a size of memory: write for example 24GiB"):
+    with pytest.raises(ConfigError, match="is not a memory size: use, for example, 24GiB"):
         parse_bytes(text)
 
 
@@ -132,7 +132,7 @@ def test_find_machine_invalid_machines_raise_config_error(monkeypatch: pytest.Mo
         find_machine("RTX 4091")
     with pytest.raises(ConfigError, match="--gpus is 0"):
         find_machine("RTX 4090", count=0)
-    with pytest.raises(ConfigError, match="--gpus 2 needs the kind of GPU"):
+    with pytest.raises(ConfigError, match="--gpus 2 requires the GPU model"):
         find_machine(count=2)
     with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
         find_machine(memory_bytes=24)
@@ -246,8 +246,9 @@ def test_packet_note_names_unaligned_widths_and_their_cost(
     padded = [[-(-size // multiple) * multiple for size in shape] for shape in shapes]
     more = sum(a * b for a, b in padded) / sum(a * b for a, b in shapes) - 1
     assert found == [
-        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
-        f"Their products cost at least what the next multiples cost: {more:.1%} more arithmetic"
+        f"not multiples of {multiple}, which this GPU's tensor cores read at full speed: {named}. "
+        f"Their products cost at least as much as with the next multiples: {more:.1%} more "
+        "arithmetic"
     ]
 
 
@@ -279,7 +280,9 @@ def test_plan_vocabulary_comes_from_recipe_weights_or_prepared_data(
 ) -> None:
     gpu = find_machine("RTX 4090")
     without = {**_MODEL, "vocab_size": 0}
-    with pytest.raises(ConfigError, match=r"is not prepared here: .* --planning.vocab_size 50257"):
+    with pytest.raises(
+        ConfigError, match=r"is not on this machine: .* --planning.vocab_size 50257"
+    ):
         resolve_for(recipe(model=without), gpu)
     manifest = {"vocab_size": 999, "splits": {"train": {"tokens": 12345}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
@@ -722,7 +725,7 @@ def test_resolve_for_attention_follows_precision_if_open() -> None:
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
 def test_budget_not_positive_raises_config_error(budget: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="must be more than 0"):
+    with pytest.raises(ConfigError, match="must be greater than 0"):
         Budget(**budget)
 
 
@@ -870,7 +873,7 @@ def test_budget_of_time_uses_at_most_epochs_of_recipe(
     said = "\n".join(block for block in blocks(plan) if isinstance(block, str))
     assert " epochs of the prepared text, the limit of schedule.epochs" in said
     assert "optimizer.learning_rate" not in plan.replacements
-    assert "no rule is known for the learning rates of adafactor" in said
+    assert "no known rule to scale the learning rates of adafactor" in said
 
 
 @pytest.mark.parametrize("section", ["lora", "preference"])
@@ -1178,11 +1181,11 @@ _FLASH_ON_T4 = [
     "options, words",
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
-        (["--gpu-memory", "lots"], "is not a size of memory"),
+        (["--gpu-memory", "lots"], "is not a memory size"),
         (["--gpu", "T4", "--budget", "soon"], "is not a time"),
-        (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
+        (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "requires a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
-        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or set --budget"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, --budget"),
         (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
         (_FLASH_ON_T4, "8.0 or higher (Ampere and later), but this is T4"),
     ],

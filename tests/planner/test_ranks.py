@@ -85,7 +85,7 @@ def test_rank_memory_notes_cpu_memory_of_start() -> None:
     large = one.model.model_copy(update={"hidden_size": 1024, "num_hidden_layers": 80})
     size = 4 * sum(p.numel() for p in meta_model(large).parameters()) / 2**30
     found = of_one_rank(alone(), one.model_copy(update={"model": large}), 4)
-    said = f"in the CPU's memory: 4 x {size:.1f} GiB"
+    said = f"in CPU memory: 4 x {size:.1f} GiB"
     assert said in found.notes[-1]
     zero = recipe(engine="deepspeed").model_copy(update={"model": large})
     assert said in of_one_rank(alone(), zero, 4).notes[-1]
@@ -189,7 +189,7 @@ def test_own_part_has_its_heads_layers_and_batch_share() -> None:
 def test_own_part_indivisible_shapes_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads 2 can't be divided"):
         own_part(llama(tensor_parallel=4), 4)
-    with pytest.raises(ConfigError, match="pipeline puts the embedding and the head"):
+    with pytest.raises(ConfigError, match="pipeline places the embedding and the head"):
         own_part(llama(pipeline=2, tied=True), 2)
     with pytest.raises(ConfigError, match=r"3 processes can't be divided .*: plan for 4"):
         own_part(llama(tensor_parallel=2), 3)

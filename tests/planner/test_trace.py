@@ -174,8 +174,8 @@ def test_plan_module_on_meta_device_allocates_nothing() -> None:
     [
         ({"optimizer": "adamv"}, "did you mean 'adamw'"),
         ({"precision": "fp61"}, "did you mean 'fp16'"),
-        ({"activation_checkpointing": True}, "no gradient_checkpointing_enable"),
-        ({"loss": lambda _: torch.empty(2)}, "the model returns no loss"),
+        ({"activation_checkpointing": True}, "not have gradient_checkpointing_enable"),
+        ({"loss": lambda _: torch.empty(2)}, "the model does not return a loss"),
         ({"optimizer": None}, "optimizer 'None' is unknown"),
         ({"gradient_accumulation_steps": 0}, "it must be at least 1"),
         ({"zero_grad": "x"}, "zero_grad 'x' is unknown"),
@@ -189,7 +189,7 @@ def test_plan_module_unsupported_input_raises_config_error(
 
 
 def test_plan_module_without_parameters_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match="ReLU has no trained parameters"):
+    with pytest.raises(ConfigError, match="ReLU has no trainable parameters"):
         plan_module(nn.ReLU(), [torch.empty(10, 16)], target=Target())
 
 

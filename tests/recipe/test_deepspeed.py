@@ -116,7 +116,7 @@ def test_deepspeed_file_global_batch_determines_accumulation(
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, "scheduler.type is not supported: remove it"),
         ({"zero_optimisation": {"stage": 1}}, {}, "(did you mean 'zero_optimization.stage'?)"),
-        ({"zero_optimization": {"stage": 0}}, {}, "which is distributed.engine ddp"),
+        ({"zero_optimization": {"stage": 0}}, {}, "which corresponds to distributed.engine ddp"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {}, "which needs"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "are both true"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, "fp16.loss_scale is 128"),

@@ -481,7 +481,7 @@ def test_batch_indivisible_global_batch_raises_with_nearest_values(tokens: int, 
 
 def test_batch_global_batch_contradicting_accumulation_raises_config_error() -> None:
     batch = BatchConfig(micro_batch_size=8, global_batch_tokens=512, gradient_accumulation_steps=3)
-    with pytest.raises(ConfigError, match="which makes it 2"):
+    with pytest.raises(ConfigError, match="which implies 2"):
         batch.accumulation(32)
 
 

@@ -506,7 +506,8 @@ def test_for_new_model_recipe_without_settings_gets_new_model_defaults() -> None
     place = Place(new_model=True)
     found = place.resolve(recipe)
     assert place.told[0] == (
-        "the recipe sets no optimizer, schedule or initial weights: using those of new models"
+        "the recipe sets no optimizer, schedule or initial weights: using the settings for new "
+        "models"
     )
     rates = found.optimizer
     # The keys that a model of width 192 gets, at a quarter of that width.
@@ -584,8 +585,12 @@ def test_resolve_data_kind_decides_masking_and_preference_section(kind: str) -> 
     ("kind", "sections", "message"),
     [
         ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be disabled for"),
-        ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or remove the section"),
-        ("preference", {}, "need a model that already answers"),
+        (
+            "text",
+            {"preference": {"beta": 0.2}},
+            "set data.kind to preference, or remove the section",
+        ),
+        ("preference", {}, "need a model that can already answer"),
     ],
 )
 def test_resolve_recipe_contradicting_its_data_raises_config_error(

@@ -69,7 +69,7 @@ def test_distinct_labels_are_unique(parts: set[tuple[str, ...]]) -> None:
 def test_compare_folder_named_twice_raises_config_error(tmp_path: Path) -> None:
     run(tmp_path / "a")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"link is named twice"):
+    with pytest.raises(ConfigError, match=r"link is listed twice"):
         write_report([tmp_path / "a", tmp_path / "link"], tmp_path / "c.html")
 
 
@@ -279,8 +279,12 @@ def test_compare_folder_without_run_is_named(tmp_path: Path) -> None:
         (tmp_path / "run-2", InputError, r"run-2 does not exist \(did you mean 'run-1'\?\)"),
         (tmp_path / "no" / "where", InputError, r"no/where does not exist"),
         (tmp_path / "file", InputError, r"file is a file"),
-        (tmp_path / "empty", InputError, r"empty is not a run folder: it has no metrics\.jsonl"),
-        (checkpoint, InputError, r"step-00000004 is a checkpoint: name its run folder, .*run-1$"),
+        (
+            tmp_path / "empty",
+            InputError,
+            r"empty is not a run folder, because it does not contain metrics\.jsonl",
+        ),
+        (checkpoint, InputError, r"step-00000004 is a checkpoint: use its run folder, .*run-1$"),
     ]
     for folder, kind, said in cases:
         for named in ([folder], [good, folder]):

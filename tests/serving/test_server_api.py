@@ -153,7 +153,7 @@ def test_request_exceeding_context_is_rejected(direct: Direct) -> None:
         content = body_for(POSTS[0], prompt=[5] * tokens)
         message = refused(direct, POSTS[0], content, "prompt", "context_length_exceeded")
         assert (
-            f"{tokens} tokens, but the context for prompt and answer together has {CONTEXT}"
+            f"{tokens} tokens, but the context for prompt and completion together is {CONTEXT}"
             in message
         )
     answer = direct.ask(POSTS[0], body_for(POSTS[0], prompt=[5] * (CONTEXT - 1), max_tokens=50))

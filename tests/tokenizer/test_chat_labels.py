@@ -453,7 +453,7 @@ def test_with_chat_template_plain_text_template_needs_no_tokens(tokenizer: Token
 def test_with_chat_template_defaults_to_own_and_names_missing_one(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     assert with_chat_template(ours, None) is ours
-    with pytest.raises(TokenizerError, match="has no chat template: set"):
+    with pytest.raises(TokenizerError, match="does not have a chat template: set"):
         with_chat_template(tokenizer, None)
     with pytest.raises(InputError, match="chat template chatlm is neither"):
         with_chat_template(tokenizer, "chatlm")

@@ -197,7 +197,7 @@ def test_chat_run_template_with_missing_tokens_raises_before_start(
     del chat["model"]
     with pytest.raises(
         TokenizerError,
-        match=r"has no chat template: set data.template",
+        match=r"does not have a chat template: set data.template",
     ):
         train(chat, init_from=base)
     chat["data"]["template"] = "chatml"

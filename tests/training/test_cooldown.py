@@ -252,13 +252,17 @@ def test_cooldown_impossible_request_prints_one_line(trunk: dict[str, Any], tmp_
     refused(ready, CheckpointError, "data's seq_len was 32", ("data.seq_len", "16"))
     assert not (tmp_path / "trunk-cooldown-8").exists()
     cool(ready, 2)
-    refused(ready, CheckpointError, "has checkpoints already")
+    refused(ready, CheckpointError, "already contains checkpoints")
     (ready / "trainer_state.json").write_text("{}")
     refused(ready, CheckpointError, "is damaged")
     (place / "checkpoints" / "bare").mkdir()
     shutil.copy(early / "config.json", place / "checkpoints" / "bare")
     shutil.copy(early / "model.safetensors", place / "checkpoints" / "bare")
-    refused(place / "checkpoints" / "bare", CheckpointError, "no optimizer state, which a cooldown")
+    refused(
+        place / "checkpoints" / "bare",
+        CheckpointError,
+        "does not contain optimizer state, which a cooldown",
+    )
     cosine = {**trunk, "run": {**trunk["run"], "dir": str(tmp_path / "cosine")}}
     train({**cosine, "schedule": {"max_steps": 2}})
     refused(tmp_path / "cosine", ConfigError, "schedule.kind cosine, whose learning")
@@ -288,7 +292,7 @@ def test_cooldown_command_accepts_run_or_checkpoint(
         ((str(place), "--cooldown", "2", "--resume"), "name the checkpoint to branch off, such as"),
         ((str(place),), "is a run folder, and train takes a recipe"),
         ((str(tmp_path / "none"), "--cooldown", "2"), "none"),
-        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: name the run folder"),
+        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: pass the run folder"),
     ):
         assert main(["train", *arguments]) != 0
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -200,7 +200,7 @@ def test_device_check_correct_device_passes(precision: str, attention: str) -> N
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_device_check_correct_device_names_no_operation(precision: str) -> None:
     fault = device_check._wrong_operation(CPU, CheckedKeys(precision))
-    assert fault.startswith("no single operation")
+    assert fault.startswith("not in a single operation")
 
 
 def test_info_check_lists_each_device_and_fails_for_wrong_one(
@@ -294,7 +294,7 @@ def test_device_check_without_free_memory_reports_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device_check, "_error", fail)
     problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert problem == (
-        f"cpu ({CPU.name}) has too little free memory to be checked: end the other programs that "
+        f"cpu ({CPU.name}) has too little free memory for the check: end the other programs that "
         "use it"
     )
 

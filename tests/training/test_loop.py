@@ -436,7 +436,7 @@ def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path:
     tokenizer = Tokenizer.from_pretrained(result.checkpoint)
     z = math.log(tokenizer.vocab_size)
     assert metrics(values)[0]["train/loss"] == pytest.approx(z + 0.5 * z * z, rel=1e-5)
-    with pytest.raises(ConfigError, match="the init section applies to new weights"):
+    with pytest.raises(ConfigError, match="the init section applies to random weights"):
         train(changed(values, run={"dir": str(tmp_path / "x")}), init_from=result.checkpoint)
     with pytest.raises(ConfigError, match="head_std applies to an untied head"):
         train(changed(values, model={"tie_word_embeddings": True}))
@@ -565,7 +565,7 @@ def test_train_without_validation_split_logs_no_validation_loss(
     result = train(recipe, progress=True)
     assert result.evaluation is None
     assert all(set(record) == _KEYS for record in metrics(recipe))
-    assert "has no validation split: the run has no val/loss" in capsys.readouterr().err
+    assert "has no validation split, so the run does not report val/loss" in capsys.readouterr().err
 
 
 def test_train_without_progress_prints_nothing(
@@ -604,7 +604,7 @@ def test_train_init_from_loads_weights_and_config(
         optimizer={"learning_rate": 1e-30},
     )
     second = train(start, init_from=run_folder(recipe), progress=True)
-    said = f"warning: the model is that of {run_folder(recipe)}; not used: "
+    said = f"warning: the model comes from {run_folder(recipe)}; ignored: "
     err = capsys.readouterr().err
     assert said in err
     assert "model.hidden_size" in err
@@ -632,7 +632,7 @@ def test_train_starting_weights_with_nan_are_named_by_train_and_info(
             shutil.copy(path, damaged)
     safetensors.torch.save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     start = changed(recipe, run={"dir": str(tmp_path / "second")})
-    refused(start, ModelError, f"its tensor {name} has values that are not", init_from=damaged)
+    refused(start, ModelError, f"its tensor {name} contains non-finite values", init_from=damaged)
     assert main(["info", str(damaged)]) == 0
     assert f"UNUSABLE, {name} has values" in capsys.readouterr().out
     assert main(["info", str(first.checkpoint)]) == 0
@@ -833,9 +833,12 @@ def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "spoiled, message",
     [
-        ({"pending": {"step": 8}}, "pending holds no metrics of step 8"),
-        ({"pending": {"step": "8"}}, "pending holds no metrics of step 8"),
-        ({"pending": {**_RECORD, "train/loss": 10**400}}, "pending holds no metrics of step 8"),
+        ({"pending": {"step": 8}}, "pending does not contain metrics of step 8"),
+        ({"pending": {"step": "8"}}, "pending does not contain metrics of step 8"),
+        (
+            {"pending": {**_RECORD, "train/loss": 10**400}},
+            "pending does not contain metrics of step 8",
+        ),
         ({"micro_batch_rows": 99}, "micro_batch_rows is 99, but a micro-batch has 4 rows"),
         ({"micro_batch_rows": 3}, "micro_batch_rows is 3, but a micro-batch has 4 rows"),
         ({"loader": {"rows_seen": 10**30}}, "rows_seen is 1000"),
@@ -893,8 +896,8 @@ def test_train_resumed_with_other_thread_count_warns(
     monkeypatch.setattr("firstlight.training.resuming.torch.get_num_threads", lambda: 77)
     train(recipe, resume=True, progress=True)
     said = capsys.readouterr().err
-    assert f"warning: the checkpoint was made with {count} threads, and there are 77 now" in said
-    assert f"OMP_NUM_THREADS={count} sets the number" in said
+    assert f"saved by a run with {count} threads, but this run has 77: sums" in said
+    assert f"(set OMP_NUM_THREADS={count} to avoid this)" in said
 
 
 def test_train_resume_of_complete_run_does_nothing(
@@ -981,7 +984,7 @@ def test_train_impossible_schedule_continuation_fails(
     other = changed(
         recipe, run={"dir": str(tmp_path / "other")}, schedule={"resume": True, "max_steps": 12}
     )
-    refused(other, ConfigError, "name that run with --init-from")
+    refused(other, ConfigError, "pass that run with --init-from")
     refused(other, ConfigError, "at step 12 .* but schedule.max_steps is 12", init_from=base)
     longer = changed(other, schedule={"max_steps": 20})
     refused(changed(longer, optimizer={"name": "muon"}), CheckpointError, "muon", init_from=base)
@@ -995,14 +998,16 @@ def test_train_impossible_schedule_continuation_fails(
     shutil.copytree(base, plain)
     for name in ("optimizer.safetensors", "manifest.json", "trainer_state.json"):
         (plain / name).unlink()
-    refused(longer, CheckpointError, "has no optimizer state", init_from=plain)
+    refused(longer, CheckpointError, "does not contain optimizer state", init_from=plain)
 
 
 def test_train_resume_without_checkpoint_starts_from_beginning(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(recipe, resume=True, progress=True)
-    assert "has no checkpoint yet: starting at the beginning" in capsys.readouterr().err
+    assert (
+        "does not contain a checkpoint yet: starting from the beginning" in capsys.readouterr().err
+    )
     other = changed(recipe, run={"dir": str(tmp_path / "other")})
     train(other)
     assert losses(recipe) == losses(other)
@@ -1102,8 +1107,8 @@ def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     err, peak = capsys.readouterr().err, OptimizerConfig().learning_rate
     was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
     said = (
-        f"step 5 would have had {was:.4g} with that of the checkpoint, and has {longer:.4g} now "
-        "(schedule.decay_steps 12 keeps the old schedule)\n"
+        f"the learning rate at step 5 was {was:.4g} in the checkpoint's schedule, and is now "
+        f"{longer:.4g} (schedule.decay_steps 12 keeps the old schedule)\n"
     )
     assert (said in err) == warns
     assert ("the learning-rate schedule has changed" in err) == warns
@@ -1133,7 +1138,7 @@ def test_train_resume_with_other_model_data_or_row_length_fails(
         (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is 16"),
         (changed(recipe, data={"dir": str(tmp_path / "other")}), "the data's manifest_sha256"),
         (changed(recipe, optimizer={"name": "muon"}), "optimizer"),
-        (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 again instead of 1, or start"),
+        (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 instead of 1, or start"),
     ):
         refused(values, CheckpointError, said, resume=True)
     # The existing run can still be resumed.
@@ -1162,7 +1167,7 @@ def test_train_run_moved_with_its_data_resumes(
 
 def test_train_does_not_overwrite_checkpoints(recipe: dict[str, Any]) -> None:
     train(recipe)
-    refused(recipe, CheckpointError, "has checkpoints already: continue it with --resume")
+    refused(recipe, CheckpointError, "already contains checkpoints: continue the run with --resume")
 
 
 def test_train_second_run_in_same_folder_raises_checkpoint_error(recipe: dict[str, Any]) -> None:
@@ -1253,7 +1258,7 @@ def test_train_tokenizer_not_matching_shards_fails(
     shutil.copytree(data, tmp_path / "data")
     train_tokenizer(texts, 300).save_pretrained(tmp_path / "data")
     values = changed(recipe, data={"dir": str(tmp_path / "data")})
-    refused(values, DataError, r"tokenizer\.json is not the tokenizer of the shards")
+    refused(values, DataError, r"tokenizer\.json is not the tokenizer with which the shards")
 
 
 def test_train_without_disk_space_for_checkpoints_fails(

@@ -109,7 +109,7 @@ def test_largest_micro_batch_is_found_by_halving(
     told: list[str] = []
     assert largest_micro_batch(recipe_of(total=12), _CPU, told.append) == 3
     assert asked == [12, 6, 3]
-    assert told == ["micro-batch of 3 rows: the largest that fits of a step's 12"]
+    assert told == ["micro-batch of 3 rows, the largest that fits in memory (of 12 rows per step)"]
 
 
 def test_largest_micro_batch_killed_process_counts_as_out_of_memory(
@@ -135,7 +135,7 @@ def test_largest_micro_batch_config_error_is_passed_on(monkeypatch: pytest.Monke
 
 def test_largest_micro_batch_other_failure_shows_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, lambda rows: "Failed")
-    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(set a number"):
+    with pytest.raises(ConfigError, match=r"auto failed: Words: the last line \(set a number"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
 
 

@@ -564,7 +564,7 @@ def test_preference_run_without_starting_model_raises_config_error(
 ) -> None:
     prepared(tmp_path / "folder", tokenizer, draw_pairs(9))
     pairs["data"] = {"dir": str(tmp_path / "folder"), "seq_len": CONTEXT}
-    with pytest.raises(ConfigError, match="preference pairs need a model that already answers"):
+    with pytest.raises(ConfigError, match="preference pairs need a model that can already answer"):
         train(pairs)
 
 
@@ -581,7 +581,7 @@ def test_preference_long_pairs_raise_or_are_dropped(pairs: dict[str, Any], base:
 
 def test_preference_section_without_pairs_raises_config_error(recipe: dict[str, Any]) -> None:
     recipe["preference"] = {"beta": 0.2}
-    with pytest.raises(ConfigError, match="the preference section is for pairs of answers"):
+    with pytest.raises(ConfigError, match="the preference section applies to pairs of answers"):
         train(recipe)
 
 

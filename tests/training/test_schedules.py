@@ -230,8 +230,8 @@ def test_report_draws_learning_rate_and_batch_size(recipe: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "batch, says",
     [
-        ({"ramp_steps": None}, "ramp_start_tokens and ramp_steps belong together"),
-        ({"ramp_start_tokens": None}, "ramp_start_tokens and ramp_steps belong together"),
+        ({"ramp_steps": None}, "ramp_start_tokens and ramp_steps require each other"),
+        ({"ramp_start_tokens": None}, "ramp_start_tokens and ramp_steps require each other"),
         ({"global_batch_tokens": None}, "ramp_start_tokens needs global_batch_tokens"),
         ({"ramp_start_tokens": 192}, "global_batch_tokens 512 is not a multiple"),
         ({"ramp_start_tokens": 512}, "global_batch_tokens 512 is not a multiple"),

@@ -187,7 +187,7 @@ def test_train_step_ignores_gradients_of_previous_step() -> None:
 def test_train_step_without_labels_raises_and_changes_nothing() -> None:
     model = gpt2()
     before = bits(model)
-    with pytest.raises(TrainingError, match="a global batch has no labels"):
+    with pytest.raises(TrainingError, match="a global batch does not contain any labels"):
         gradients(model, [make_batch([0, 0])])
     assert bits(model) == before
 

@@ -206,7 +206,10 @@ class Failing(Recorder):
     ("library", "said"),
     [
         (Failing, "warning: wandb has failed: ConnectionError: the server is gone (it has no step"),
-        (Hanging, "warning: wandb has not ended after 0 s and is given up (it has no step; --res"),
+        (
+            Hanging,
+            "warning: wandb has not finished after 0 s and is abandoned (it has no step; --res",
+        ),
     ],
 )
 def test_tracker_failing_or_hanging_does_not_change_training(
@@ -249,7 +252,7 @@ def test_trackers_hanging_are_waited_for_simultaneously(
         said.clear()
     assert clock == [160.0]
     assert said[0] == "waiting for mlflow, trackio, wandb, 60 s at most"
-    given_up = [text.split(" has not ended after 60 s ")[0] for text in said[1:]]
+    given_up = [text.split(" has not finished after 60 s ")[0] for text in said[1:]]
     assert given_up == [f"warning: {name}" for name in names]
 
 
@@ -288,7 +291,7 @@ def test_tracker_hanging_at_exit_does_not_block_command(tmp_path: Path) -> None:
         timeout=50,
     )
     assert (done.returncode, done.stdout) == (76, "unflushed")
-    assert "wandb has not ended" in done.stderr
+    assert "wandb has not finished" in done.stderr
 
 
 class Printing(Recorder):

@@ -170,7 +170,7 @@ def test_train_extended_vocabulary_is_padded_and_resumes(
     assert load(result.checkpoint).model.lm_head.weight.shape[0] == 322
     recipe["efficiency"] = {"vocab_multiple": 100}
     recipe["schedule"] = {"max_steps": 6}
-    with pytest.raises(CheckpointError, match=r"was made with efficiency\.vocab_multiple 64"):
+    with pytest.raises(CheckpointError, match=r"was saved with efficiency\.vocab_multiple 64"):
         train(recipe, resume=True)
 
 
@@ -189,7 +189,7 @@ def test_train_tokens_without_rows_in_old_model_are_initialized_as_new(
     recipe["data"]["dir"], recipe["schedule"] = str(extended[1]), {"max_steps": 1}
     recipe["optimizer"] = {"learning_rate": 1e-30}
     last = tokenizer.backend.id_to_token(319)
-    with pytest.raises(ConfigError, match="has no row for that token"):
+    with pytest.raises(ConfigError, match="does not have a row for this token"):
         train(recipe, init_from=base, new_rows=f"copy:{last}")
     grown = load(train(recipe, init_from=base).checkpoint).model
     for before, after in zip(rows(small), rows(grown), strict=True):

@@ -338,7 +338,7 @@ def test_study_folder_of_other_study_raises(
     path.write_text(path.read_text().replace(_RATE, "optimizer.eps"))
     with pytest.raises(CheckpointError, match=r"trials.jsonl:2 is not a trial of this study"):
         tune(small(), tmp_path / "s", search=search, trials=3)
-    with pytest.raises(ConfigError, match="max_minutes does not define a number of steps"):
+    with pytest.raises(ConfigError, match="max_minutes does not set the number of steps"):
         tune(small(schedule={"max_minutes": 3}), tmp_path / "t")
     (tmp_path / "s" / "study.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is damaged"):

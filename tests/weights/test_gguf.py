@@ -686,11 +686,15 @@ _OTHER_BASE = {
         (
             "smollm3",
             {"no_rope_layers": [1, 0, 1, 1, 1]},
-            "smollm3 with no_rope_layers with another",
+            "smollm3 with no_rope_layers with a different",
         ),
         ("smollm3", {"mlp_bias": True}, "smollm3 with mlp_bias True"),
         ("olmo2", {"head_dim": 64}, "olmo2 with head_dim 64: only hidden_size /"),
-        ("olmo3", {"rope_parameters": _OTHER_BASE}, "a rotary base of 5.0 in layers with a window"),
+        (
+            "olmo3",
+            {"rope_parameters": _OTHER_BASE},
+            "a rotary base of 5.0 in layers with a sliding window",
+        ),
         ("gemma2", {"query_pre_attn_scalar": 7}, "gemma2 with query_pre_attn_scalar 7: only"),
         ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping None: only a number"),
         (

@@ -276,7 +276,7 @@ def test_load_model_tied_head_differing_from_embedding_is_rejected(
 
 
 def test_load_model_folder_without_config_json_is_rejected(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it does not contain config.json"
 
 
 @pytest.mark.parametrize("family", ["mamba", "LLAMA", None, ["llama"], {}])
@@ -390,7 +390,7 @@ def test_load_model_excessive_layer_count_raises_before_allocating_lists(like: s
 )
 def test_load_model_non_integer_layer_counts_raise_model_error(key: str, value: object) -> None:
     content = {"model_type": "smollm3", "no_rope_layer_interval": 2, key: value}
-    with pytest.raises(ModelError, match=f"{key} is {value!r}, expected a whole number: correct"):
+    with pytest.raises(ModelError, match=f"{key} is {value!r}, but must be an integer: correct"):
         config_from_hf(content, "config.json")
 
 
@@ -505,7 +505,7 @@ def test_load_model_shard_listed_in_index_but_missing_is_named(
     assert load_model(folder).model.config == LLAMA
     (folder / "b.safetensors").unlink()
     assert refusal(folder) == (
-        f"{folder / 'b.safetensors'} is missing but is listed in model.safetensors.index.json: "
+        f"{folder / 'b.safetensors'} is missing, although model.safetensors.index.json lists it: "
         "download it again"
     )
 

@@ -21,8 +21,8 @@ from firstlight.files.cache import cache_folder
 #: launches.
 #:
 #: Measured: on 2 cores of a CPU, 15 s, and 1.4 and 1.18 times the speed for widths of 64 and 192;
-#: on an H100, 28 s and 2.07 times the speed for a full GPT-2 124M; on an H200, 12 s for one layer of
-#: width 448 and the loss. The other figures for GPUs are estimates from the numbers of kernels.
+#: on an H100, 28 s and 2.07 times the speed for a full GPT-2 124M; on an H200, 12 s for one layer
+#: of width 448 and the loss. The other GPU figures are estimates based on the number of kernels.
 _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (12.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},

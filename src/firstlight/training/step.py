@@ -86,7 +86,9 @@ def train_step(
     )
     tokens, terms = map(int, counts)
     if tokens == 0:
-        raise TrainingError("a global batch has no labels: check the data's loss mask")
+        raise TrainingError(
+            "a global batch does not contain any labels: check the data's loss mask"
+        )
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:
