@@ -164,7 +164,7 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
     [
         (cut, rf"{BIN} is damaged, truncated or not a checkpoint with only weights"),
         (one_shard_gone, rf"{TWO} is missing, although .* lists it"),
-        (shards_changed_places, rf"contains tensor .*, which {INDEX} places {TWO}"),
+        (shards_changed_places, rf"contains tensor .*, which {INDEX} places in {TWO}"),
         (shard_elsewhere, rf"{INDEX} names a file outside its folder: \.\./{TWO}"),
         (
             lambda folder, _: (folder / INDEX).write_text("[]"),

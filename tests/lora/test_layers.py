@@ -187,7 +187,7 @@ def test_lora_target_matches_end_of_module_name() -> None:
     [
         ("llama", "qproj", r"matches no linear layer of this model \(did you mean 'q_proj'\?\)"),
         ("llama", "proj", "matches no linear layer"),  # no name ends with .proj
-        ("gpt2", "q_proj", "choose from c_attn, c_fc, c_proj, lm_head"),
+        ("gpt2", "q_proj", ".*: choose from c_attn, c_fc, c_proj, lm_head"),
         ("gpt2", "wpe", "is an embedding, not a linear layer"),
         ("mixtral", "experts", "is a stack of experts, not a linear layer"),
         ("mixtral", "down_proj", "is a stack of experts, not a linear layer"),
@@ -200,9 +200,7 @@ def test_lora_target_not_a_linear_layer_raises_config_error(
     name: str, target: str, problem: str
 ) -> None:
     model = some_model(name)
-    with pytest.raises(
-        ConfigError, match=f"lora.targets '{target}' {'.*' if 'there' in problem else ''}{problem}"
-    ):
+    with pytest.raises(ConfigError, match=f"lora.targets '{target}' {problem}"):
         adapted(model, targets=[*EVERY_LINEAR[name][:1], target])
     assert not lora_parameters(model)
     assert all(p.requires_grad for p in model.parameters())
@@ -552,5 +550,5 @@ def test_new_tokens_beside_another_adapter_of_their_table_are_refused(
 
 
 def test_module_to_save_that_is_missing_is_refused_with_the_names_of_all_modules() -> None:
-    with pytest.raises(ConfigError, match=r"are down_proj, embed_tokens, .*lm_head"):
+    with pytest.raises(ConfigError, match=r"from down_proj, embed_tokens, .*lm_head"):
         adapted(some_model("tied"), modules_to_save=["nothing"])

@@ -187,7 +187,7 @@ def test_own_part_has_its_heads_layers_and_batch_share() -> None:
 
 
 def test_own_part_indivisible_shapes_raise_config_error() -> None:
-    with pytest.raises(ConfigError, match="num_key_value_heads 2 can't be divided"):
+    with pytest.raises(ConfigError, match="num_key_value_heads 2 is not divisible"):
         own_part(llama(tensor_parallel=4), 4)
     with pytest.raises(ConfigError, match="pipeline places the embedding and the head"):
         own_part(llama(pipeline=2, tied=True), 2)

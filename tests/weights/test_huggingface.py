@@ -443,7 +443,7 @@ def test_load_model_folder_with_only_pickled_weights_is_rejected_unopened(
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
         (folder / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(folder)
-    assert "has no model.safetensors" in message
+    assert "does not contain model.safetensors" in message
     assert "could run code" in message
     assert not (tmp_path / "opened").exists()
 

@@ -379,7 +379,9 @@ def test_load_model_index_not_matching_files_raises(tmp_path: Path) -> None:
     name = next(n for n, file in index["weight_map"].items() if file == first)
     shard = safetensors.torch.load_file(folder / last)
     save_tensors({**shard, name: torch.zeros(2)}, folder / last)
-    with pytest.raises(ModelError, match=f"{last} has tensor {name}, which .* puts {first}"):
+    with pytest.raises(
+        ModelError, match=f"{last} contains tensor {name}, which .* places in {first}"
+    ):
         load_model(folder)
     save_tensors(shard, folder / last)
     index["weight_map"]["model.lost"] = last

@@ -370,7 +370,7 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
             change += " and batch.gradient_accumulation_steps to 1"
         yield (
             "efficiency.optimizer_in_backward updates after every backward pass, so it can't "
-            "accumulate gradients over {accumulation} passes: set {change} (with "
+            f"accumulate gradients over {accumulation} passes: set {change} (with "
             "activation_checkpointing full if that does not fit in memory), or set "
             "optimizer_in_backward to false"
         )

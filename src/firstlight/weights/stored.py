@@ -270,10 +270,9 @@ def indexed_tensors(
             )
         for name, tensor in read(path).items():
             if weight_map.get(name) != file_name:
-                where = weight_map.get(name, "nowhere")
-                raise ModelError(
-                    f"{path} contains tensor {name}, which {index_name} places {where}"
-                )
+                listed = weight_map.get(name)
+                where = "does not list" if listed is None else f"places in {listed}"
+                raise ModelError(f"{path} contains tensor {name}, which {index_name} {where}")
             tensors[name] = tensor
     if lost := sorted(weight_map.keys() - tensors.keys()):
         raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {index_name}")
