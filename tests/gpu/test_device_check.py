@@ -1,4 +1,4 @@
-"""The check of a device, on a device that computes rightly."""
+"""The device check on a device that computes correctly."""
 
 from __future__ import annotations
 
