@@ -1,4 +1,4 @@
-"""The time of compiling: what is usual, and what this machine took before."""
+"""Compile times: the defaults, and the times measured earlier on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def seconds_of(compiler: Compiler, size: tuple[int, int]) -> list[float]:
-    """Of a layer and the loss, and of the whole model."""
+    """Return the compile seconds of a layer and the loss, and of the whole model."""
     return [way.seconds for way in compiler.modes(size)]
 
 
@@ -48,12 +48,12 @@ def test_compile_time_stored_for_one_model_scales_all_and_minimum_counts() -> No
     H100.remember((768, 12), 24.0, regional=True)
     assert seconds_of(H100, (768, 12)) == [24.0, 56.0]
     assert seconds_of(H100, (512, 8)) == [24.0, 40.0]
-    # Longer beside other programs.
+    # Longer, because of other load on the machine.
     H100.remember((768, 12), 280.0, regional=False)
     assert seconds_of(H100, (768, 12)) == [24.0, 56.0]
     H100.remember((512, 8), 30.0, regional=False)
     assert seconds_of(H100, (768, 12)) == [18.0, 42.0]
-    # Of another device, or elsewhere, nothing is remembered.
+    # Nothing is remembered for another device or a GPU without a name.
     for other in (Compiler("cuda", "A100", cores=16), Compiler("cuda", "", cores=16)):
         assert seconds_of(other, (768, 12)) == [12.0, 28.0]
 
@@ -76,7 +76,7 @@ def test_compile_time_cache_not_writable_is_ignored(cache: Path) -> None:
 
 def test_best_compile_mode_saves_more_than_compile_time() -> None:
     way = Compiling(True, seconds=10.0, gain=2.0)
-    # Half of the time is saved: with the margin for a run of 30 s and more.
+    # Compiling saves half of the time. With the margin, it pays off for runs of 30 s or more.
     ways = [NOT_COMPILED, way]
     assert best_compile_mode(ways, lambda one: 29.9 / one.gain) is NOT_COMPILED
     assert best_compile_mode(ways, lambda one: 30.1 / one.gain) is way

@@ -470,13 +470,13 @@ def _reported(run: Run) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, CheckpointError):
             why = f"{error}: it was damaged during the run"
-            then = "--resume drops the damaged lines and draws the report"
+            then = "--resume removes the damaged lines and draws the report"
         elif lacks_memory(error):
             why = f"out of memory ({first_line(error)})"
             then = "`firstlight report` draws it"
         else:
             raise
-        run.tell(f"warning: {why}, and the report is not drawn; the checkpoint is saved: {then}")
+        run.tell(f"warning: {why}, so the report was not drawn; the checkpoint is saved: {then}")
         return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")

@@ -150,7 +150,9 @@ def run_passes(
     )
     tokens, terms = map(int, counts)
     if tokens == 0:
-        raise TrainingError("a global batch has no labels: check the data's loss mask")
+        raise TrainingError(
+            "a global batch does not contain any labels: check the data's loss mask"
+        )
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:
