@@ -86,7 +86,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dtype": ["int8"]}, "dtype 'int8' is unknown: use fp32, tf32, bf16, fp16"),
         ({"dtype": ["bf61"]}, r"dtype 'bf61' is unknown \(did you mean 'bf16'\?\)"),
-        ({"dtype": ["tf32"], "device": "cpu"}, "tf32 is not multiplied in hardware by .*: use fp"),
+        ({"dtype": ["tf32"], "device": "cpu"}, "can't multiply tf32 in hardware, .*: use fp"),
         ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
@@ -113,7 +113,7 @@ def test_gemm_dtype_emulated_by_cpu_is_not_default_and_raises(
     monkeypatch.setattr(gemm, "find_hardware", lambda device: hardware)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     for name in ("fp16", "bf16"):
-        message = f"{name} is not multiplied in hardware by Old CPU, .*: use fp32"
+        message = f"Old CPU can't multiply {name} in hardware, .*: use fp32"
         with pytest.raises(ConfigError, match=message):
             GemmRun(GemmBench(dtype=[name]))
     assert GemmRun(GemmBench()).dtypes == ["fp32"]
@@ -372,7 +372,7 @@ def test_gemm_command_prints_tables_and_writes_one_json_object(
     assert any(line.startswith("vocabulary 65 -> 128 (to 64, 128), work ") for line in lines)
     assert any(line.startswith("257, work 1.004") for line in lines)
     assert [row["bytes"] for row in result["loops"]["passes"]] == [1 << 12, 1 << 23]
-    assert any(line.startswith("one thread reads") for line in lines)
+    assert any(line.startswith("array read by one thread") for line in lines)
     assert any(line.startswith("4 KiB ") for line in lines)
     assert any(line.startswith("8 MiB ") for line in lines)
     assert any(line.startswith("row blocks of 1 ") for line in lines)
@@ -400,7 +400,7 @@ def test_gemm_interrupted_keeps_finished_measurements(
     captured = capfd.readouterr()
     # The one object on stdout is that of the error, which the entry point prints.
     assert captured.out == ""
-    assert "interrupted: not all was measured" in captured.err
+    assert "interrupted: some measurements are missing" in captured.err
     result = json.loads((tmp_path / "gemm.json").read_text(encoding="utf-8"))
     assert result["complete"] is False
     names = [row["name"] for row in result["rows"]]

@@ -847,7 +847,7 @@ def test_bench_methods_command_prints_tables_and_one_json_object(
     assert any(line.startswith("each method alone") and "tokens/s" in line for line in lines)
     assert any(line.startswith("bf16 (4x1)") for line in lines)
     assert any(line.startswith("+fused-adamw (4x1)") for line in lines)
-    assert any(line.endswith("to the rung before") for line in lines)
+    assert any(line.endswith("vs previous row") for line in lines)
     assert "tf32: skipped: needs a GPU: CPUs have no TF32" in lines
     assert (out / "methods.png").read_bytes().startswith(b"\x89PNG")
     assert list(temporary.iterdir()) == []

@@ -338,7 +338,7 @@ _ENTRY = {"bytes": 3, "sha256": "0" * 64}
     "changes, problem",
     [
         ({"format": "other"}, "is not the manifest of a checkpoint"),
-        ({"version": 1}, "has version 1, but this firstlight reads version 2"),
+        ({"version": 1}, "has version 1, but this version of firstlight reads version 2"),
         ({"version": "2"}, "has version 2"),
         ({"step": 9}, "contains step 9, which does not match its name"),
         ({"step": True}, "lacks required keys of a checkpoint's manifest"),

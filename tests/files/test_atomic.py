@@ -640,7 +640,7 @@ def test_read_json_missing_file_or_folder_is_named(tmp_path: Path) -> None:
         (errno.ENOSPC, "the disk is full at /x: free some space or choose another folder"),
         (errno.EDQUOT, "the disk is full at /x: free some space or choose another folder"),
         (errno.EROFS, "the file system is read-only at /x: choose another folder"),
-        (errno.EACCES, "permission denied at /x: change its permissions, or choose another place"),
+        (errno.EACCES, "permission denied at /x: change its permissions, or choose another folder"),
         (errno.EIO, f"{os.strerror(errno.EIO)} at /x"),
     ],
 )

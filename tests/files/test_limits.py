@@ -87,7 +87,7 @@ def test_child_call_exceeding_limit_is_stopped_and_next_call_succeeds(
     child = process._process
     assert child is not None
     with pytest.raises(
-        LimitExceededError, match=r"^more than 0\.2 s of processor time or 50 MiB of memory$"
+        LimitExceededError, match=r"^more than 0\.2 s of CPU time or 50 MiB of memory$"
     ):
         process.call(1, seconds=0.2)
     assert child.returncode in returncodes

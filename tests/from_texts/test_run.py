@@ -938,7 +938,7 @@ def test_train_texts_prompt_for_time_shows_expectations(
     lines = capsys.readouterr().err.splitlines()
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
-    assert "'soon' is not a time" in lines[-2]
+    assert "'soon' is not a duration" in lines[-2]
     assert lines[-1] == "the time must be more than 0"
 
 
@@ -1000,7 +1000,7 @@ def test_run_name_and_lengths_are_parsed() -> None:
     command = "firstlight train a --steps 1 --val-input v.txt --as-is"
     assert command_of(request, ["--steps", "1"]) == command
     with pytest.raises(
-        ConfigError, match=r"^--budget: 'soon' is not a time: write for instance 90s"
+        ConfigError, match=r"^--budget: 'soon' is not a duration: use a value such as 90s"
     ):
         request_of("a", "soon", None, None, None, {}, "text")
     with pytest.raises(ConfigError, match=r"^--tokens: 'many' is not a number of tokens"):

@@ -221,7 +221,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
 
 def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
-        # "auto" is the default, which the plain recipe replaces by "for-loop".
+        # "auto" is the default value, which the plain recipe replaces with "for-loop".
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
@@ -351,15 +351,15 @@ def summarize(
 
     Returns:
         For each row "name", "keys" (its changes), "huge_pages", "status" ("measured", "skipped",
-        "failed", "waiting") and the "reason" for it; of a measured row also:
+        "failed", "waiting") and the "reason" for it. A measured row also has:
 
         - "micro_batch_size", "gradient_accumulation_steps" of each process, number of "processes"
         - "samples_per_second" (sequences) of all processes: the median over all timed steps; the
           extremes as "samples_per_second_min" and "_max"; and "tokens_per_second"
         - "mfu": fraction of the machine's "matmul_flops", for each of its devices
         - "peak_bytes" of the largest process, the median over the turns
-        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed to that of the
-          measured row before; None if the first row is not measured
+        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed relative to the
+          previous measured row; None if the first row is not measured
         - "final_loss" (median over the turns), "first_step_seconds" of the first turn, "runs"
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]

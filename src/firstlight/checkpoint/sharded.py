@@ -133,7 +133,7 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
         assert place is not None
         tensor = cut[name].detach()
         assert is_sharded(tensor)
-        # If there are more processes than rows, some shards are empty.
+        # Some shards are empty if there are more processes than rows.
         if math.prod(place.chunk.sizes):
             shards[name] = TensorShard(tensor.to_local(), tuple(place.chunk.offsets))
     return shards
@@ -376,9 +376,9 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
         for name, tensor in header.items():
             offsets = tuple(places[name][_OFFSETS_KEY])
             if len(offsets) != len(tensor.shape) or any(type(o) is not int for o in offsets):
-                raise ValueError(f"'{name}' has no place")
+                raise ValueError(f"'{name}' has invalid offsets")
             if any(offset < 0 for offset in offsets) or 0 in tensor.shape:
-                raise ValueError(f"'{name}' has no place")
+                raise ValueError(f"'{name}' has invalid offsets or is empty")
             ends = tuple(o + size for o, size in zip(offsets, tensor.shape, strict=True))
             found.append((name, (offsets, ends), _DTYPES[tensor.kind]))
     except ModelError as error:

@@ -58,25 +58,33 @@ TEXT_OPTIONS = (
 #: The options that only apply to texts.
 text_options = grouped(
     click.option(
-        "--budget", metavar="TIME", help="Texts: time for the whole command, such as 30m."
+        "--budget", metavar="TIME", help="With texts: time for the whole command, such as 30m."
     ),
-    click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
-    click.option("--steps", type=int, metavar="N", help="Texts: optimizer steps to train."),
+    click.option("--tokens", metavar="N", help="With texts: tokens to train on, such as 10M."),
+    click.option("--steps", type=int, metavar="N", help="With texts: optimizer steps to train."),
     click.option(
         "--size",
         metavar="SIZE",
-        help="Texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
+        help="With texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
     ),
-    click.option("--plan-only", is_flag=True, help="Texts: show the plan of the run and exit."),
-    click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
+    click.option(
+        "--plan-only", is_flag=True, help="With texts: show the plan of the run and exit."
+    ),
+    click.option(
+        "--explain", is_flag=True, help="With texts: show each chosen setting and its reason."
+    ),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
-    click.option("--text-key", metavar="KEY", help="Texts: text field of JSONL, CSV, Parquet."),
+    click.option(
+        "--text-key",
+        metavar="KEY",
+        help="With texts: name of the text field in JSONL, CSV and Parquet files.",
+    ),
     click.option(
         "--val-input",
         "val_inputs",
         multiple=True,
         metavar="INPUT",
-        help="Texts: texts to validate on, instead of a held-out part of the others.",
+        help="With texts: validation texts, instead of a held-out part of INPUT.",
     ),
     as_is_option,
 )
@@ -218,8 +226,9 @@ _USUAL_KEYS = (
     "lora.rank",
 )
 
-#: Environment variables set by launchers. If one of them is set, the forecast is not started early:
-#: only the main process forecasts, and the rank is not known before torch is imported.
+#: Environment variables set by launchers. If one of them is set, the estimate of the run's duration
+#: is not started early: only the main process makes it, and the rank is not known before torch is
+#: imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -346,7 +355,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="With --nproc: restarts after a failed process.",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
-    """Train a model on texts or by a recipe, or fine-tune one.
+    """Train a model on texts or with a recipe, or fine-tune an existing model.
 
     INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
     model, batch size, learning rates and steps are chosen for the text, this machine and --budget.
@@ -354,8 +363,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     Every key of the recipe is an option, too, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step with a checkpoint and
-    exit code 75; --resume continues it. A second signal stops it at once. Creating the file
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step, with a checkpoint and
+    exit code 75; --resume continues the run. A second signal stops it at once. Creating the file
     `save-now` in the run folder saves a checkpoint. A diverged run ends with exit code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
@@ -473,8 +482,8 @@ def _cooled(
         resume: True to resume the cooldown's run.
 
     Raises:
-        ConfigError: `trunk` is a run folder in a situation where another process or a later start
-            could find a newer checkpoint in it.
+        ConfigError: `trunk` is a run folder in which another process or a later start could find a
+            newer checkpoint.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -483,7 +492,7 @@ def _cooled(
     if (resume or find_world().size > 1) and checkpoint != Path(trunk).expanduser():
         raise ConfigError(
             f"{trunk} may get a newer checkpoint before all processes or a later start read it: "
-            f"with --nproc or --resume, name the checkpoint to branch off, such as {checkpoint}"
+            f"with --nproc or --resume, give the path of a checkpoint, such as {checkpoint}"
         )
     return recipe, checkpoint
 

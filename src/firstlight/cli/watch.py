@@ -76,7 +76,7 @@ def watch_command(run: Path) -> None:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def dashboard_command(arguments: tuple[str, ...]) -> None:
-    """Refuse the removed command with the names of its successors."""
+    """Raise an error that names the replacements of the removed command."""
     raise ConfigError(
         "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
         "`tensorboard --logdir RUNS`, or use the tracker trackio (`trackio show`); `firstlight "
