@@ -273,7 +273,7 @@ def test_read_foreign_config_contradicting_file_raises_model_error(
     "change, message",
     [
         ({"num_attention_heads": 3}, "num_attention_heads is 3, but must be a divisor"),
-        ({"num_attention_heads": 1}, "keys of width 32 can't be heads of size 64"),
+        ({"num_attention_heads": 1}, "can't be divided into heads of dimension 64"),
         ({"num_attention_heads": 64}, "head_dim 1 must be even"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),

@@ -344,7 +344,7 @@ def test_prepare_chat_accepts_validation_files(tmp_path: Path, chatml: Tokenizer
     assert manifest["split_by"] == "files"
     assert [manifest["splits"][name]["documents"] for name in ("train", "val")] == [6, 3]
     empty = write_lines(tmp_path / "c.jsonl", [])
-    with pytest.raises(InputError, match="no conversation to validate on"):
+    with pytest.raises(InputError, match="validation inputs contain no conversations"):
         prepare_chat([train], chatml, tmp_path / "none", val_inputs=[empty])
 
 
@@ -431,7 +431,7 @@ def test_prepare_chat_command_prepares_conversations(
     (tmp_path / "text" / "blank.txt").write_text(" ")
     text = ["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "shards")]
     assert main([*text, "--tokenizer", str(tmp_path / "tok"), "--val-fraction", "0"]) == 0
-    assert "1 of 2 documents rejected: only white space" in capsys.readouterr().err
+    assert "1 of 2 documents rejected: only whitespace" in capsys.readouterr().err
     assert main([*command, "--workers", "2"]) == 2
     assert main(["prepare", str(path), *common, "--train-on", "all"]) == 2
     assert "add --kind chat" in capsys.readouterr().err

@@ -801,7 +801,7 @@ def _damaged_after_good_documents(folder: Path) -> None:
         (_empty, "the corpus is empty: the inputs contain no documents"),
         (
             _all_rejected,
-            r"the corpus is empty: all 3 documents read were rejected \(1 only white space, "
+            r"the corpus is empty: all 3 documents read were rejected \(1 only whitespace, "
             r"1 no text in the text field, 1 not a valid JSON line\); first: .*a\.jsonl:1: blank",
         ),
         (_damaged_after_good_documents, r"b\.txt\.gz is damaged"),
@@ -930,7 +930,7 @@ def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
     if content is not None:
         (out / "manifest.json").write_text(content, encoding="utf-8")
     before = contents(out)
-    with pytest.raises(InputError, match="thesis is not a prepared corpus and is not overwritten"):
+    with pytest.raises(InputError, match="thesis is not a prepared corpus, so it is not overwritten"):
         prepare([corpus], TOKENIZER, out, overwrite=True)
     assert contents(out) == before
 

@@ -168,7 +168,7 @@ def test_prepare_limit_above_corpus_size_changes_only_manifest(
 
 
 def test_prepare_limit_too_small_for_text_raises_config_error(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="max_tokens 1 has no room for text: raise it"):
+    with pytest.raises(ConfigError, match="max_tokens 1 leaves no room for text: raise it"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=1)
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, not 0"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=0)

@@ -223,9 +223,9 @@ def test_local_folder_tokenizer_not_matching_shards_fails(
     server: RemoteServer, source: Path, texts: list[str]
 ) -> None:
     train_tokenizer(texts, 300).save_pretrained(source)
-    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
+    assert "tokenizer.json differs from the tokenizer that the shards were made" in refusal(server.url)
     (source / "tokenizer.json").write_text("{")
-    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
+    assert "tokenizer.json differs from the tokenizer that the shards were made" in refusal(server.url)
 
 
 def test_local_folder_damaged_cached_manifest_is_rewritten(
@@ -321,8 +321,8 @@ def test_local_folder_full_disk_raises_before_fetching(
             r"'gcsfs': pip install 'firstlight\[remote\]'",
         ),
         ("nosuch://x/y", DataError, "nosuch://x/y can't be opened: Protocol not known: nosuch"),
-        ("memory://not-there", DataError, "has no manifest.json: use a folder that"),
-        ("file:///not/there", DataError, "has no manifest.json: use a folder that"),
+        ("memory://not-there", DataError, "has no manifest.json: use a complete folder"),
+        ("file:///not/there", DataError, "has no manifest.json: use a complete folder"),
         ("https://me:secret@host/data", DataError, "must not contain a password"),
         ("https://host/data?version=2", DataError, "is not the URL of a folder: remove the part"),
         ("http://127.0.0.1:1/data", DataError, r"could not be fetched: .*\(tried 4 times\)"),

@@ -238,8 +238,8 @@ def test_dataset_one_flipped_bit_anywhere_raises(tmp_path: Path, position: int) 
         (0, "is not a token shard: it does not begin with FLTOKENS"),
         (8, "is a token shard with an unknown version"),
         (12, "is a token shard with an unknown version"),
-        (23, "is cut short or damaged"),
-        (24, "is cut short or damaged"),
+        (23, "is truncated or damaged"),
+        (24, "is truncated or damaged"),
     ],
 )
 def test_dataset_wrong_header_raises_without_checksum(
@@ -259,7 +259,7 @@ def test_dataset_truncated_shard_raises(tmp_path: Path, keep: int, verify: bool)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"train-00002\.bin has the wrong size"):
         TokenDataset(tmp_path, "train", verify=verify)
-    with pytest.raises(DataError, match=r"train-00002\.bin is (not a token shard|cut short)"):
+    with pytest.raises(DataError, match=r"train-00002\.bin is (not a token shard|truncated)"):
         Shard(path)
 
 
@@ -305,9 +305,9 @@ def _shard(manifest: dict[str, Any]) -> Any:
     [
         (lambda m: m.update(format="other"), "is not the manifest of a prepared corpus"),
         (lambda m: m.pop("format"), "is not the manifest of a prepared corpus"),
-        (lambda m: m.update(version=3), "has version 3, but this firstlight reads 1 and 2"),
+        (lambda m: m.update(version=3), "has version 3, but this version of firstlight reads versions 1 and 2"),
         (lambda m: m.update(version=2), "contains conversations, not text"),
-        (lambda m: m.pop("version"), "has version None, but this firstlight reads 1"),
+        (lambda m: m.pop("version"), "has version None, but this version of firstlight reads versions 1"),
         (lambda m: m.pop("splits"), r"is damaged \('splits'\)"),
         (lambda m: m.update(splits=[]), r"is damaged \('splits'\)"),
         (lambda m: m.update(vocab_size="many"), r"is damaged \('vocab_size'\)"),

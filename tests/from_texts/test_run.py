@@ -208,7 +208,7 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     after = [*lines[last + 1 :], *shown.out.splitlines()]
     assert len(after) <= 12
     assert "left out: 1 duplicate" in lines
-    assert f"left out: 1 document, only white space; first: {texts}/empty.txt:1" in lines
+    assert f"left out: 1 document, only whitespace; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
     assert any(line.startswith("not read: 1 file of other kinds, 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")

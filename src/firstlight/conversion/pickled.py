@@ -80,7 +80,7 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     is_zip = start.startswith(_ZIP)
     if not is_zip and start != _BEFORE_1_6:
-        found = "it is empty" if not start else "torch.save didn't write it"
+        found = "it is empty" if not start else "it was not written by torch.save"
         raise ModelError(
             f"{path} is not a PyTorch checkpoint: {found} (nanoGPT's ckpt.pt, LLMs-from-scratch's "
             f"model.pth and the {PICKLED_NAME} of a model folder are)"
@@ -117,16 +117,16 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
             for _ in range(_PICKLES_BEFORE_1_6):
                 yield from _names_of(file)
                 if file.tell() > _MAX_PICKLE_BYTES:
-                    raise _DamagedError("this is not a list of weights")
+                    raise _DamagedError("it is not a list of weights")
         return
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
         # torch.save does not compress; a compressed entry could expand to any amount of memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
-            raise zipfile.BadZipFile("torch.save didn't write this archive")
+            raise zipfile.BadZipFile("it was not written by torch.save")
         if pickles[0].file_size > _MAX_PICKLE_BYTES:
-            raise zipfile.BadZipFile("this is not a list of weights")
+            raise zipfile.BadZipFile("it is not a list of weights")
         with archive.open(pickles[0]) as file:
             yield from _names_of(file)
 
@@ -143,7 +143,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
         if (place or 0) > _MAX_PICKLE_BYTES:
-            raise _DamagedError("this is not a list of weights")
+            raise _DamagedError("it is not a list of weights")
         name = opcode.name
         if name in ("GLOBAL", "INST"):
             yield str(argument)

@@ -140,8 +140,8 @@ def likely_encoding(path: Path) -> str | None:
     """Return iconv's name for the encoding of a text file that is not valid UTF-8, or None if the
     encoding is uncertain.
 
-    Detected are: the encoding that a Python file declares, UTF-8 with a few invalid bytes, common
-    encodings of non-Latin alphabets, and Windows-1252 (which includes ISO-8859-1).
+    The function detects the encoding that a Python file declares, UTF-8 with a few invalid bytes,
+    common encodings of non-Latin alphabets, and Windows-1252 (which includes ISO-8859-1).
     """
     with open_compressed(path) as file:
         head = content = file.read(HEAD_BYTES)
@@ -461,7 +461,7 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from error
     if frame is not None:
-        raise EOFError("the compressed file is cut short")
+        raise EOFError("the compressed file is truncated")
 
 
 #: Number of bytes that are compressed at a time; xz takes a fifth of a second for this many bytes

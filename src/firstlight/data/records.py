@@ -94,7 +94,7 @@ REASONS = {
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
-    "empty": "only white space",
+    "empty": "only whitespace",
     "too_long": "larger than the limit for a document",
     "duplicate": "a duplicate of an earlier document",
 }
@@ -385,8 +385,9 @@ def _records_in(value: Any) -> list[Any]:
     if len(lists) > 1:
         names = ", ".join(lists)
         raise ValueError(
-            f"it has several lists of objects ({names}): write each to a separate file, for "
-            f"example with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
+            f"it contains several lists of objects ({names}): write each of them to a separate "
+            f"file, for example with jq -c '.{next(iter(lists))}[]' FILE > "
+            f"{next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
 

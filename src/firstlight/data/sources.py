@@ -169,7 +169,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if item.startswith("hf:"):
         if not item[3:].partition(":")[0]:
             raise InputError(
-                "hf: requires the name of a dataset, for example hf:roneneldan/TinyStories"
+                "hf: requires the name of a dataset, such as hf:roneneldan/TinyStories"
             )
         return [DataSource(name=item, dataset=item[3:])]
     if item.startswith("random:"):

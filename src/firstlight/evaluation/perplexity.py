@@ -122,8 +122,8 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
         raise DataError(
-            f"{dataset.folder} contains preference pairs, whose loss compares two models: use "
-            "--data to name a folder of texts or conversations"
+            f"{dataset.folder} contains preference pairs, whose loss compares two models: choose a "
+            "folder of texts or conversations with --data"
         )
     return dataset
 
@@ -193,7 +193,7 @@ def evaluated_folder(
         )
     if location is None:
         raise DataError(
-            f"the training data of {loaded.folder} is not recorded: name the data with --data"
+            f"the training data of {loaded.folder} is unknown: choose the data with --data"
         )
     return local_folder(location, (split,), progress=progress)
 
@@ -208,8 +208,8 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
-            f"{dataset.folder} was prepared with a different tokenizer than that of "
-            f"{loaded.folder}: prepare it again with --tokenizer {loaded.folder}"
+            f"{dataset.folder} was not prepared with the tokenizer of {loaded.folder}: prepare it "
+            f"again with --tokenizer {loaded.folder}"
         )
     if dataset.manifest["vocab_size"] > loaded.model.config.vocab_size:
         raise DataError(
@@ -223,7 +223,7 @@ class Evaluation:
     """Results over the evaluated tokens.
 
     Attributes:
-        loss: mean cross-entropy in nats per token; for preference pairs, their mean loss.
+        loss: mean cross-entropy in nats per token; for preference pairs, the mean loss per pair.
         perplexity: exp(loss); NaN for preference pairs.
         bits_per_byte: bits per byte of the split's UTF-8 text, comparable across tokenizers; NaN
             for preference pairs.
@@ -498,8 +498,8 @@ class PositionLoss:
 
     Attributes:
         first, last: first and last position of the range. The position of a prediction is the
-            zero-based position of its input token in the row or, with document masking, in the
-            document.
+            zero-based position of its input token in the row (with document masking, in the
+            document).
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).

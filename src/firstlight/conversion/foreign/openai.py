@@ -5,7 +5,7 @@ The checkpoint is read without TensorFlow, which would take 600 MB. It is a "ten
 files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
-                                buffers with dtype, shape, place and checksum
+                                buffers with dtype, shape, position and checksum
     NAME.data-00000-of-00001    the tensors' numbers
 
 Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
@@ -197,7 +197,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
     """Return the tensor of an entry as a view of the data file's bytes, uint8 [N]."""
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
-        raise _BundleError(f"has numbers of {name} that don't match their checksum")
+        raise _BundleError(f"has values of {name} that don't match their checksum")
     if entry.offset % entry.dtype.itemsize:
         # A view of another dtype needs an aligned offset.
         part = part.clone()
