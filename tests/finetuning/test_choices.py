@@ -119,7 +119,7 @@ def test_fine_tuning_teaches_model_to_answer(
     lost = [line for line in told[:before] if line.startswith(("left out: ", "1 of 62 records"))]
     assert len(lost) == 2
     lists = "runs/chats/rejected.jsonl, runs/chats/too-long.txt"
-    assert f"full lists of what was left out: {lists}" in told[:before]
+    assert f"full lists of the skipped inputs: {lists}" in told[:before]
     places = Path("runs/chats/too-long.txt").read_text()
     assert re.fullmatch(rf"{chats}:62: [\d,]+ tokens\n", places)
     assert Path("runs/chats/rejected.jsonl").read_text().count(f'"file": "{chats}"') == 1
@@ -257,7 +257,7 @@ def test_conversations_in_detects_conversations_by_content(
     assert [one.name for one in conversations_in([str(folder)])] == [
         *(str(chats), str(folder / "c.json"))
     ]
-    with pytest.raises(InputError, match=r"a.jsonl contains conv.*, name only the texts, such as "):
+    with pytest.raises(InputError, match=r"a.jsonl contains conv.*, pass only the texts, such as "):
         require_texts([str(folder)])
     (folder / "e.txt").write_text("a text\n" * 10_000)
     require_texts([str(folder)])
@@ -338,14 +338,14 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     notes.write_text("User: a\nAssistant: b\n")
     assert main(["train", str(splits / "train.jsonl"), str(notes), *own]) == 0
     named = capsys.readouterr().err
-    assert f"not read: 1 file without conversations: {notes}" in named
+    assert f"skipped 1 file without conversations: {notes}" in named
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
     assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
     shown = capsys.readouterr()
     rows = [line.split()[0] for line in shown.out.splitlines() if line.strip()]
     assert "template" in rows
     assert "data.template" not in rows
-    assert "not read: 1 file without conversations" in shown.err
+    assert "skipped 1 file without conversations" in shown.err
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
     assert "10 epochs of the conversations" in shown.out
@@ -378,7 +378,7 @@ def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
         message = capsys.readouterr().err.splitlines()[-1]
         assert "the budget of 3 min is too short" in message
     assert not Path("runs").exists()
-    named = re.search(r"give --budget (\d+m)$", message)
+    named = re.search(r"use --budget (\d+m)$", message)
     assert named is not None
     assert main([*arguments, named[1], "--plan-only"]) == 0
     shown = capsys.readouterr().out

@@ -139,7 +139,7 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
         in recipe
     )
     own = "--steps 3 " + " ".join(f"--{key} {value}" for key, value in TINY.items())
-    assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. A comment")
+    assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. Each comment")
     lines = list(result_lines(run))
     bits = f"result: {run.bits_per_byte:.3f} bits per byte of held-out text"
     assert lines[0].startswith(bits)
@@ -171,7 +171,7 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
     assert worse.best
     assert (worse.bits_per_byte, worse.samples) == (run.bits_per_byte, run.samples)
     assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
-    assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
+    assert "--best uses the checkpoint before them" in "\n".join(result_lines(worse))
 
     # No checkpoint is kept of the best evaluation.
     with open(run.run_folder / "metrics.jsonl", "a") as log:
@@ -210,9 +210,9 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert "left out: 1 duplicate" in lines
     assert f"left out: 1 document, only whitespace; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
-    assert any(line.startswith("not read: 1 file of other kinds, 1 .pdf (") for line in lines)
+    assert any(line.startswith("skipped 1 file of other kinds, 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
-    assert f"full lists of what was left out: {unread}, {rejected}" in lines
+    assert f"full lists of the skipped inputs: {unread}, {rejected}" in lines
     assert unread.read_text() == f"{texts}/paper.pdf\n"
     for name in ("copy.txt", "empty.txt", "latin.txt"):
         assert f"/{name}" in rejected.read_text()
@@ -271,13 +271,13 @@ def test_train_texts_resume_continues_newest_unfinished_run_without_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts")
-    with pytest.raises(ConfigError, match="runs has no run of these inputs"):
+    with pytest.raises(ConfigError, match="runs has no run with these inputs"):
         trained(texts, steps=None, overrides={}, resume=True)
     trained(texts, steps=1)
     stopped = TINY | {"run.max_minutes": 1e-9}
     trained(texts, steps=5, overrides=stopped)
     first = trained(texts, overrides=stopped, progress=True)
-    said = f"runs/texts holds a run of other texts or options: this run is in {first.run_folder}"
+    said = f"runs/texts holds a run with other texts or options: this run is in {first.run_folder}"
     shown = capsys.readouterr().err
     assert said in shown
     assert "note: the text has too few different pairs for 512 tokens" in shown
@@ -287,13 +287,13 @@ def test_train_texts_resume_continues_newest_unfinished_run_without_options(
     assert "this run is in" not in capsys.readouterr().err
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    with pytest.raises(ConfigError, match="has no run of these inputs and options"):
+    with pytest.raises(ConfigError, match="has no run with these inputs and options"):
         trained(texts, steps=7, overrides=stopped, resume=True)
     (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
     with pytest.raises(ConfigError) as raised:
         trained(texts, steps=None, overrides={}, resume=True)
     assert str(raised.value) == (
-        "runs has no run of these inputs: the texts have changed since the run in runs/texts-2 "
+        "runs has no run with these inputs: the texts have changed since the run in runs/texts-2 "
         f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues it "
         "with the old texts; omit --resume to start one"
     )
@@ -319,7 +319,7 @@ def test_train_texts_changed_texts_start_another_run(
     assert trained(texts, steps=1, progress=True).run_folder == Path("runs/texts-2")
     changed = f"(changed: {first}; missing: {second})\n"
     assert f"have changed since the run in runs/texts {changed}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="holds a run of other texts or options"):
+    with pytest.raises(ConfigError, match="holds a run with other texts or options"):
         trained(texts, steps=2, run_dir="runs/texts")
 
 
@@ -330,7 +330,7 @@ def test_train_texts_resume_reports_changed_validation_texts_and_old_runs(
     val.write_text("a text that nobody has seen\n")
     trained(texts, overrides=TINY | {"run.max_minutes": 1e-9}, val_inputs=val)
     val.write_text("another text that nobody has seen\n")
-    go_on = "firstlight train runs/texts/recipe.yaml --resume continues it with the old texts"
+    go_on = "firstlight train runs/texts/recipe.yaml --resume continues that run with the old texts"
     changed = f"the texts have changed since the run in runs/texts (changed: {val}); {go_on}"
     with pytest.raises(ConfigError, match=re.escape(changed)):
         trained(texts, steps=None, overrides={}, val_inputs=val, resume=True)
@@ -557,7 +557,7 @@ def test_train_texts_measured_speed_is_reported_if_different_and_model_open(
     speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
     watch(speed_of_step)
     watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
-    assert [line.removesuffix(" for the time left") for line in lines] == told
+    assert [line.removesuffix(" for the remaining time") for line in lines] == told
 
 
 def test_train_texts_speed_of_compiled_run_excludes_compiling(tmp_path: Path) -> None:
@@ -601,7 +601,7 @@ def test_train_texts_second_call_is_suggested_only_if_time_suffices(
 ) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
     call.preparing_seconds = preparing
-    with pytest.raises(ConfigError, match=r"50 s, .* report; give --budget 7[67789]s") as raised:
+    with pytest.raises(ConfigError, match=r"50 s, .* report; use --budget 7[67789]s") as raised:
         call.length(Request(("texts",), 60.0))
     assert ("or run the command again" in str(raised.value)) == is_advised
 
@@ -745,7 +745,7 @@ def test_train_texts_empty_texts_raise_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the corpus is empty"):
         trained(tmp_path / "a.txt", steps=1)
     (tmp_path / "a.txt").write_text("one line\n")
-    with pytest.raises(InputError, match=r"have 9 bytes of text, too little.*give at least 1,000"):
+    with pytest.raises(InputError, match=r"have only 9 bytes of text, too little.*at least 1,000"):
         trained(tmp_path / "a.txt", steps=1)
 
 
@@ -753,13 +753,13 @@ def test_train_texts_keys_decided_by_texts_raise_before_training(tmp_path: Path)
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
         trained(texts, overrides={"schedule.max_steps": 2})
-    with pytest.raises(ConfigError, match="it is a number of passes within a --budget"):
+    with pytest.raises(ConfigError, match="it only limits the passes within a --budget"):
         trained(texts, overrides={"schedule.epochs": 2})
     with pytest.raises(ConfigError, match="it is a number of passes"):
         trained(texts, steps=None, budget="10m", overrides={"schedule.epochs": None})
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(texts, overrides={"model.hidden_sise": 2})
-    with pytest.raises(ConfigError, match="--budget and --steps both say how long"):
+    with pytest.raises(ConfigError, match="--budget and --steps both set the length"):
         trained(texts, budget=60)
     assert not Path("runs").exists()
     # Found before the texts are read, which would raise another error.

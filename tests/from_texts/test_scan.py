@@ -109,7 +109,7 @@ def test_scan_reports_similar_documents_held_out_together(tmp_path: Path) -> Non
     scan = scanned(tmp_path, *texts, f"{texts[1]} and more")
     split_of = scan.split.splitter()
     assert [split_of(text) for text in (texts[1], f"{texts[1]} and more")] == ["val", "val"]
-    line = "1 held-out document resembles an earlier one: gzip and xz profit from the common parts"
+    line = "1 held-out document resembles an earlier one: gzip and xz benefit from the common parts"
     assert list(described(scan))[2].startswith(line)
     (tmp_path / "030.txt").unlink()
     assert line not in "\n".join(described(scan_corpus(find_sources([tmp_path]))))

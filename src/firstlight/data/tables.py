@@ -63,7 +63,7 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
     return BadRecordError(
         "no_text",
         f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): "
-        "use --text-key to name the {what} that contains the text",
+        f"use --text-key to name the {what} that contains the text",
     )
 
 

@@ -14,12 +14,12 @@ from firstlight.from_texts.held_out import HeldOut
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness
 
-#: Number of characters in a piece, and the maximum that the sample keeps.
+#: Number of characters in a piece, and maximum number of characters in the sample.
 _PIECE, _KEPT = 1 << 13, 5 << 19
 #: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
 #: Minimum number of held-out characters for the test. If there are fewer, one in `_TEST_PART`
-#: training pieces is used as well.
+#: training pieces is also used for the test.
 _FEWEST, _TEST_PART = 1 << 11, 8
 #: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
@@ -104,7 +104,7 @@ class TextSample:
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Return the bits per byte of data compressed by xz."""
+    """Return the size of data compressed by xz, in bits per byte."""
     xz = lzma.LZMACompressor()
     return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
@@ -112,7 +112,8 @@ def xz_bits_per_byte(data: bytes) -> float:
 def _shuffled(pieces: Sequence[str]) -> str:
     """Return the pieces in random order, joined by newlines."""
     order = np.random.default_rng(0).permutation(len(pieces))
-    # Without a newline, the first letters of each piece would follow those of another.
+    # Without the newline, the first letters of a piece would seem to follow the last letters of
+    # another.
     return "\n".join(pieces[i] for i in order)
 
 

@@ -27,8 +27,8 @@ class Choice:
     Attributes:
         key: recipe key, `section.key`.
         value: chosen value.
-        reason: text with the reason, for the user. "" hides the key in the printed table; used for
-            the measured settings of `optim.new_model`, which need no attention.
+        reason: reason for the value, shown to the user. "" hides the key in the printed table, as
+            for the measured settings of `optim.new_model`, which need no attention.
     """
 
     key: str
@@ -170,7 +170,8 @@ def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
 def compile_ways(
     machine: MachineFacts, fixed: Mapping[str, Any], size: tuple[int, int]
 ) -> list[Compiling]:
-    """Return the candidate ways to compile a model, or not to, that the user's settings leave open.
+    """Return the candidate modes of compilation, including none, that the user's settings leave
+    open.
 
     Args:
         machine: machine to train on.
@@ -178,7 +179,7 @@ def compile_ways(
         size: (hidden size, number of layers) of the model.
     """
     # Imported here, because these modules import torch, and `train TEXTS` must print its first line
-    # before.
+    # before that.
     from firstlight.methods import EfficiencyConfig
     from firstlight.parallel.engine import DistributedConfig
     from firstlight.recipe.resolve import open_compile_modes
@@ -542,8 +543,8 @@ class RunPlan(ABC):
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
             f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, or as "
-            f"much time for steps as for the rest, take {time_text(least)}; give --budget "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps (or "
+            f"steps that take as long as the rest) take {time_text(least)}; use --budget "
             f"{_whole_minutes(needed)}"
         )
 

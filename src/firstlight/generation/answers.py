@@ -162,8 +162,8 @@ class AnswerParser:
     def __init__(self, format: AnswerFormat) -> None:
         self._format, self._mode = format, format.start
         self._held = ""
-        self._marker = ""  # the marker before the held text
-        self._name: str | None = None  # name of the called tool in the gpt-oss format
+        self._marker = ""  # The marker before the held text.
+        self._name: str | None = None  # Name of the called tool in the gpt-oss format.
         self._trimmed = format.start == "reasoning"
 
     def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: CPU time limits in seconds: for trying a new schema, and per token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
-#: Memory limit of a process in bytes, in addition to the loaded vocabulary.
+#: Memory limit of a process in bytes, not including the loaded vocabulary.
 _MEMORY = 256 * 2**20
 #: Maximum length of a schema in characters, and number of tokens generated to try out a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
