@@ -180,7 +180,7 @@ def test_read_foreign_head_equal_to_embedding_is_tied(saved: Save) -> None:
 
 def test_read_foreign_unknown_head_count_raises_and_asks_for_it(saved: Save) -> None:
     path = saved(book_gpt(C=48))
-    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*set "n_head"'):
+    with pytest.raises(ModelError, match=r'hidden size 48 is not a multiple of 64.*set "n_head"'):
         read_foreign(path)
     assert read_foreign(path, config={"n_head": 3}).config["n_head"] == 3
 

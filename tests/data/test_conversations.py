@@ -202,8 +202,8 @@ BAD: list[tuple[object, str, str]] = [
     ({"instruction": "a"}, "wrong_type", "`output` is missing"),
     ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text or a list"),
     ({"instruction": "a", "output": "b", "input": 3}, "wrong_type", "`input` is a number"),
-    ({"instruction": " ", "output": "b"}, "empty", "message 1 (role user) is blank"),
-    ({"instruction": "a", "output": ""}, "empty", "message 2 (role assistant) is blank"),
+    ({"instruction": " ", "output": "b"}, "empty", r"message 1 \(role user\) is blank"),
+    ({"instruction": "a", "output": ""}, "empty", r"message 2 \(role assistant\) is blank"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "wrong_type", "must be two texts"),
     ({"messages": []}, "empty", "there is no message"),
     ({"messages": "a"}, "wrong_type", "`messages` is a text, not a list"),
@@ -308,7 +308,7 @@ def test_prepare_chat_unreadable_line_is_named(
         ('"messages"', r"must be a record or a list of records"),
         ("[1,\n2", r"a\.json:2: not JSON"),
         ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
-        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each of them to a separate"),
+        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each of them"),
     ],
 )
 def test_prepare_chat_json_file_without_records_raises(

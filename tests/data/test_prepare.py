@@ -930,7 +930,7 @@ def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
     if content is not None:
         (out / "manifest.json").write_text(content, encoding="utf-8")
     before = contents(out)
-    with pytest.raises(InputError, match="thesis is not a prepared corpus, so it is not overwritten"):
+    with pytest.raises(InputError, match="thesis is not a prepared corpus, so it is not"):
         prepare([corpus], TOKENIZER, out, overwrite=True)
     assert contents(out) == before
 

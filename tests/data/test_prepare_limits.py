@@ -306,7 +306,7 @@ def test_prepare_validation_inputs_become_validation_split(tmp_path: Path, worke
 def test_prepare_validation_inputs_without_text_or_with_all_of_it_raise(tmp_path: Path) -> None:
     for name, text in (("a.txt", "a text"), ("b.txt", "a text"), ("c.txt", " ")):
         (tmp_path / name).write_text(text)
-    for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs contain no")):
+    for name, message in (("b.txt", "no text to train on"), ("c.txt", "inputs contain no")):
         with pytest.raises(InputError, match=message):
             prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", val_inputs=[tmp_path / name])
     with pytest.raises(ConfigError, match=r"^val_inputs .* and val_fraction"):

@@ -407,7 +407,7 @@ def test_read_exported_chats_are_rejected_with_program_name(
 ) -> None:
     path = tmp_path / "export.json"
     path.write_text(json.dumps(content))
-    message = rf"export\.json is {name}'s export of .* jq -c '.*' .*export\.json > .*export\.jsonl"
+    message = rf"is .* export from {name}: .* jq -c '.*' .*export\.json > .*export\.jsonl"
     with pytest.raises(InputError, match=message):
         find_sources([path])
     (source,) = find_records([path])
@@ -597,7 +597,7 @@ def test_read_table_without_text_column_names_its_columns(tmp_path: Path) -> Non
     (tmp_path / "c.csv").write_text("", encoding="utf-8")
     detail = (
         "no column 'text' (did you mean 'texts'?) (columns: id, "
-        "texts): specify the field with the text with --text-key"
+        "texts): use --text-key to name the column that contains the text"
     )
     assert seen(read(tmp_path)) == [
         (str(tmp_path / "a.csv"), 1, "no_text", detail),
@@ -720,7 +720,7 @@ def test_read_bad_lines_are_rejected_by_number_and_reason(tmp_path: Path) -> Non
     details = {r.line: str(r.error) for r in found if r.error is not None}
     assert details[4].startswith("byte 0xff is not UTF-8: convert it with iconv -f ENCODING ")
     assert details[5].startswith(
-        "no field 'text' (fields: body, id): specify the field with the text "
+        "no field 'text' (fields: body, id): use --text-key to name the field "
     )
     assert details[7] == "the text is list, not a string"
     assert {r.error.reason for r in found if r.error is not None} <= set(REASONS)
@@ -793,7 +793,7 @@ def test_read_parquet_without_text_column_is_rejected_and_rest_read(tmp_path: Pa
     write_parquet(tmp_path / "b.parquet", text=["y"])
     bad, good = read(tmp_path)
     assert (bad.line, bad.error and bad.error.reason, good.value) == (1, "no_text", "y")
-    assert str(bad.error).startswith("no column 'text' (columns: body, id): specify ")
+    assert str(bad.error).startswith("no column 'text' (columns: body, id): use --text-key ")
     assert texts_of(tmp_path / "a.parquet", text_key="body") == ["x"]
 
 

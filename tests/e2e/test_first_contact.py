@@ -140,7 +140,8 @@ _ANSWERS = {
     "lines.json": " is JSON with one record per line: rename it to end in .jsonl",
     "chats.jsonl": ":1: conversations, not text (fields: messages): firstlight prepare --kind ",
     "pairs.jsonl": ":1: preference pairs, not text (fields: prompt, chosen, rejected): ",
-    "table.csv": ":1: no column 'text' (columns: id, body): specify the field with the text with ",
+    "table.csv": ":1: no column 'text' (columns: id, body): "
+    "use --text-key to name the column that ",
     "latin1.txt": ":1: byte 0xfc is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "windows.txt": ":1: byte 0x84 is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",

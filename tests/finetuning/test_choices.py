@@ -198,7 +198,7 @@ def test_fine_tuning_uses_adapters_if_all_weights_do_not_fit(
         return dataclasses.replace(real(*given, **options), usable_bytes=15 * weights)
 
     monkeypatch.setattr(planned_machine, "find_machine", small)
-    with pytest.raises(ConfigError, match=r"does not fit into .* start from a smaller model"):
+    with pytest.raises(ConfigError, match=r"does not fit in .* start from a smaller model"):
         tuned(chats, model)
     monkeypatch.setattr(planned_machine, "find_machine", real)
     run = tuned(chats, model, overrides={"lora.rank": 2, "evaluation.sample_tokens": 4})

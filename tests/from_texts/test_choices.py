@@ -317,7 +317,7 @@ def test_choose_batch_of_partial_sequences_raises_config_error() -> None:
 
 
 def test_choose_width_without_whole_heads_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"not a multiple of the head dimension 64: set it to 128"):
+    with pytest.raises(ConfigError, match=r"multiple of the head dimension 64: set it to 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
 
 

@@ -294,8 +294,8 @@ def test_train_texts_resume_continues_newest_unfinished_run_without_options(
         trained(texts, steps=None, overrides={}, resume=True)
     assert str(raised.value) == (
         "runs has no run with these inputs: the texts have changed since the run in runs/texts-2 "
-        f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues it "
-        "with the old texts; omit --resume to start one"
+        f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues "
+        "that run with the old texts; omit --resume to start one"
     )
     # The advised command finds its data, and stops again after a step.
     assert main(["train", "runs/texts-2/recipe.yaml", "--resume"]) == 75
@@ -348,7 +348,7 @@ def test_train_texts_all_near_validation_texts_raise_input_error(tmp_path: Path)
     texts = write_texts(tmp_path / "texts", count=1, words=1000)
     val = tmp_path / "val.txt"
     val.write_text((texts / "00.txt").read_text() + "mat and bird\n")
-    with pytest.raises(InputError, match=r"have 0 bytes of text that are not in --val-input"):
+    with pytest.raises(InputError, match=r"have only 0 bytes of text that are not in --val-input"):
         trained(texts, val_inputs=val)
 
 
@@ -755,7 +755,7 @@ def test_train_texts_keys_decided_by_texts_raise_before_training(tmp_path: Path)
         trained(texts, overrides={"schedule.max_steps": 2})
     with pytest.raises(ConfigError, match="it only limits the passes within a --budget"):
         trained(texts, overrides={"schedule.epochs": 2})
-    with pytest.raises(ConfigError, match="it is a number of passes"):
+    with pytest.raises(ConfigError, match="it only limits the passes"):
         trained(texts, steps=None, budget="10m", overrides={"schedule.epochs": None})
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(texts, overrides={"model.hidden_sise": 2})

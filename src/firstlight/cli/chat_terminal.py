@@ -311,7 +311,7 @@ class Terminal:
     def _show_stats(self) -> None:
         session, stats = self._session, self._session.stats
         count = sum(message["role"] == "user" for message in session.messages)
-        rows: list[tuple[str, object]] = [("messages", f"{count:,}f")]
+        rows: list[tuple[str, object]] = [("messages", f"{count:,}")]
         if stats is not None:
             used = stats.prompt_tokens + stats.new_tokens
             share = 100 * used / session.context

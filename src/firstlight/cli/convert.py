@@ -62,13 +62,13 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
     cost = []
     if result.perplexity is not None:
         before, after, bits = result.perplexity
-        cost = [("perplexityf", f"source {before:.4g}, result {after:.4g}")]
+        cost = [("perplexity", f"source {before:.4g}, result {after:.4g}")]
         cost += [("bits per weight", f"{bits:.2f}")]
     show_rows(
         [
             ("source", f"{result.program}, {result.model_type}"),
             ("written", result.file or result.out),
-            ("parameters", f"{result.parameters:,} in {result.dtype}f"),
+            ("parameters", f"{result.parameters:,} in {result.dtype}"),
             ("logits", f"{same} (largest logit: {largest:.3g})"),
             *cost,
             ("chat template", "the same in both" if result.has_chat_template else "none"),

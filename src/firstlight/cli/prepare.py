@@ -224,7 +224,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
         if sum(rejected.values()) > 5:
             say(f"  ... see {out / REJECTED_NAME} for all of them")
     if manifest["unread_files"]:
-        count = sum(manifest["unread_filesf"].values())
+        count = sum(manifest["unread_files"].values())
         say(
             f"skipped {counted(count, 'file')} of an unsupported kind: "
             f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"

@@ -61,7 +61,7 @@ def train_command(
     for line in change_lines(changes.record(), changes.names()):
         say(line)
     if rejections:
-        number = counted(counts["rejected"], "documentf")
+        number = counted(counts["rejected"], "document")
         say(f"skipped {number} (firstlight prepare lists them all); first: {rejections[0]}")
     if tokenizer.vocab_size < vocab_size:
         say(f"the corpus yielded only {tokenizer.vocab_size} of {vocab_size} tokens")

@@ -58,33 +58,29 @@ TEXT_OPTIONS = (
 #: The options that only apply to texts.
 text_options = grouped(
     click.option(
-        "--budget", metavar="TIME", help="With texts: time for the whole command, such as 30m."
+        "--budget", metavar="TIME", help="Texts: time for the whole command, such as 30m."
     ),
-    click.option("--tokens", metavar="N", help="With texts: tokens to train on, such as 10M."),
-    click.option("--steps", type=int, metavar="N", help="With texts: optimizer steps to train."),
+    click.option("--tokens", metavar="N", help="Texts: tokens to train on, such as 10M."),
+    click.option("--steps", type=int, metavar="N", help="Texts: optimizer steps to train."),
     click.option(
         "--size",
         metavar="SIZE",
-        help="With texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
+        help="Texts: tiny, small, medium, large, xl, or a number of parameters such as 10M.",
     ),
-    click.option(
-        "--plan-only", is_flag=True, help="With texts: show the plan of the run and exit."
-    ),
-    click.option(
-        "--explain", is_flag=True, help="With texts: show each chosen setting and its reason."
-    ),
+    click.option("--plan-only", is_flag=True, help="Texts: show the plan of the run and exit."),
+    click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
     click.option(
         "--text-key",
         metavar="KEY",
-        help="With texts: name of the text field in JSONL, CSV and Parquet files.",
+        help="Texts: text field in JSONL, CSV and Parquet.",
     ),
     click.option(
         "--val-input",
         "val_inputs",
         multiple=True,
         metavar="INPUT",
-        help="With texts: validation texts, instead of a held-out part of INPUT.",
+        help="Texts: validation texts, instead of a held-out part of INPUT.",
     ),
     as_is_option,
 )

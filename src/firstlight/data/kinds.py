@@ -162,7 +162,7 @@ _EXPORTS = (
         rb'"mapping":\s*\{',
         FileKind(
             "a conversation export from ChatGPT",
-            """make conversations of it with jq -c '.[] | {{messages: [[.mapping[].message | """
+            """convert it to conversations with jq -c '.[] | {{messages: [[.mapping[].message | """
             """select(.author.role == "user" or .author.role == "assistant")] | """
             """sort_by(.create_time)[] | {{role: .author.role, content: """
             """([.content.parts[]? | strings] | join(""))}} | select(.content != "")]}}"""
@@ -173,7 +173,7 @@ _EXPORTS = (
         rb'"chat_messages":\s*\[',
         FileKind(
             "a conversation export from Claude",
-            """make conversations of it with jq -c '.[] | {{messages: [.chat_messages[] | """
+            """convert it to conversations with jq -c '.[] | {{messages: [.chat_messages[] | """
             """{{role: (if .sender == "human" then "user" else .sender end), content: .text}} | """
             """select(.content != "")]}}""" + _UNTIL_ANSWER,
         ),

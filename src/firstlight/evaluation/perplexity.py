@@ -208,8 +208,8 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
-            f"{dataset.folder} was not prepared with the tokenizer of {loaded.folder}: prepare it "
-            f"again with --tokenizer {loaded.folder}"
+            f"{dataset.folder} was prepared with a different tokenizer than {loaded.folder}: "
+            f"prepare it again with --tokenizer {loaded.folder}"
         )
     if dataset.manifest["vocab_size"] > loaded.model.config.vocab_size:
         raise DataError(
