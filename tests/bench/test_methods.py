@@ -426,7 +426,7 @@ def test_tokens_batch_rows_are_consecutive_and_documents_numbered(tmp_path: Path
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Use one thread, because two threads would wait for each other on a busy machine."""
+    """Restore the number of threads. Runs use one, because two wait for each other under load."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

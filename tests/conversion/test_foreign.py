@@ -1,4 +1,6 @@
-"""Reading other programs' pickled checkpoints: what is taken and what filled in."""
+"""Tests of reading pickled checkpoints of other programs: which values are read and which are
+filled in.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Save = Callable[[Any], Path]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Save:
-    """Saves an object with torch.save; gives the file's path."""
+    """Return a function that saves an object with torch.save and returns the file's path."""
     return functools.partial(save, tmp_path / "model.pth")
 
 

@@ -1,5 +1,6 @@
-"""Formats of llama.cpp's quantiser: what is checked before and after it; the quantiser itself where
-llama-cpp-python is installed."""
+"""Tests of llama.cpp's quantised formats: the checks before and after quantisation, and the
+quantiser itself if llama-cpp-python is installed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of conversations: the forms that are known, and what is refused, with its place."""
+"""Tests of conversation records: supported formats, and rejected records with their position."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_prepare_chat_json_file_may_hold_one_record(tmp_path: Path, chatml: Toke
     for number in range(3):
         (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
     options = ChatOptions(val_fraction=0)
-    # The last is a bare list of messages.
+    # The last record is a bare list of messages.
     (tmp_path / "3.json").write_text(json.dumps(GOOD["messages"]))
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
     assert manifest["documents"]["written"] == 4
@@ -374,7 +374,7 @@ def test_kind_of_records_long_json_file_is_detected_from_its_start(
 ) -> None:
     path = tmp_path / "a.json.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
-        # The string does not end within the head.
+        # The string does not end within the first bytes that are read.
         file.write(begin + "é" * (1 << 20))
     assert kind_of_records(find_records([path])[0]) == kind
 
@@ -458,7 +458,7 @@ def test_prepare_chat_tables_and_saved_datasets_give_same_conversations(
         writer = csv.DictWriter(file, list(records[0]), delimiter=";")
         writer.writeheader()
         writer.writerows(records)
-    # As `save_to_disk` of the package datasets writes it.
+    # As written by `save_to_disk` of the datasets package.
     (tmp_path / "b").mkdir()
     for name in ("dataset_info.json", "state.json"):
         (tmp_path / "b" / name).write_text("{}")
@@ -645,7 +645,7 @@ def test_prepare_chat_reads_records_sharing_instructions(
 
 def test_damaged_utf16_record_is_rejected_with_own_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    # A line, and half of a surrogate pair.
+    # A line, and then half of a surrogate pair.
     path.write_bytes('{"messages": []}\n'.encode("utf-16") + b"\x00\xd8a\x00")
     good, bad = read_records(find_records([path]))
     assert (good.line, good.value, good.error) == (1, {"messages": []}, None)

@@ -1,4 +1,6 @@
-"""Examples packed into rows: whole, apart from each other, in a known order, from a cache."""
+"""Tests of examples packed into rows: unsplit, separate from each other, in a reproducible order,
+and cached.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def make_examples(
     seed: int = 0,
     long: Any = "refuse",
 ) -> ExampleDataset:
-    """A training split of drawn examples of these lengths; the last token of each is learned."""
+    """Write a training split of random examples with these lengths; only the last token of each is
+    a label.
+    """
     generator = np.random.default_rng(seed)
     learned_tokens = 0
     folder.mkdir(exist_ok=True)
@@ -84,13 +88,15 @@ def test_packing_places_every_item_in_one_row_that_fits(lengths: list[int], capa
     rows = [items[a:b].tolist() for a, b in itertools.pairwise(starts)]
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert all(0 < total <= capacity for total in filled)
-    # Any two rows hold together more than one could, or they would be one.
+    # Any two rows together contain more than fits in one row; otherwise they would share a row.
     assert all(a + b > capacity for n, a in enumerate(filled) for b in filled[n + 1 :])
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=40))
 def test_packing_is_best_fit_decreasing(lengths: list[int]) -> None:
-    """The plain program that looks at all rows for each item fills the same rooms."""
+    """A simple algorithm that examines all rows for each item leaves the same free space in each
+    row.
+    """
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -317,7 +323,7 @@ def test_prepared_chat_tokens_match_inference(tmp_path: Path, chatml: Tokenizer)
     tokens, learned = train.example(0)
     assert tokens.tolist() == first
     assert chatml.decode(tokens[learned].tolist()) == records[0]["output"]
-    assert train.origin(1) == f"{path}:3"  # the second is held out
+    assert train.origin(1) == f"{path}:3"  # The second example is held out.
     assert Tokenizer.from_pretrained(tmp_path / "out").chat_template == chatml.chat_template
     names = ("manifest.json", "train-00000.bin", "val-00000.bin")
     prepare_chat([path], chatml, tmp_path / "again")
@@ -386,7 +392,7 @@ def test_prepare_chat_same_conversations_are_prepared_once(
     assert told == [f"preparing the conversations of {path}"]
     assert (cached(), told) == (folder, [])
     assert cached(train_on="all") != folder
-    # Whatever is damaged is made again.
+    # Damaged folders are prepared again.
     shard = folder / "train-00000.bin"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -395,7 +401,8 @@ def test_prepare_chat_same_conversations_are_prepared_once(
     assert shard.read_bytes() == content
     os.unlink(folder / "manifest.json")
     assert cached() == folder
-    # Another content is another folder, the same one elsewhere the same bytes.
+    # Different content gets a different folder; the same content under another path gives the same
+    # bytes.
     copy = tmp_path / "copy.jsonl"
     shutil.copy(path, copy)
     write_lines(path, draw_records(13))

@@ -1,4 +1,4 @@
-"""Token shards: the documented layout, and every kind of damage noticed."""
+"""Tests of token shards: the documented layout, and the detection of every kind of damage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_corpus(
     dtype: str = "<u2",
     shard_tokens: int = 4,
 ) -> None:
-    """A prepared folder with these documents as its training split."""
+    """Write a prepared folder with these documents as its training split."""
     with ShardWriter(folder, "train", np.dtype(dtype), shard_tokens) as writer:
         for document in documents:
             writer.write(np.array(document, dtype))
@@ -63,7 +63,9 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) ->
 
 @pytest.fixture
 def few_files() -> Iterator[Callable[[int], None]]:
-    """A function that sets the soft limit of open files to so many more than are open."""
+    """Return a function that sets the soft limit on open files to the number of open files plus a
+    given number.
+    """
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def limit(more: int) -> None:
@@ -200,7 +202,7 @@ def _dataset(sizes: tuple[int, ...], shard_tokens: int) -> tuple[TokenDataset, l
     documents = [ids[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     with tempfile.TemporaryDirectory() as name:
         write_corpus(Path(name), documents, shard_tokens=shard_tokens)
-        # The mapped files stay readable after their names are gone.
+        # Open files stay readable after their names are deleted.
         return TokenDataset(name, "train"), ids
 
 

@@ -1,4 +1,6 @@
-"""A longer context: positions changed by a recipe with --init-from, and the loss by position."""
+"""Tests of longer contexts: positions changed by a recipe with --init-from, and the loss by
+position.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def test_positions_each_stretch_has_loss_of_its_own_positions(llama: Path, data:
 def test_positions_with_document_masking_count_within_document(llama: Path, data: Path) -> None:
     found = evaluate_by_position(llama, data, seq_len=32, document_masking=True)
     tokens = [one.tokens for one in found.stretches]
-    # A row's documents begin anew: no later stretch has more tokens than one before it.
+    # Positions restart at 0 in each document, so no position range has more tokens than the range
+    # before it.
     assert tokens == sorted(tokens, reverse=True)
     assert tokens[0] > tokens[-1]
     # `evaluate` predicts the very first token of the split, too.
@@ -142,7 +145,7 @@ def test_positions_unused_options_fail(
 
 
 def longer(recipe: dict[str, Any], **schedule: int) -> dict[str, Any]:
-    """A recipe whose model section names positions alone."""
+    """Return a recipe whose model section sets only the positions."""
     return recipe | {
         "model": {"max_position_embeddings": 128, "rope_scaling": YARN},
         "data": recipe["data"] | {"seq_len": 128},
