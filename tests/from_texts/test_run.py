@@ -1,4 +1,5 @@
-"""`train_texts` on small texts: from a folder to a model, and what a second call does."""
+"""Tests of `train_texts` on small texts: from a folder to a model, and the effect of a second
+call."""
 
 from __future__ import annotations
 
@@ -77,14 +78,14 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return MachineFacts(machine.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
 
     monkeypatch.setattr(speed_module, "new_model_speed", facts)
-    # To predict a run's memory takes twice as long as these runs do.
+    # Predicting a run's memory takes twice as long as these runs.
     forecast = Forecast(2**20, "backward", {}, None)
     monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
 
 
 @pytest.fixture
 def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans whose run fits without being traced."""
+    """Treat every run as fitting in memory, without tracing it."""
     monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
 
@@ -146,7 +147,7 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
     assert re.search(r"\(gzip -9: .*, xz: .*, expected: \d\.\d\d to \d\.\d\d\)$", lines[0])
     commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
     assert list(commands) == ["generate", "chat", "train", "serve", "convert"]
-    # The prompt is the beginning of a held-out text, so that it has the texts' language.
+    # The prompt is the beginning of a held-out text, so it is in the language of the texts.
     prompt = commands["generate"][3]
     assert 0 < len(prompt) <= 32
     assert run.samples[0][0].lstrip().startswith(prompt)
@@ -173,7 +174,7 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
     assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
     assert "--best uses the checkpoint before them" in "\n".join(result_lines(worse))
 
-    # No checkpoint is kept of the best evaluation.
+    # The checkpoint of the best evaluation is not kept.
     with open(run.run_folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
     unkept = trained(texts)
@@ -297,7 +298,7 @@ def test_train_texts_resume_continues_newest_unfinished_run_without_options(
         f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues "
         "that run with the old texts; omit --resume to start one"
     )
-    # The advised command finds its data, and stops again after a step.
+    # The suggested command finds its data, and stops again after one step.
     assert main(["train", "runs/texts-2/recipe.yaml", "--resume"]) == 75
     (texts / "more.txt").unlink()
     second = trained(texts, steps=None, overrides={}, resume=True)
@@ -362,7 +363,7 @@ def test_train_texts_concurrent_call_raises_and_other_options_reuse_texts(
         calls.append(arguments)
         with pytest.raises(CheckpointError, match=r"runs/texts is in use by another process"):
             trained(texts, steps=1)
-        # Another run would wait for the texts that are being prepared here.
+        # Another run would wait until the texts are prepared.
         with open("runs/texts/.data.lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return prepare(*arguments, **options)
@@ -371,7 +372,7 @@ def test_train_texts_concurrent_call_raises_and_other_options_reuse_texts(
     first = trained(texts, steps=1)
     second = trained(texts, steps=2)
     assert len(calls) == 1
-    # The second run keeps working without the first one, whose shards it uses.
+    # The second run still works after the first run, whose shards it uses, is deleted.
     shutil.rmtree(first.run_folder)
     (second.run_folder / "pipeline.json").unlink()
     recipe = load_recipe(second.run_folder / "recipe.yaml").with_keys("schedule", max_steps=3)
@@ -411,7 +412,7 @@ def test_train_texts_shards_of_other_texts_are_not_used_after_kill(
     assert prepared("old", "one") == tmp_path / "one/data"
 
 
-#: A run whose speed is judged after its first step, and that ends after one step.
+#: Settings of a run whose speed is checked after its first step, and that ends after one step.
 FIRST = {
     "evaluation.sample_tokens": 1,
     "evaluation.every_steps": 0,
@@ -427,7 +428,7 @@ def after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TwentyTimesAsFast(new_model._FirstSteps):
-    """The first steps of a machine that is 20 times as fast as was believed."""
+    """First steps of a machine that is 20 times as fast as measured."""
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         rate = 20 * self._plan.choices.tokens_per_second
@@ -435,7 +436,9 @@ class TwentyTimesAsFast(new_model._FirstSteps):
 
 
 def believed(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
-    """A speed of this machine that is not measured, for a model of 9 million FLOPs per token."""
+    """Set a fixed speed of this machine instead of measuring it, for a model with 9 million FLOPs
+    per token.
+    """
 
     def facts(machine: Machine) -> MachineFacts:
         return MachineFacts(machine.name, "cpu", [(9e6, rate)], 8 << 30, "measured here")
@@ -472,7 +475,7 @@ def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
     assert run.training.step == 1
     metrics = read_json_lines(run.run_folder / "metrics.jsonl")
     assert [one["step"] for one in metrics] == [1]
-    # The seconds of the first model do not count as time of the new run.
+    # The time spent on the first model does not count as time of the new run.
     recipe = load_recipe(run.run_folder / "recipe.yaml")
     assert recipe.model is not None
     assert recipe.schedule.max_minutes is not None
@@ -556,7 +559,7 @@ def test_train_texts_measured_speed_is_reported_if_different_and_model_open(
     assert round(rate) == 8719
     speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
     watch(speed_of_step)
-    watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
+    watch(speed_of_step | {"tokens_per_second": 9 * rate})  # Later speeds are ignored.
     assert [line.removesuffix(" for the remaining time") for line in lines] == told
 
 
@@ -577,7 +580,7 @@ def test_train_texts_speed_of_compiled_run_excludes_compiling(tmp_path: Path) ->
     for _ in range(3):
         watch(step)
     assert not lines
-    # Compiling counts neither as seconds of steps nor as their speed.
+    # The time for compiling counts neither as time nor as speed of the steps.
     watch = new_model._FirstSteps(
         plan, RunCall(tmp_path, time.time(), lines.append, progress=False)
     )
@@ -683,7 +686,7 @@ def test_train_texts_run_with_incomplete_shards_keeps_folder(
 def test_train_texts_run_is_kept_when_later_call_fails(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), steps=2)
     state = json.loads((run.run_folder / "pipeline.json").read_text())
-    for key in ("complete", "data"):  # stopped; and without shards of its own
+    for key in ("complete", "data"):  # A stopped run; then a run without its own shards.
         del state[key]
         (run.run_folder / "pipeline.json").write_text(json.dumps(state))
         recipe = (run.run_folder / "recipe.yaml").read_text()
@@ -702,7 +705,7 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     longer = trained(tmp_path / "texts").next_commands[2][0]
     minutes = 4 * 10 * len(lines)
     assert f" --budget {minutes}m " in longer
-    # A run of this length exists.
+    # A run of this length already exists.
     state = json.loads((run.run_folder / "pipeline.json").read_text())
     state["request"] |= {"seconds": 60.0 * minutes, "steps": None}
     Path("runs/texts-2").mkdir()
@@ -762,7 +765,7 @@ def test_train_texts_keys_decided_by_texts_raise_before_training(tmp_path: Path)
     with pytest.raises(ConfigError, match="--budget and --steps both set the length"):
         trained(texts, budget=60)
     assert not Path("runs").exists()
-    # Found before the texts are read, which would raise another error.
+    # The error is raised before the texts are read, which would raise a different error.
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(tmp_path / "empty.txt", overrides={"model.hidden_sise": 2})
@@ -793,7 +796,7 @@ def test_plan_only_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_plan_only_memory_matches_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
-    # So few words fill no larger vocabulary.
+    # So few different words do not fill a larger vocabulary.
     given = TINY | {"model.vocab_size": 280}
     overrides = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     assert main(["train", "texts", "--plan-only", "--steps", "3", "--json", *overrides]) == 0
@@ -864,7 +867,7 @@ def test_prepared_text_has_hardness_of_scan_and_xz_of_all_held_out_text(
     texts = write_texts(tmp_path / "texts", count=12)
     facts = scan_corpus(find_sources([str(texts)])).facts
     assert facts.hardness.ngram_bits_per_character != defaults.NGRAM_BITS
-    # Of a large text, the sample may lack repetitions that all of it has.
+    # The sample of a large text may lack repetitions that the full text contains.
     monkeypatch.setattr(preparation, "_xz_bits", lambda data, tokenizer: 0.1)
     run = trained(texts)
     found = counted_text(run.run_folder / "data", facts, 0.1).hardness
@@ -908,7 +911,7 @@ def test_takes_texts_distinguishes_texts_from_recipes(tmp_path: Path) -> None:
     cases |= {"*.txt": True, "a.yaml": False, str(run): False, "nothing": False}
     assert {path: takes_texts([path]) for path in cases} == cases
     assert takes_texts(["a.txt", "b.txt"])
-    # A person's own files may have the names of a run's, a model's, a prepared corpus's.
+    # A user's files may have the same names as files of a run, a model or a prepared corpus.
     for name, other, own in (
         ("recipe.yaml", "flour: 200 g\n", "data:\n  dir: d\n"),
         ("config.json", '{"theme": "dark"}', '{"model_type": "llama"}'),
@@ -947,7 +950,7 @@ def test_plan_only_for_gpu_needs_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_texts(tmp_path / "texts")
-    monkeypatch.undo()  # of the known speed
+    monkeypatch.undo()  # At the known speed.
     monkeypatch.chdir(tmp_path)
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100"]) == 2
     assert "--gpu needs --plan-only" in capsys.readouterr().err
