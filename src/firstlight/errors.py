@@ -152,8 +152,8 @@ def describe_os_error(error: OSError) -> str:
 
 
 def describe_read_error(error: OSError) -> str:
-    """Describe an error in reading an input file. The result is that of `describe_os_error`, except
-    that the advice for a denied permission is about reading.
+    """Describe an error in reading an input file. Like `describe_os_error`, but if permission is
+    denied, advise making the file readable.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""

@@ -148,7 +148,7 @@ def test_paddings_of_gpt2_vocabulary_match_usual_multiples() -> None:
 
 
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_layer_products_match_those_of_autograd(conv1d: bool) -> None:
+def test_layer_products_match_autograd(conv1d: bool) -> None:
     tokens, inputs, outputs = 5, 3, 7
     x = torch.randn(tokens, inputs, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(outputs, inputs, dtype=torch.float64)
@@ -490,7 +490,7 @@ def test_fp8_product_uses_layout_of_tensor_cores() -> None:
     torch.testing.assert_close(result.float(), left @ right.t(), rtol=0.02, atol=0.02)
 
 
-def test_passes_cover_whole_array_and_repeat_small_ones() -> None:
+def test_passes_cover_whole_array_and_repeat_small_arrays() -> None:
     for size, passes in ((1 << 12, 1 << 10), (1 << 23, 1)):
         data = torch.rand(size // 4, dtype=torch.float32)
         call, count = sum_passes(data)

@@ -176,7 +176,7 @@ def test_accumulation_row_keeps_rows_per_step_and_large_batch_doubles_them(rows:
     )
 
 
-def test_ladder_has_rungs_of_the_guide_in_order() -> None:
+def test_ladder_rows_follow_order_of_guide() -> None:
     plain = plain_recipe(find_model("gpt2-124m"), "cuda", 1024, 4)
     ladder = ladder_rows(4, _GPU)
     assert [row.name for row in ladder] == (
@@ -204,7 +204,7 @@ def test_ladder_has_rungs_of_the_guide_in_order() -> None:
     assert (recipes[10].batch.micro_batch_size, recipes[10].efficiency) == (8, top.efficiency)
 
 
-def test_ladder_rungs_unsupported_here_give_reason() -> None:
+def test_ladder_rows_unsupported_on_machine_give_reason() -> None:
     def reasons(ladder: list[MethodRow]) -> dict[str, str]:
         found = {row.name: why_skipped(row, _CPU, 4, quick=False) for row in ladder}
         return {name: reason for name, reason in found.items() if reason}
@@ -221,7 +221,7 @@ def test_ladder_rungs_unsupported_here_give_reason() -> None:
     assert llama[0].changes[WRITTEN_OUT] == ()
 
 
-def test_last_rung_uses_one_process_per_gpu_or_two_sharing_a_cpu(
+def test_ladder_last_row_uses_one_process_per_gpu_or_two_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -267,7 +267,7 @@ def test_written_out_model_computes_same_result() -> None:
 
 
 @given(st.sets(st.integers(0, 9)), st.integers(0, 9))
-def test_ladder_rung_has_own_keys_and_those_of_rungs_below(fallen: set[int], rung: int) -> None:
+def test_ladder_row_includes_keys_of_previous_rows(fallen: set[int], rung: int) -> None:
     ladder = ladder_rows(8, _CPU)
     left_out = {ladder[i].name for i in fallen}
     changes = changes_up_to(ladder, rung, left_out)
@@ -444,7 +444,7 @@ def request_of(work: MethodsWork, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_methods_that_keep_the_result_end_at_plain_loss(work: MethodsWork) -> None:
+def test_methods_preserving_result_end_at_plain_loss(work: MethodsWork) -> None:
     rows = {row.name: row for row in all_rows(_CPU)}
     plain = training_once(request_of(work, {}))
     assert len(plain["losses"]) == 5
@@ -459,7 +459,7 @@ def test_methods_that_keep_the_result_end_at_plain_loss(work: MethodsWork) -> No
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_rows_changing_the_result_have_different_losses(work: MethodsWork) -> None:
+def test_methods_changing_result_have_different_losses(work: MethodsWork) -> None:
     tokens = Path(work.request["data"])
     arrays = safetensors.numpy.load_file(tokens)
     arrays["starts"] = np.arange(0, 3000, 7)
@@ -473,7 +473,7 @@ def test_rows_changing_the_result_have_different_losses(work: MethodsWork) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_last_rung_two_processes_learn_like_one_with_both_batches(
+def test_ladder_last_row_two_processes_match_one_with_both_batches(
     work: MethodsWork,
 ) -> None:
     torch.set_num_threads(1)
@@ -637,7 +637,7 @@ def test_bench_runner_refused_row_is_not_reported_as_failure(
     assert (outcome.problem, outcome.refused) == ("not here: use bf16", refused)
 
 
-def test_keys_no_recipe_accepts_are_reported_as_refusal(
+def test_keys_rejected_by_recipe_are_reported_as_refused(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {ALONE: [PLAIN, MethodRow("x", {"optimizer.name": "adagrad"})], LADDER: []}
@@ -680,7 +680,7 @@ def test_ask_process_past_timeout_returns_timeout_error(
 
 
 @pytest.mark.slow
-def test_forked_measurement_equals_own_process_and_leaves_none_after_failure(
+def test_forked_measurement_equals_new_process_and_leaves_no_process(
     work: MethodsWork, one_thread: None
 ) -> None:
     environment = child_environment(False, work.caches)

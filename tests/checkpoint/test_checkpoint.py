@@ -267,7 +267,7 @@ def reseal(folder: Path, **changes: Any) -> dict[str, Any]:
     return dict(before)
 
 
-def test_trainer_state_of_other_step_than_manifest_raises(tmp_path: Path) -> None:
+def test_trainer_state_step_differing_from_manifest_raises(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 8)
     reseal(folder, step=9)
     moved = folder.rename(folder.with_name("step-00000009"))
@@ -275,7 +275,7 @@ def test_trainer_state_of_other_step_than_manifest_raises(tmp_path: Path) -> Non
         verify_checkpoint(moved)
 
 
-def test_newest_checkpoint_pruned_during_check_returns_newer_one(
+def test_newest_checkpoint_pruned_during_check_returns_newer_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 4, 8)
@@ -567,7 +567,7 @@ class Refusal:
 
 @pytest.mark.parametrize("name", ["make_folder", "create", "write", "sync", "rename"])
 @pytest.mark.parametrize("replacing", [False, True])
-def test_save_on_full_disk_at_any_call_keeps_older_checkpoint_and_no_litter(
+def test_save_on_full_disk_at_any_call_keeps_only_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacing: bool
 ) -> None:
     for passes in itertools.count():

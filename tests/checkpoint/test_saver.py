@@ -275,7 +275,7 @@ def test_save_finite_values_with_overflowing_sum_are_accepted(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("free, expected", [(10**6, True), (2, False)])
-def test_background_save_decides_copying_once_from_free_memory(
+def test_background_save_chooses_copying_once_by_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool
 ) -> None:
     asked: list[torch.device] = []

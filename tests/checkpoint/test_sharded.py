@@ -87,7 +87,7 @@ def test_shards_overlapping_with_gap_raise_checkpoint_error(tmp_path: Path) -> N
         stored_shapes(tmp_path, WEIGHTS)
 
 
-def test_sharded_tensors_unlike_expected_ones_raise_checkpoint_error(tmp_path: Path) -> None:
+def test_sharded_tensors_differing_from_targets_raise_checkpoint_error(tmp_path: Path) -> None:
     _write(tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(1), (2,))])
     for name, target, problem in (
         ("other", torch.ones(3), "lacks tensor 'other'"),

@@ -85,7 +85,7 @@ def test_usage_error_with_control_characters_in_a_file_name_shows_them(
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_command_out_of_memory_advises_by_verb(
+def test_command_out_of_memory_advice_depends_on_subcommand(
     verb: str,
     advice: str,
     error: Exception,

@@ -275,7 +275,7 @@ def test_convert_copies_all_tokenizer_files_and_no_others(tmp_path: Path, folder
     assert set(other_files(source)) - set(found) == {"pytorch_model.bin", "modeling.py"}
 
 
-def test_convert_given_tokenizer_replaces_that_of_source(
+def test_convert_given_tokenizer_replaces_source_tokenizer(
     tmp_path: Path, folder: Folder, tokenizer: Tokenizer
 ) -> None:
     source = folder(with_template=True)
@@ -694,7 +694,7 @@ def test_convert_lost_chat_template_raises_model_error(
     source = folder(with_template=True)
     names = [n for n in conversion._TOKENIZER_FILES if n != "chat_template.jinja"]
     monkeypatch.setattr(conversion, "_TOKENIZER_FILES", names)
-    with pytest.raises(ModelError, match="renders a conversation as None, but that of"):
+    with pytest.raises(ModelError, match="renders a conversation as None, but the source's"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path)
 
@@ -710,7 +710,7 @@ def test_convert_lost_tokenizer_raises_model_error(
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('only for poets') }}", "{{ 1 / 0 }}"])
-def test_convert_template_refusing_test_conversation_is_still_copied(
+def test_convert_template_rejecting_test_conversation_is_still_copied(
     template: str, tmp_path: Path, folder: Folder
 ) -> None:
     source = folder()
@@ -779,7 +779,7 @@ def test_convert_check_prompt_fills_context(context: int, count: int, tokenizer:
     assert check.prompt_ids(tokenizer, 320, context)[0, :5].tolist() == prompt[:5]
 
 
-def test_logit_difference_ignores_common_offset_without_hiding_others() -> None:
+def test_logit_difference_ignores_only_common_offset() -> None:
     source = torch.randn(1, 8, 50, generator=torch.Generator().manual_seed(0))
     difference, largest = check.require_same_logits(source, source + 100, 1e-4)
     assert difference < 1e-4
@@ -812,7 +812,7 @@ def test_compare_tensors_present_on_one_side_are_named() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 9999])
-def test_compare_tensors_value_turned_nan_raises(row: int) -> None:
+def test_compare_tensors_new_nan_value_raises(row: int) -> None:
     source = torch.ones(10_000, 2)
     result = source.clone()
     result[row, 1] = float("nan")

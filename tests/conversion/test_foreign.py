@@ -234,7 +234,7 @@ def test_read_foreign_llama_missing_values_raise_and_are_named(
         read_foreign(saved(book_llama()), config=config)
 
 
-def test_read_foreign_llama_tables_give_heads_and_context_and_verify_base(saved: Save) -> None:
+def test_read_foreign_llama_tables_determine_heads_and_context_and_verify_base(saved: Save) -> None:
     turns = torch.arange(12)[:, None] * rope_frequencies(16, 2000.0, None)
     tables = {"att.cos": turns.cos().repeat(1, 2), "att.sin": turns.sin().repeat(1, 2)}
     weights = book_llama()

@@ -36,7 +36,7 @@ def test_perplexity_limits_fall_with_more_bits() -> None:
     assert set(limits) == set(PERPLEXITY_LIMITS.values())
 
 
-def test_perplexity_covers_all_tokens_but_the_first() -> None:
+def test_perplexity_covers_all_tokens_except_first() -> None:
     ids = torch.tensor([[3, 1, 2]])
     logits = torch.zeros(1, 3, 4)
     assert perplexity(logits, ids) == pytest.approx(4.0)

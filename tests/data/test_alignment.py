@@ -139,7 +139,7 @@ def test_aligned_rows_first_token_without_context_is_not_predicted(
     assert dataset.bits_a_nat(document_masking=False) == pytest.approx(9 / 99 / np.log(2))
 
 
-def test_aligned_loader_resumes_anywhere_from_one_number(data: Path) -> None:
+def test_aligned_loader_resumes_anywhere_from_rows_seen(data: Path) -> None:
     dataset = open_training_split(data, verify=True, long="refuse", row_alignment="document")
     assert isinstance(dataset, AlignedDataset)
     epoch = dataset.num_rows(32)

@@ -273,7 +273,7 @@ def test_loader_state_excludes_rows_read_ahead(tmp_path: Path, prefetch: int) ->
     document_masking=st.booleans(),
 )
 @settings(max_examples=60)
-def test_loader_threads_and_prefetch_change_nothing(
+def test_loader_threads_and_prefetch_do_not_change_batches(
     whole: tuple[TokenDataset, dict[bool, list[Batch]]],
     workers: int,
     prefetch: int,

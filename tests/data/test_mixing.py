@@ -262,7 +262,7 @@ def test_mix_epoch_length_is_number_of_rows(datasets: list[TokenDataset]) -> Non
     assert dataset.epochs_by_corpus(52, SEQ_LEN) == {"c0": 2.0, "c1": 2.0, "c2": 2.0}
 
 
-def test_mix_document_masking_is_that_of_each_corpus(datasets: list[TokenDataset]) -> None:
+def test_mix_document_masking_follows_each_corpus(datasets: list[TokenDataset]) -> None:
     with TokenLoader(mixed(datasets, 1, 1, 1), SEQ_LEN, 12, 7, document_masking=True) as loader:
         batch = loader.next_batch()
     assert batch.document_ids is not None

@@ -178,7 +178,7 @@ def test_packed_batch_gradient_equals_that_of_single_examples(
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_packed_epoch_reshuffles_every_example_and_resumes_from_one_number(
+def test_packed_epoch_reshuffles_every_example_and_resumes_from_rows_seen(
     tmp_path: Path,
 ) -> None:
     dataset = make_examples(tmp_path, [2 + i % 13 for i in range(50)])
@@ -238,7 +238,7 @@ def test_packing_long_examples_are_dropped_or_cut_and_counted(tmp_path: Path) ->
         assert packing.num_inputs == round(packing.filled * batch.input_ids.numel())
 
 
-def test_packing_example_without_labels_in_its_start_is_dropped(tmp_path: Path) -> None:
+def test_packing_truncated_example_without_labels_is_dropped(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, "train", np.dtype("<u2"), labelled=True) as writer:
         for length in (4, 9):
             learned = np.arange(length) == length - 1

@@ -49,7 +49,7 @@ def test_parquet_plan_short_texts_use_large_batches(tmp_path: Path) -> None:
     assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(80_000)]
     page_bytes = _longest_shared(path, parquet.read_metadata(path).row_group(0).column(0))
     assert _longest_found(path, "text", 0, page_bytes) == 16
-    # A page of which a smaller part is visible.
+    # The dictionary page is larger than the part that is read.
     assert _longest_found(path, "text", 0, page_bytes + 1) == page_bytes + 1
 
 

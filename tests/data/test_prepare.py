@@ -362,7 +362,7 @@ def killing(after: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return killed
 
 
-def test_prepare_killed_workers_change_no_byte(
+def test_prepare_killed_workers_do_not_change_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
 ) -> None:
     prepare([corpus], TOKENIZER, tmp_path / "one", workers=1)
@@ -925,7 +925,7 @@ def test_prepare_corpus_from_its_own_folder_requires_text(prepared: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"format": "firstlight-tokens", "version": 9}'])
-def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
+def test_prepare_overwrite_keeps_folder_that_is_not_a_corpus(
     tmp_path: Path, corpus: Path, content: str | None
 ) -> None:
     out = tmp_path / "thesis"
@@ -940,7 +940,7 @@ def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_prepare_overwrite_spares_file_but_uses_empty_folder(
+def test_prepare_overwrite_keeps_file_but_uses_empty_folder(
     tmp_path: Path, corpus: Path, overwrite: bool
 ) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")

@@ -305,7 +305,7 @@ def test_prepare_validation_inputs_become_validation_split(tmp_path: Path, worke
     assert len(texts_of(tmp_path / "out", "train")) == 1
 
 
-def test_prepare_validation_inputs_without_text_or_with_all_of_it_raise(tmp_path: Path) -> None:
+def test_prepare_validation_inputs_without_text_or_with_all_text_raise(tmp_path: Path) -> None:
     for name, text in (("a.txt", "a text"), ("b.txt", "a text"), ("c.txt", " ")):
         (tmp_path / name).write_text(text)
     for name, message in (("b.txt", "no text to train on"), ("c.txt", "inputs contain no")):

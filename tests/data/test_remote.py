@@ -195,7 +195,7 @@ def test_local_folder_reads_no_more_than_declared_file_size(
     assert all(path.stat().st_size < 10**6 for path in cache.rglob("*"))
 
 
-def test_local_folder_http_refusal_is_not_retried(server: RemoteServer) -> None:
+def test_local_folder_http_client_error_is_not_retried(server: RemoteServer) -> None:
     server.fail(SHARD, [403])
     assert f"{server.url}/{SHARD} can't be read: 403" in refusal(server.url)
     assert server.requests.count(SHARD) == 1
@@ -381,7 +381,7 @@ def test_local_folder_simultaneous_processes_fetch_once(server: RemoteServer, so
     assert counts == {**dict.fromkeys(counts, 1), "manifest.json": 3}
 
 
-def test_local_folder_killed_process_leaves_whole_files_and_no_lock(
+def test_local_folder_killed_process_leaves_complete_files_and_no_lock(
     server: RemoteServer, source: Path, cache: Path
 ) -> None:
     server.gate[SHARD] = threading.Event()

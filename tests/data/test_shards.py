@@ -212,7 +212,7 @@ def _dataset(sizes: tuple[int, ...], shard_tokens: int) -> tuple[TokenDataset, l
     start=st.none() | st.integers(-40, 40),
     stop=st.none() | st.integers(-40, 40),
 )
-def test_dataset_slices_equal_those_of_one_list(
+def test_dataset_slices_equal_list_slices(
     sizes: tuple[int, ...], shard_tokens: int, start: int | None, stop: int | None
 ) -> None:
     dataset, ids = _dataset(sizes, shard_tokens)

@@ -639,7 +639,9 @@ def test_read_compressed_text_files_succeeds(tmp_path: Path, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-def test_read_concatenated_compressed_parts_yields_all(tmp_path: Path, suffix: str) -> None:
+def test_read_concatenated_compressed_parts_yields_all_documents(
+    tmp_path: Path, suffix: str
+) -> None:
     compress = COMPRESSORS[suffix]
     parts = [jsonl(f"{number} " * 5000) for number in range(4)]
     path = tmp_path / f"a.jsonl{suffix}"
@@ -668,7 +670,7 @@ def test_read_truncated_compressed_file_raises(tmp_path: Path, suffix: str, left
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("damage", [b"x" * 200, b"{}"])
-def test_read_file_not_compressed_as_named_raises(
+def test_read_file_with_wrong_compression_suffix_raises(
     tmp_path: Path, suffix: str, damage: bytes
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"

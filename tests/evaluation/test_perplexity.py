@@ -184,7 +184,7 @@ def test_bits_per_byte_of_some_rows_represents_whole_text(dataset: TokenDataset)
     assert some.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=1e-6)
 
 
-def test_evaluate_hopeless_loss_gives_finite_perplexity(dataset: TokenDataset) -> None:
+def test_evaluate_huge_loss_gives_finite_perplexity(dataset: TokenDataset) -> None:
     """An infinite perplexity is not valid JSON."""
 
     def hopeless(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -285,7 +285,7 @@ def test_evaluate_loaded_model_stays_on_its_device(
     assert math.isfinite(evaluate(loaded, data).loss)
 
 
-def test_evaluate_tokenizer_other_than_of_data_raises_data_error(
+def test_evaluate_tokenizer_differing_from_data_raises_data_error(
     loaded: LoadedModel, data: Path, texts: list[str]
 ) -> None:
     other = replace(loaded, tokenizer=train_tokenizer(texts[:60], 320))

@@ -55,7 +55,7 @@ def llama(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 # The loss by position
 
 
-def test_positions_each_stretch_has_loss_of_its_own_positions(llama: Path, data: Path) -> None:
+def test_positions_loss_of_each_range_covers_its_positions(llama: Path, data: Path) -> None:
     found = evaluate_by_position(llama, data, seq_len=96, batch_size=3)
     assert [(one.first, one.last) for one in found.stretches] == [
         (6 * i, 6 * i + 5) for i in range(16)
@@ -129,7 +129,7 @@ def test_positions_two_models_share_one_table_and_plot(
         (["--picture", "p.png"], "--picture needs --by-position"),
         (["--beside", "other"], "--beside needs --by-position"),
         (["--by-position", "--tasks", "hellaswag"], "--by-position reports the loss"),
-        (["--by-position", "--beside", "SAME"], "names a model twice"),
+        (["--by-position", "--beside", "SAME"], "is given twice for the same model"),
     ],
 )
 def test_positions_unused_options_fail(

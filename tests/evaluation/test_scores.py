@@ -167,7 +167,7 @@ def test_sampled_rows_are_drawn_with_equal_probability() -> None:
     assert sampled_rows(20, 5, 1) != sampled_rows(20, 5, 2)
 
 
-def test_mean_and_error_of_answers_is_that_of_a_proportion() -> None:
+def test_mean_and_error_of_answers_match_proportion() -> None:
     mean, error = mean_and_error([1.0, 0.0, 0.0, 1.0, 0.0])
     assert mean == 0.4
     assert error == pytest.approx(math.sqrt(0.4 * 0.6 / 4))
@@ -207,7 +207,7 @@ def test_row_losses_match_sums_over_batches(model: Model, dataset: TokenDataset)
         assert len({row.tokens for row in by_row}) > 1
 
 
-def test_mean_loss_of_rows_split_over_ranks_equals_that_of_all(
+def test_mean_loss_of_rows_split_over_ranks_equals_mean_of_all_rows(
     model: Model, dataset: TokenDataset
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)
@@ -264,7 +264,7 @@ def test_sampled_evaluation_is_mean_over_rows_with_three_errors(
     assert found.bits_per_byte_stderr == pytest.approx(per_nat * error, rel=1e-5)
 
 
-def test_sampled_interval_of_two_errors_covers_whole_in_19_of_20(
+def test_sampled_interval_of_two_errors_covers_split_loss_in_19_of_20(
     model: Model, dataset: TokenDataset
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)

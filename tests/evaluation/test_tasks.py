@@ -252,7 +252,7 @@ def test_answer_items_equal_endings_choose_first(model: Model, tokenizer: Tokeni
     assert [a.acc for a in answer_items(model, items, pairs, batch_size=8)] == [True, False]
 
 
-def test_accuracy_error_is_that_of_a_proportion(model: Model, tokenizer: Tokenizer) -> None:
+def test_accuracy_error_matches_proportion(model: Model, tokenizer: Tokenizer) -> None:
     items = [Item("the star", ("sings", "sings"), gold) for gold in (0, 0, 1, 0)]
     pairs = encode_items(items, tokenizer, CONTEXT, "")
     found = accuracies(answer_items(model, items, pairs, batch_size=8))
@@ -727,5 +727,5 @@ def test_train_restores_maskless_attention_after_samples_and_tasks(
     assert chosen == ["sdpa", "flash"] * 4
 
 
-def test_hellaswag_hub_id_equals_that_of_lm_eval() -> None:
+def test_hellaswag_hub_id_matches_lm_eval() -> None:
     assert hellaswag.HUB_ID == "Rowan/hellaswag"

@@ -208,7 +208,7 @@ def test_fine_tuning_uses_adapters_if_all_weights_do_not_fit(
     assert run.choices["optimizer.learning_rate"] == pytest.approx(0.013, rel=0.1)
 
 
-def test_conversations_for_an_adapter_without_tokenizer_use_that_of_its_base(
+def test_conversations_for_adapter_without_tokenizer_use_base_tokenizer(
     tmp_path: Path, model: Path
 ) -> None:
     config, adapted = LoraConfig(rank=2), load_model(model, mode="sequential").model
@@ -303,7 +303,7 @@ def test_fine_tuning_unusable_records_raise_without_suggesting_same_command(
     assert "--init-from" not in str(caught.value)
 
 
-def test_fine_tuning_meaningless_options_fail(
+def test_fine_tuning_unsupported_options_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("a text\n")
@@ -359,7 +359,7 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["conversations", "texts"])
-def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
+def test_fine_tuning_budget_too_short_fails_and_suggested_budget_works(
     tmp_path: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],

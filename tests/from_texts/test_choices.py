@@ -549,7 +549,7 @@ def test_choose_heads_matching_no_width_raise_config_error() -> None:
     assert near["model.hidden_size"] == 384
 
 
-def test_choose_other_architecture_uses_its_own_mlp_width() -> None:
+def test_choose_other_architecture_uses_its_mlp_width() -> None:
     chosen = choose(TEXT, MACHINE, Length(600.0), {"model.model_type": "gpt2"})
     assert "model.intermediate_size" not in chosen.keys
     model = recipe_of(chosen).model

@@ -62,7 +62,7 @@ def test_ngram_bits_unknown_context_backs_off_to_shorter_one() -> None:
     assert new - known == pytest.approx((unseen + 2) / 5, abs=0.2)
 
 
-def test_hardness_of_held_out_documents_uses_the_others() -> None:
+def test_hardness_of_held_out_documents_uses_other_documents() -> None:
     sample = TextSample()
     for number in range(20):
         text = noise(20_000, "abcd", number) if number % 10 else noise(20_000, "ab", number)

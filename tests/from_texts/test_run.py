@@ -465,7 +465,7 @@ def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
     shown = capsys.readouterr().err
     (line,) = re.findall(
         r"^([\d,]+) tokens/s instead of ([\d,]+): training restarts with (\S+) parameters "
-        r"instead of (\S+), for the 9 min \d+ s left$",
+        r"instead of (\S+), for the remaining 9 min \d+ s$",
         shown,
         re.M,
     )
@@ -714,7 +714,7 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     assert f" --budget {4 * minutes}m " in longer
 
 
-def test_train_texts_bits_from_partial_held_out_text_are_marked(tmp_path: Path) -> None:
+def test_train_texts_bits_of_partial_held_out_text_are_marked(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), overrides=TINY | {"evaluation.max_rows": 1})
     recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
     manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
@@ -752,7 +752,7 @@ def test_train_texts_empty_texts_raise_input_error(tmp_path: Path) -> None:
         trained(tmp_path / "a.txt", steps=1)
 
 
-def test_train_texts_keys_decided_by_texts_raise_before_training(tmp_path: Path) -> None:
+def test_train_texts_keys_determined_by_texts_raise_before_training(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
         trained(texts, overrides={"schedule.max_steps": 2})

@@ -175,7 +175,7 @@ def test_scan_long_text_file_does_not_keep_documents_at_scan_limit(
     assert len(list(read_documents(scan.limited(10**9)))) == 100
 
 
-def test_scan_reads_texts_after_file_without_any(tmp_path: Path) -> None:
+def test_scan_reads_texts_after_file_without_texts(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": []}\n' * 3000)
     (tmp_path / "b.txt").write_text(prose(1))
     facts = scan_corpus(find_sources([tmp_path])).facts

@@ -284,7 +284,7 @@ def test_batch_decoder_neighbouring_prompts_of_similar_length_share_one_pass(
     torch.testing.assert_close(logits_BV, expected_logits, atol=1e-4, rtol=1e-4)
 
 
-def test_batch_decoder_one_bad_prompt_adds_none() -> None:
+def test_batch_decoder_invalid_prompt_adds_no_sequence() -> None:
     decoder = BatchDecoder(MODELS["llama"], 3, CONTEXT)
     with pytest.raises(ModelError, match="but the model's vocabulary"):
         decoder.add_many([[1, 2], [352], [3]])
@@ -357,7 +357,7 @@ def test_generate_batch_text_equals_single_generation(
         assert one == alone
 
 
-def test_generate_batch_without_seed_gives_each_text_its_own(loaded: LoadedModel) -> None:
+def test_generate_batch_without_seed_gives_each_text_different_seed(loaded: LoadedModel) -> None:
     found = generate_batch(loaded, ["the"] * 4, SamplingConfig(20, temperature=1.0))
     assert len({one.seed for one in found}) == 4
 

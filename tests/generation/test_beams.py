@@ -190,7 +190,7 @@ def test_generate_slide_continues_beyond_context(tokenizer: Tokenizer) -> None:
     assert short.token_ids == expected[: len(short.token_ids)]
 
 
-def test_generate_slide_of_one_token_rereads_whole_context(tokenizer: Tokenizer) -> None:
+def test_generate_slide_of_one_token_recomputes_whole_context(tokenizer: Tokenizer) -> None:
     """This is `generate` of LLMs-from-scratch: `idx[:, -context_size:]` for every token."""
     context = 16
     model = random_model(3, tokenizer.vocab_size, context)
@@ -224,7 +224,7 @@ def test_generate_slide_accepts_prompt_beyond_context(tokenizer: Tokenizer) -> N
         assert found.token_ids[0] == int(model(torch.tensor([window]))[0, -1].argmax())
 
 
-def test_choice_probabilities_are_those_of_model_and_sampling(tokenizer: Tokenizer) -> None:
+def test_choice_probabilities_match_model_and_sampling(tokenizer: Tokenizer) -> None:
     model = random_model(5, tokenizer.vocab_size)
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
     options: dict[str, Any] = {"max_new_tokens": 3, "seed": 4, "top_k": 2, "temperature": 0.5}

@@ -254,7 +254,7 @@ def test_choose_tokens_together_equals_each_alone() -> None:
 
 
 def _as_the_logits_say(text: Continuation, logits_V: Tensor, step: int) -> None:
-    """Assert that the last log-probability and choices of a text are those of its logits."""
+    """Assert that the last log-probability and choices of a text match its logits."""
     token_id, config = text.token_ids[-1], text.config
     if text.logprobs is not None:
         expected_V = logits_V.log_softmax(-1)
@@ -291,7 +291,7 @@ def test_choose_tokens_error_fails_only_its_text(temperature: float, bad: float)
         texts[1].push(chosen[1])
 
 
-def test_continue_text_log_probabilities_are_those_of_model(tokenizer: Tokenizer) -> None:
+def test_continue_text_log_probabilities_match_model(tokenizer: Tokenizer) -> None:
     logits = torch.randn(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))
     config = SamplingConfig(
         max_new_tokens=3, temperature=0.1, top_k=2, repetition_penalty=3.0, seed=0, logprobs=3

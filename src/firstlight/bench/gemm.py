@@ -222,8 +222,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """Return the products of one training step except those inside attention: the layers both as
-    Conv1D and as linear layers, and the head for each vocabulary size."""
+    """Return the products of one training step except the products inside attention: the layers
+    both as Conv1D and as linear layers, and the head for each vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -426,7 +426,7 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Minimum number of bytes read per call.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements per row, of which the median is reported.
+#: Number of measurements per row; their median is reported.
 _REPEATS = 5
 
 #: Number of measurements for each number of products; larger because each takes only a few
@@ -535,7 +535,7 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
         "threads", "edge" and "rows". Each row has "products", the number of concurrent products,
         and "time_ratio" with "lowest" and "highest": the median ratio of two consecutive
         measurements. The numbers are 1 and, for each of one to four waves, the number of products
-        that fills the waves and one product more.
+        that fills the waves, and that number plus one.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a = torch.rand(edge, edge)

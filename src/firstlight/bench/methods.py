@@ -6,8 +6,8 @@ There are two tables:
 - "alone": each method alone, compared with the plain run. The plain run uses fp32, attention as two
   matrix products, AdamW with a loop over parameters, no compilation, and one micro-batch per step.
 - "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in the same
-  order, each added to those before it. In the first row of a GPT-2, mask, LayerNorm and GELU are
-  written out (`steps.write_out`).
+  order, each added to the methods before it. In the first row of a GPT-2, mask, LayerNorm and GELU
+  are written out (`steps.write_out`).
 
 Fresh processes train every row for a few steps (`steps` describes the measurements). With `quick`
 on a CPU, they are forked from a process that has only done the imports. The rows take turns (A B C,
@@ -484,7 +484,7 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those changes of a row whose keys are recipe keys."""
+    """Return the changes of a row whose keys are recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 

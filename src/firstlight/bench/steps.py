@@ -22,8 +22,8 @@ The measurement consists of these steps:
 and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
 the kernel's peak counter is reset.
 2. Model, optimizer and loss function are created as in `firstlight train`.
-3. `first_step_seconds`: the first step, with compilation. Only the warm-up steps, of which it is
-   the first, allocate and compile.
+3. `first_step_seconds`: the first step, with compilation. It belongs to the warm-up steps; only
+   these allocate and compile.
 4. `step_seconds` of each timed step, from its batches in host memory to the updated parameters.
    `step_cpu_seconds` is the processor time of all threads in the step: other load on the machine
    affects it less, but it includes threads that wait by spinning.

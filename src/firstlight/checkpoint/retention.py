@@ -1,5 +1,5 @@
-"""Retention of checkpoints: decide which ones a run keeps, and delete the others after a newer one
-is saved.
+"""Retention of checkpoints: choose the checkpoints that a run keeps, and delete the others after a
+newer checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class CheckpointConfig(Section):
     of the last weights. 0 disables averaging. Weights averaged over the last tenth of a run are
     often better than the last weights if the learning rate is still high at the end."""
     asynchronous: bool | None = None
-    """true copies the state and writes the copy while training continues; null decides at the first
-    save, and uses true if there is enough free memory for the copy."""
+    """true copies the state and writes the copy while training continues; null chooses at the first
+    save: true if there is enough free memory for the copy, otherwise false.
+    """
     sharded: bool = False
     """true lets each process of distributed.engine fsdp write its shards, so that no process has to
     gather the full model. Any engine resumes from such a checkpoint, with any number of processes.
@@ -72,8 +73,8 @@ class CheckpointConfig(Section):
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """Return the checkpoints to average at the end of a run: the newest of `past` and, before it,
-    only those whose step is a multiple of `every_steps`.
+    """Return the checkpoints to average at the end of a run: the newest checkpoint of `past`, and
+    the latest earlier checkpoints whose step is a multiple of `every_steps`.
 
     A run that is stopped saves an additional checkpoint at some other step. That checkpoint is
     excluded, so that the average is the same whether or not a run was stopped and resumed.

@@ -181,7 +181,7 @@ class BackgroundSaver(Saver):
 
 class CheckpointSaver(BackgroundSaver):
     """Saver of the main process. It writes a run's checkpoints, verifies each of them, and deletes
-    those that are no longer needed.
+    checkpoints that are no longer needed.
 
     With asynchronous saving, `save` only copies the tensors, and a thread does the rest while
     training continues. The process waits for that thread before it exits.

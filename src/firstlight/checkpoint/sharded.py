@@ -140,8 +140,8 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Return True if this process must write its shard, of which other processes may have
-    copies.
+    """Return True if this process must write its shard. Other processes may have copies of the same
+    shard.
     """
     assert is_sharded(tensor)
     mesh = tensor.device_mesh

@@ -183,7 +183,7 @@ def _by_position(
     )
 
     if len(set(checkpoints)) < len(checkpoints):
-        raise ConfigError("--beside names a model twice: name each model once")
+        raise ConfigError("--beside is given twice for the same model: give it once")
 
     def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
         return _with_bar(  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ def config_options(
     """Return a decorator that adds an option to a command for each named field of a config
     dataclass.
 
-    Name, type, default and help text are those of the field.
+    The option has the name, type, default and help text of the field.
 
     Args:
         config: the dataclass.

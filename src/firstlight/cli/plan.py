@@ -170,7 +170,8 @@ def next_command(
         overrides: (section.key, value) pairs on the plan's command line.
         init_from: --init-from on the plan's command line.
         where: device options on the plan's command line, as words.
-        wanted: budget options on the plan's command line, or those of a usual budget, as words.
+        wanted: budget options on the plan's command line, or options for a typical budget, as
+            words.
         written: path of the recipe that --write wrote; None if nothing was written.
     """
     from firstlight.planner.plan.text import changed_options

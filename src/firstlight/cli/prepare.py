@@ -104,8 +104,8 @@ _OF_TEXT = {
 @click.option(
     "--on-bad",
     type=click.Choice(["refuse", "skip", "keep"]),
-    help="With --kind chat: what to do with invalid records, and with records of which the chat "
-    "template omits a part (keep: train on the rest).  [default: refuse]",
+    help="With --kind chat: what to do with invalid records, and with records from which "
+    "the chat template omits a part (keep: train on the rest).  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -203,7 +203,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
                 number, what = number // 2, "preference pair"
             show(
                 f"{out}: {split}: {counted(number, what)}, "
-                f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to be learned"
+                f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to train on"
             )
             continue
         show(

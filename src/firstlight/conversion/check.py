@@ -76,7 +76,7 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
     """Return the token ids on which source and result are compared, int64 [1, T]; T is 64, or the
     context length if that is shorter.
 
-    The ids are those of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
+    They are the ids of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
     tokenizer, all ids are taken from that sequence.
     """
     count = min(_PROMPT_TOKENS, context)
@@ -245,8 +245,8 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
     found = None if result is None else _rendered(result)
     if found != expected:
         raise ModelError(
-            f"the chat template of {what} renders a conversation as {found!r}, but that of the "
-            f"source as {expected!r}; nothing was written"
+            f"the chat template of {what} renders a conversation as {found!r}, but the source's "
+            f"template as {expected!r}; nothing was written"
         )
     if source.chat_template is None:
         return []

@@ -418,7 +418,8 @@ def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if it is None.
+    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if `dtype` is
+    None.
 
     Raises:
         ModelError: a number is too large for `dtype`.
@@ -446,7 +447,7 @@ def _compare(
     if model.tokenizer is not None:
         found = result.tokenizer
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
-            raise ModelError(f"the tokenizer of {result.name} differs from that of the source")
+            raise ModelError(f"the tokenizer of {result.name} differs from the source's tokenizer")
         notes = require_same_chat(model.tokenizer, found, result.name)
     # Gemma's norms multiply by 1 + w; GGUF stores the sum, which is rounded.
     is_shifted = config.family.norm_kind == "one_plus"

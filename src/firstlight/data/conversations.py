@@ -484,8 +484,8 @@ _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Control tokens of all known chat templates, and substrings of which every control token contains
-#: at least one.
+#: Control tokens of all known chat templates, and a list of substrings; every control token
+#: contains at least one of the substrings.
 _CONTROL_TOKEN = re.compile(
     r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
     r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"

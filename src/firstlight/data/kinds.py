@@ -144,7 +144,7 @@ _UNTIL_ANSWER = (
     """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
     """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
-    """{file} > {lines}, and name that file"""
+    """{file} > {lines}, and use that file as input"""
 )
 #: (pattern in the first bytes, type) of chats that other programs export as JSON.
 _EXPORTS = (
@@ -155,7 +155,7 @@ _EXPORTS = (
             "a chat export from Telegram",
             """convert each chat to one text with jq -c '[.. | .messages? | arrays][] | {{text: """
             """[.[] | [.text | arrays[], strings | .text? // .] | add | strings | """
-            """select(. != "")] | join("\\n")}}' {file} > {lines}, and name that file""",
+            """select(. != "")] | join("\\n")}}' {file} > {lines}, and use that file as input""",
         ),
     ),
     (

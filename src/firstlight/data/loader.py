@@ -165,7 +165,7 @@ class TokenLoader:
     A batch may begin in one epoch and end in the next. Threads read the next batches while the
     current batch is processed. The batches do not depend on the number of threads or of prefetched
     batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a global
-    batch, of which each rank gets consecutive rows, in rank order. The loader is a context manager
+    batch, and each rank gets consecutive rows of it, in rank order. The loader is a context manager
     that stops the threads on exit.
 
     Args:
@@ -315,8 +315,9 @@ class DataConfig(Section):
     reasoning) and the ends of its turns, last for the tokens of its last message only, answers for
     the same tokens as assistant but without the reasoning, all for all tokens."""
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """treatment of a record in `files` that is not a conversation, or of which the chat template
-    omits something: refuse to start, skip the record, or keep the part that the template keeps."""
+    """treatment of a record in `files` that is not a conversation, or from which the chat template
+    omits something: refuse to start, skip the record, or keep the part that the template keeps.
+    """
     long: LongPolicy = "refuse"
     """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
     ends."""

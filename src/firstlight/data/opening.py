@@ -124,7 +124,7 @@ _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
 #: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
-#: Dutch and Scandinavian texts, except those that stand for a different letter in Windows-1250 or
+#: Dutch and Scandinavian texts, except bytes that stand for a different letter in Windows-1250 or
 #: Windows-1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(

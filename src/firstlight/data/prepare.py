@@ -120,9 +120,9 @@ def prepare(
         ray_address: address of the Ray cluster; None lets Ray choose.
         text_key: name of the text field in JSONL lines, tables and datasets.
         max_documents: maximum number of documents to read; None means no limit.
-        max_tokens: maximum number of tokens, including separators, of which `val_fraction` are for
-            validation. The last document of each split is cut between two characters. None means no
-            limit.
+        max_tokens: maximum number of tokens, including separators; the fraction `val_fraction` of
+            them is for validation. The last document of each split is cut between two characters.
+            None means no limit.
         val_inputs: INPUTs whose documents form the validation split. In this case no part of
             `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
             training. The limits above apply only to `inputs`.

@@ -67,8 +67,8 @@ RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet"
 #: be read at once.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Maximum number of lists and objects in a JSON text, each of which takes at least 64 bytes of
-#: memory. A long text may contain more: one per `_VALUE_BYTES` bytes.
+#: Maximum number of lists and objects in a JSON text. Each takes at least 64 bytes of memory. A
+#: long text may contain more: one per `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20

@@ -281,7 +281,7 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Return the wanted shards that are missing in the folder or whose size or, with `verify`,
+    """Return the wanted shards that are missing from the folder or whose size or, with `verify`,
     SHA-256 differs from their entry.
     """
 

@@ -99,7 +99,7 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One in this many document offsets is kept in memory; those in between are read when needed.
+#: One in this many document offsets is kept in memory; the offsets in between are read when needed.
 _OFFSETS_HELD = 512
 #: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17

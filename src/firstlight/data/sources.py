@@ -331,7 +331,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
-    """Read the file written by `write_sources`. Return (names, options, True). The last item is
+    """Read the file written by `write_sources`. Return (names, options, cleaned). `cleaned` is
     False if the file was written by a version that did not clean texts, as with --as-is. If the
     file does not exist, return ([], [], True).
     """

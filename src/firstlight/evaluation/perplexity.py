@@ -328,16 +328,15 @@ def evaluate_split(
     **options: Unpack[RowOptions],
 ) -> Evaluation:
     """Evaluate non-overlapping rows. Each token is predicted once, from the preceding tokens in its
-    row; with document masking, only from those in the same document.
+    row; with document masking, only from tokens in the same document.
 
     For tokens that are not predicted, bits per byte assume the mean loss. The losses of rows are
     added without rounding. The last fp32 digits of a row's loss depend on its batch: results with
-    different batch sizes agree to a relative 1e-6.
+    different batch sizes differ by a relative 1e-6 at most.
 
     Args:
-        loss_sum: function that maps input_ids and labels, int64 [B, T], and with document masking
-            document_ids, to the summed loss in nats: a scalar [] for the batch, or [B] for its
-            rows.
+        loss_sum: function that maps input_ids and labels, int64 [B, T], and, with document masking,
+            document_ids to the summed loss in nats: a scalar [] for the batch, or [B] for its rows.
         dataset: the split.
         rows: indices of the rows to evaluate, ascending; None means all rows.
         drawn: True if the rows were drawn at random, which adds standard errors to the result. This
@@ -453,7 +452,7 @@ def evaluate(
             the model's context length, but at most 1,024.
         batch_size: number of rows per forward pass.
         document_masking: True to let tokens attend only to their own document; None uses the
-            setting from training. Different conversations never attend to each other.
+            setting from training. Conversations never attend to each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         on_rows: called after each batch with the number of completed rows and the total number.
 

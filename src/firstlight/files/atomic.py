@@ -445,8 +445,8 @@ def read_json_object(
     """Read a JSON file that contains one object.
 
     Raises:
-        kind: raised if the file can't be read (see `read_json`) or its value is not an object; in
-            the latter case, the message is `fault`.
+        kind: raised if the file can't be read (see `read_json`) or its value is not an object. If
+            the value is not an object, the message is `fault`.
     """
     try:
         value = read_json(path)
@@ -505,7 +505,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return `path` and those of its parent folders that do not exist yet, innermost first."""
+    """Return `path` and its parent folders that do not exist yet, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

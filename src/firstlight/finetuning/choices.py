@@ -257,7 +257,7 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
     Args:
         tokens: number of tokens of the run.
         seq_len: number of tokens per row.
-        unit: number of tokens of which a step must be a multiple, from the user's micro-batches.
+        unit: number of tokens that must divide the tokens of a step, from the user's micro-batches.
     """
     wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)

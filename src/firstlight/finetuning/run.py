@@ -320,7 +320,7 @@ class FineTuning:
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """Yield the methods to try, the one with the largest capacity to learn first."""
+        """Yield the methods to try, starting with the method with the largest capacity to learn."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)

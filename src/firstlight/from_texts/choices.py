@@ -61,7 +61,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # 256 byte tokens, one token per common character, and as many again for combinations of
+    # 256 byte tokens, one token per common character, and the same number for combinations of
     # characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
@@ -154,7 +154,9 @@ def choose(
 
     # With another vocabulary, the given size could mean a different model or no valid model.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
-    within = "with as many tokens" if length.seconds is None else "within the same budget"
+    within = (
+        "with the same number of tokens" if length.seconds is None else "within the same budget"
+    )
     return replace(
         best.run.choices(items, fixed, best.shape.parameters, epochs),
         bits_per_byte=expected_range(best.bits, text, fixed),
@@ -218,8 +220,8 @@ def _candidate(
         if length.seconds is None:
             return length.tokens or 0.0
         # Reserve the usual share of the time for everything other than steps, even if more is
-        # needed: `plan --budget` then chooses the same model. The measured speed later decides the
-        # length.
+        # needed: `plan --budget` then chooses the same model. The measured speed later determines
+        # the length.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
@@ -439,9 +441,9 @@ def _advice(
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """Return the candidate models: those in `defaults.SHAPES`, or a single one for a given size. A
-    given width or depth is used, and widths must be divisible by the number of heads if that is
-    given.
+    """Return the candidate models: the shapes in `defaults.SHAPES`, or a single shape for a given
+    size. A given width or depth is used, and widths must be divisible by the number of heads if
+    that is given.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.

@@ -287,7 +287,7 @@ class _FirstSteps:
             return
         raise _OtherModelError(
             f"{found}: training restarts with {rounded(other.choices.parameters)} parameters "
-            f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left",
+            f"instead of {rounded(before.parameters)}, for the remaining {time_text(left.seconds)}",
             other,
         )
 

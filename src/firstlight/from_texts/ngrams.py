@@ -99,7 +99,8 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # In its original order, xz finds as many repetitions as in the held-out text itself.
+        # In the original order, xz finds the repetitions of the held-out text. In random order, it
+        # would miss them.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
@@ -163,6 +164,6 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
     """Shift context numbers by one character: each character gets the number of the character
-    before it, and the first one a number above all others."""
+    before it, and the first character gets a number above all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

@@ -104,8 +104,8 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number of tokens of which a step must be a multiple: the sequence length times the
-    user's micro-batch size and number of micro-batches."""
+    """Return the number of tokens that must divide the tokens of a step: the sequence length times
+    the user's micro-batch size and number of micro-batches."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
@@ -212,7 +212,8 @@ class Parts:
     """Everything in a run other than steps: evaluations, sample texts and checkpoints.
 
     Attributes:
-        evaluations: number of evaluations after steps, not counting the one before the first step.
+        evaluations: number of evaluations after steps, not counting the evaluation before the first
+            step.
         rows: number of rows per evaluation.
         samples: number of sample texts at each evaluation after steps.
         sample_tokens: number of tokens per sample text.
@@ -337,7 +338,8 @@ class PartFacts:
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop: at least half of it
-        is spent on steps, of which there are `defaults.LEAST_STEPS`, or as many as the data allows.
+        is spent on steps, and it has `defaults.LEAST_STEPS` steps, or fewer if the data does not
+        suffice.
 
         Args:
             rate: training speed in tokens per second.

@@ -41,8 +41,8 @@ _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 _PROMPT_CHARS = 32
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
-#: An earlier checkpoint is recommended if its bits per byte were lower than those of the last
-#: evaluation by at least this fraction.
+#: An earlier checkpoint is recommended if its bits per byte were lower than in the last evaluation
+#: by at least this fraction.
 _WORSE = 0.02
 
 

@@ -187,7 +187,7 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
     """Return a recipe as YAML text with comments.
 
     Args:
-        recipe: recipe, of which all keys are written.
+        recipe: recipe; all of its keys are written.
         reasons: reasons for chosen keys by `section.key`, written above the keys.
         header: lines of a comment at the top.
     """
@@ -258,7 +258,8 @@ def place_of_run(
     """
     base, is_given = _base_folder(request, run_dir)
     for folder in _numbered(base):
-        # A folder with only a lock file belongs to a call that has just started: the lock decides.
+        # A folder with only a lock file may belong to a call that has just started; locking the
+        # folder detects that.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)

@@ -85,7 +85,7 @@ class CorpusFacts:
         scripts: fraction of the letters' bytes by script, largest first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
-        compared: number of documents (the first ones) that were compared with earlier documents.
+        compared: number of documents, from the first, that were compared with earlier documents.
         rejected: number of unreadable documents by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
@@ -277,8 +277,7 @@ class _Counts:
     def end_validation(self) -> None:
         """Mark all documents read so far as validation documents.
 
-        Raises:
-            InputError: there are none.
+        Raises: InputError: no document was read.
         """
         self.val_documents = len(self._digests)
         if not self.val_documents:
@@ -613,7 +612,7 @@ def scan_texts(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first file names, as text."""
+    """Return the first few file names as one string."""
     return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 

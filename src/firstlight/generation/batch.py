@@ -272,8 +272,7 @@ class BatchDecoder:
         reach = -(-longest // _REACH_STEP) * _REACH_STEP
         spare = 0
         if self._is_recorded:
-            # To reduce the number of shapes, unused rows of the cache are computed along with the
-            # others.
+            # To reduce the number of shapes, unused rows of the cache are also computed.
             reach = _REACH_STEP * _ladder(reach // _REACH_STEP)
             spare = min(_ladder(count), self.max_sequences) - count
             for row in range(count, count + spare):

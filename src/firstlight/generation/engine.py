@@ -233,8 +233,8 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 def with_model_settings(
     config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
 ) -> SamplingConfig:
-    """Return the config with the settings in the model's generation_config.json applied, except
-    those that the user has named. With beam search, which does not sample, the config is returned
+    """Return the config with the settings in the model's generation_config.json applied, except the
+    settings that the user has specified. For beam search, which does not sample, return the config
     unchanged.
 
     Raises:

@@ -306,7 +306,7 @@ def _cache_folder() -> Path:
     because the libraries in it are executed.
 
     Raises:
-        OSError: the folder can't be created, or others can write to it.
+        OSError: the folder can't be created, or other users can write to it.
     """
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -332,7 +332,7 @@ def _processor() -> str:
 #: to bf16 first is faster.
 _INT8_ROWS = 16
 #: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
-#: are zero-padded to a multiple.
+#: are zero-padded to a multiple of it.
 ROW_MULTIPLE = 32
 
 

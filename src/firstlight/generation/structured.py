@@ -229,8 +229,8 @@ def _schema_limits() -> Iterator[None]:
 #: Allow at most one space between the elements of an object or array, so that a model can't write
 #: endless whitespace.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-#: Options that override those in a schema (`x-guidance`). `lenient` is off, so that keywords not
-#: supported by llguidance are errors.
+#: Options that override the options in a schema (`x-guidance`). `lenient` is off, so that keywords
+#: not supported by llguidance are errors.
 _OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
 
 #: Limits of llguidance for one schema; see its `ParserLimits`.

@@ -2,7 +2,7 @@
 checks.
 
 A layout maps each Hugging Face name to the names of the program's tensors from which it is built;
-"{}" is the layer number. Shapes are those of Hugging Face's tensors, as letters:
+"{}" is the layer number. Shapes describe Hugging Face's tensors, in letters:
 
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  head dimension
     Q  query heads x head dimension    K  kv heads x head dimension
@@ -185,7 +185,7 @@ class Opened:
     Attributes:
         layout: names and shapes of the program's tensors.
         weights: tensors, keyed by the program's names. A tied head is included under both names.
-        settings: settings from the files, and those fixed or assumed by the program's code.
+        settings: settings from the files, and settings fixed or assumed by the program's code.
         left_out: keys of the optimizer states in the file, which are not converted.
     """
 

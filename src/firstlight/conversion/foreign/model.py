@@ -131,9 +131,9 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
         notes.append(f"It has no biases for {', '.join(filled)}: they are set to zero.")
     if not qkv_bias:
         notes.append(
-            "Its queries, keys and values have no biases, and neither do those of the result "
-            "(qkv_bias: false in config.json). transformers uses zeros for them; for other "
-            "programs, convert the result again, which writes the zeros."
+            "Its queries, keys and values have no biases, so the result has none either (qkv_bias: "
+            "false in config.json). transformers uses zeros for them; for other programs, convert "
+            "the result again, which writes the zeros."
         )
     return ForeignModel(full_config, tensors, layout.program, tuple(notes))
 
