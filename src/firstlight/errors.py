@@ -152,8 +152,8 @@ def describe_os_error(error: OSError) -> str:
 
 
 def describe_read_error(error: OSError) -> str:
-    """Describe an error in reading an input file. Like `describe_os_error`, but if permission is
-    denied, advise making the file readable.
+    """Describe an error from reading an input file like `describe_os_error`, but with different
+    advice for a denied permission: make the file readable.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""

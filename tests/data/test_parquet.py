@@ -43,7 +43,7 @@ def values_of(path: Path, key: str | None = "text") -> list[Any]:
 
 
 def test_parquet_plan_short_texts_use_large_batches(tmp_path: Path) -> None:
-    # The dictionary page has 1.6 MB; its texts have 16 characters each.
+    # The dictionary page is 1.6 MB; each of its texts has 16 characters.
     path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(80_000)])
     assert plan_of(path) == (1024, [])
     assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(80_000)]
@@ -95,7 +95,7 @@ def test_parquet_distinct_texts_of_large_row_group_use_memory_of_one_batch(tmp_p
         assert [value["text"] for value in values_of(path)] == texts
     finally:
         pyarrow.set_memory_pool(usual)
-    # A batch has 4 MB, the row group 40 MB.
+    # A batch is 4 MB, and the row group 40 MB.
     assert _MEGABYTE < _COUNTED.max_memory() < 16 * _MEGABYTE
 
 

@@ -411,8 +411,8 @@ def repeats_of(product_seconds: float, measure_seconds: float) -> int:
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Measure the mean seconds per product over `repeats` products. If there are several, an
-    untimed one runs first.
+    """Measure the mean seconds per product over `repeats` products. If `repeats` is above 1, one
+    untimed product runs first.
     """
     multiply = make_multiply(product, operands)
     if repeats > 1:

@@ -280,7 +280,7 @@ def ladder_rows(
         else ("applies only to GPT-2's layers, which are not written out in this model")
     )
     shared = (
-        "two threads, but torch has only one" if hardware.device.type == "cpu" else "a second GPU"
+        "two threads, but torch uses only one" if hardware.device.type == "cpu" else "a second GPU"
     )
     return [
         MethodRow("baseline", {WRITTEN_OUT: both, "data.pin_memory": False}),

@@ -205,8 +205,8 @@ def run_id_of(run_folder: Path) -> str | None:
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """Return the id in run.json or, if that file is missing or damaged, the id of the last save
-    that has one.
+    """Return the id in run.json or, if that file is missing or damaged, the id of the last saved
+    checkpoint that has an id.
     """
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
@@ -374,7 +374,7 @@ def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files to a folder. Return them for `file_marks`.
+    """Write text files to a folder. Return the written files, for `file_marks`.
 
     Raises:
         OSError: a file system error.

@@ -157,7 +157,8 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file with this process's shards. Return it for its size and SHA-256.
+    """Write the file with this process's shards. Return the written file, which has its size and
+    SHA-256 as attributes.
 
     Raises:
         OSError: a file system error.

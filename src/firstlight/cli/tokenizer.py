@@ -287,7 +287,7 @@ def _chat_template(
     """Return the text of the template --chat-template, and the additional tokens that it needs.
 
     Args:
-        name: value of the option: name of a built-in template, or a file; None for no template.
+        name: name of a built-in template, or a file; None for no template.
         tokenizer: tokenizer before it is extended.
         add: tokens from --add.
 

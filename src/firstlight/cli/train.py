@@ -545,7 +545,9 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return an evaluation's figures without the NaN values: preference pairs lack some figures."""
+    """Return an evaluation's metrics without NaN values, because some metrics do not exist for
+    preference pairs.
+    """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
 

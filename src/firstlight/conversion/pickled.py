@@ -233,7 +233,7 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor read from a pickle, with the properties of `StoredTensor` that `require_fit` uses."""
+    """A tensor from a pickle, with the properties of `StoredTensor` that `require_fit` uses."""
 
     value: Tensor
 

@@ -289,7 +289,7 @@ class _ChatPreparation:
         """Count a record from which the template omits something.
 
         Raises:
-            BadRecordError: such records are not kept, or the record has no labels left.
+            BadRecordError: `on_bad` is not "keep", or the record has no labels left.
         """
         lost = dict(one for example in examples for one in example.lost)
         if lost and self._options.on_bad != "keep":

@@ -74,7 +74,8 @@ _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 _JSON_HEAD_BYTES = 1 << 20
 #: Number of bytes that each rejected document adds to the count for `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: Fraction of a text above which a single character makes it useless for training.
+#: If a single character makes up more than this fraction of a text, the text is useless for
+#: training.
 COMMON_SHARE = 0.999
 
 #: Number of records at the beginning of a source from which its kind is detected; some of them may

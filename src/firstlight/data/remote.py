@@ -56,7 +56,7 @@ _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
 #: Files of the tokenizer. The manifest contains a fingerprint of tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-#: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json has 40 MB.
+#: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json is 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
 #: Delays before the second, third and fourth attempt, in seconds.

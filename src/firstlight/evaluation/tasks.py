@@ -204,10 +204,10 @@ def evaluate_tasks(
 
 #: Dataset id on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: Maximum size of a file in bytes; the largest HellaSwag file, the training split, has 48 MB.
+#: Maximum size of a file in bytes; the largest HellaSwag file, the training split, is 48 MB.
 _MAX_BYTES = 1 << 30
-#: Limits for an item: bytes per line and number of endings. HellaSwag items have up to 3 KB and 4
-#: endings.
+#: Limits for an item: bytes per line and number of endings. HellaSwag items have up to 3 KB of text
+#: and 4 endings.
 _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 

@@ -30,11 +30,11 @@ _TEMPORARY_PREFIX = ".tmp-"
 #: Block size for copying, in bytes.
 _COPIED_BYTES = 1 << 20
 
-#: Maximum size of a JSON file in bytes; the largest known files, which are tensor indexes, have 10
+#: Maximum size of a JSON file in bytes; the largest known files, which are tensor indexes, are 10
 #: MB.
 MAX_JSON_BYTES = 1 << 24
 #: Maximum number of lists and objects in a JSON file. Each takes about 25 times as many bytes in
-#: memory as in the file. The largest tokenizers, whose merges are lists, have 600,000.
+#: memory as in the file. The largest tokenizers, whose merges are lists, contain 600,000.
 _MAX_JSON_VALUES = 1_000_000
 
 

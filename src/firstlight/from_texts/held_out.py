@@ -78,8 +78,8 @@ class NearDuplicates:
             if similarity(found, self._sketches[other]) >= _SIMILAR
         ]
         if similar:
-            # The document joins the earliest group, which is a validation document's group if there
-            # is one.
+            # The document joins the earliest similar group. Validation documents are added first,
+            # so their groups take precedence.
             self.groups[number] = min(similar)
         if len(set(similar)) > 1:
             self.bridged.update(similar)
@@ -204,7 +204,7 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
 
 
 def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int) -> HeldOut:
-    """Return the split for the case that the user gave the first `count` documents for validation.
+    """Return the split if the user gave the first `count` documents for validation.
 
     Args:
         near, sizes: see `hold_out`.

@@ -297,8 +297,9 @@ _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 
 def _is_better(other: Choices, kept: Choices) -> bool:
-    """Return True if the choices are for another model with fewer expected bits per byte; also if
-    the expected bits per byte are unknown."""
+    """Return True if the choices are for another model with fewer expected bits per byte, or if the
+    expected bits per byte are unknown.
+    """
     if all(other[key] == kept[key] for key in _SHAPE):
         return False
     if other.bits_per_byte is None or kept.bits_per_byte is None:

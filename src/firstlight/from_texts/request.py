@@ -168,7 +168,9 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe sections with the keys to be chosen later that make the given keys valid."""
+    """Return recipe sections with keys that are chosen later and without which the given keys would
+    be invalid.
+    """
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}
     if "optimizer.name" not in fixed:

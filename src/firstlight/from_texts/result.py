@@ -179,7 +179,7 @@ def _next_commands(
     folder = shlex.quote(str(call.folder))
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
-    chat = f"firstlight chat {run}", "ask questions" if answers else "continue texts turn by turn"
+    chat = f"firstlight chat {run}", "ask questions" if answers else "continue a text in turns"
     server = f"firstlight serve {run}", "OpenAI-compatible server"
     if stopped:
         again = length_options(request) + own_options(request)

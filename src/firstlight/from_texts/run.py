@@ -185,8 +185,9 @@ def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
     """Return the request with a length, the plan shown to the user, and the seconds spent waiting
-    for the user, which do not count towards the budget; (..., None, 0) if the user was not
-    asked."""
+    for the user, which do not count towards the budget. If the user is not asked, the plan is None
+    and the seconds are 0.
+    """
     if request.has_length:
         return request, None, 0.0
     if ask is None:

@@ -152,8 +152,8 @@ def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class AnswerParser:
     """Splits one answer into its parts as it is generated.
 
-    Text that may be the beginning of a marker is held back until this is decided; a tool call is
-    held back until it is complete. Whitespace around reasoning and tool calls is dropped.
+    Text that may be the beginning of a marker is held back until it is certain; a tool call is held
+    back until it is complete. Whitespace around reasoning and tool calls is dropped.
 
     Args:
         format: format of the answer.

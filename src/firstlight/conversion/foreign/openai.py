@@ -404,8 +404,9 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word
-    that it becomes when the checksum advances past one row of zeros."""
+    """Return two tables, uint32 [65536] each, indexed by the low and the high 16 bits of a word. An
+    entry is the word that these bits become when the checksum advances past one row of zeros.
+    """
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     for _ in range(4 * _LANES):
