@@ -1,4 +1,6 @@
-"""Special tokens: asked for in a text, and added to a tokenizer, from Python and the shell."""
+"""Special tokens: encoding them in a text, and adding them to a tokenizer, from Python and the
+shell.
+"""
 
 from __future__ import annotations
 
@@ -198,13 +200,13 @@ def test_extends_requires_same_ids_and_special_tokens() -> None:
     backend = tokenizers.Tokenizer.from_str(after.backend.to_str())
     backend.normalizer = normalizers.NFC()
     assert not Tokenizer(backend).extends(before)
-    # A word that becomes special takes an id that texts have had.
+    # A word that becomes special takes an id that was used in texts.
     backend = tokenizers.Tokenizer.from_str(before.backend.to_str())
     backend.add_special_tokens(["the"])
     assert not Tokenizer(backend).extends(before)
 
 
-# From the shell
+# On the command line
 
 
 @pytest.fixture
@@ -271,7 +273,8 @@ def test_extend_command_built_in_template_adds_its_tokens(
     out = tmp_path / "out"
     options = ["--chat-template", "chatml", "--out", str(out)]
     assert main(["tokenizer", "extend", str(source), "--add", "<a>", "<|im_end|>", *options]) == 0
-    assert "added what the chat template chatml needs: <|im_start|>\n" in capsys.readouterr().out
+    needed = "added the tokens that the chat template chatml needs: <|im_start|>\n"
+    assert needed in capsys.readouterr().out
     loaded = Tokenizer.from_pretrained(out)
     assert list(loaded.special_tokens) == [END_OF_TEXT, "<a>", "<|im_end|>", "<|im_start|>"]
     assert loaded.chat_template == CHAT_TEMPLATES["chatml"]
@@ -308,7 +311,7 @@ def test_extend_command_accepts_template_file_and_model_folder(
     [
         ("", 2, "Missing option '--out'"),
         ("SOURCE --out OUT", 2, "nothing to do: give --add TOKEN..., --chat-template or both"),
-        ("--add <a> SOURCE --out OUT", 2, "DIR is missing: it stands before --add"),
+        ("--add <a> SOURCE --out OUT", 2, "DIR is missing: put it before --add"),
         (
             "SOURCE --add --out OUT",
             2,
@@ -367,7 +370,7 @@ def test_extend_command_token_may_begin_with_dash(source: Path, tmp_path: Path) 
 def test_extend_command_template_rendering_no_conversation_fails(
     template: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such mistakes don't show until it is used."""
+    """Such errors would otherwise appear only when the tokenizer is used."""
     tiny("tokenizer.json").save_pretrained(tmp_path / "t")
     (tmp_path / "bad.jinja").write_text(template)
     arguments = ["tokenizer", "extend", str(tmp_path / "t"), "--out", str(tmp_path / "out")]
@@ -383,4 +386,4 @@ def test_extend_command_template_may_refuse_ordinary_conversations(
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('a system message, please') }}")
     arguments = ["tokenizer", "extend", str(tmp_path / "t"), "--out", str(tmp_path / "out")]
     assert main([*arguments, "--chat-template", str(tmp_path / "strict.jinja")]) == 0
-    assert "refuses an ordinary conversation: " in capsys.readouterr().err
+    assert "rejects an ordinary conversation: " in capsys.readouterr().err

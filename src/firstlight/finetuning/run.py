@@ -151,7 +151,7 @@ class FineTuning:
             self._unread = other_files(request.inputs, found)
             if self._unread:
                 count = counted(len(self._unread), "file")
-                tell(f"not read: {count} without conversations: {first_names(self._unread)}")
+                tell(f"skipped {count} without conversations: {first_names(self._unread)}")
             check_given(request, conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.lora.files import config_folder
@@ -311,12 +311,12 @@ class FineTuning:
         name, least = next(reversed(needed.items()))
         lightest = f"{least} with {name}"
         raise ConfigError(
-            f"{request.init_from} does not fit into the memory of {machine.name} ({lightest}, of "
-            f"{free}): start from a smaller model, or lower --data.seq_len"
+            f"{request.init_from} does not fit in the memory of {machine.name} (it needs "
+            f"{lightest}, but {free} is free): start from a smaller model, or lower --data.seq_len"
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """Yield the methods to try, the one with the largest capacity to learn first."""
+        """Yield the methods to try, starting with the method with the largest capacity to learn."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)
@@ -375,8 +375,8 @@ class FineTuning:
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
     """Reject a damaged file of records, and a single file whose records are neither conversations
-    nor texts. If such a file were read as text, the error message would advise what the user has
-    just done.
+    nor texts. If such a file were read as text, the error message would advise the user to do what
+    they have just done.
 
     Raises:
         InputError: there is such a file.
