@@ -123,6 +123,12 @@ def compiled(
     return forward
 
 
+def is_compile_failure(error: Exception) -> bool:
+    """Return True if torch.compile raised the error. Its module is not imported for that, which
+    would take seconds."""
+    return any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__)
+
+
 def needs_compiling(config: EfficiencyConfig) -> bool:
     """Return True if keys that require torch.compile are set."""
     return (

@@ -12,6 +12,7 @@ import torch
 
 from firstlight.errors import TrainingError
 from firstlight.hardware.device import is_out_of_memory
+from firstlight.methods.compilation import is_compile_failure
 from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import fewer_rows
 from firstlight.training.run import Run
@@ -45,7 +46,7 @@ def repeated_step(run: Run) -> Iterator[None]:
     except TrainingError as error:
         raise TrainingError(f"step {step}: {error}") from None
     except (RuntimeError, MemoryError) as error:
-        if any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__):
+        if is_compile_failure(error):
             _continue_uncompiled(run, error)
             restore_torch_random_states(random)
             return

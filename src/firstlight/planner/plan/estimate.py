@@ -12,6 +12,7 @@ from typing import Any
 
 from firstlight.errors import FirstlightError, TrainingError
 from firstlight.hardware.device import is_out_of_memory
+from firstlight.methods.compilation import is_compile_failure
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.optim.config import OPTIMIZERS
 from firstlight.parallel.engine_choice import named_engine
@@ -298,6 +299,11 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
         raise
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
+    except RuntimeError as error:
+        # The run reports that it can't compile.
+        if not (candidate.compiles and is_compile_failure(error)):
+            raise
+        return _memory_estimate(dataclasses.replace(candidate, compiles=False), workers)
     return Estimate(
         *known,
         recipe,
