@@ -151,7 +151,10 @@ def train_texts_command(
             say(f"no --budget given: planning for {time_text(DEFAULT_SECONDS)}")
             request = dataclasses.replace(request, seconds=DEFAULT_SECONDS)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
-        plan = plan.with_memory()
+        # Imported after the first message, because it imports torch, which takes seconds.
+        from firstlight.from_texts.machine import fitted_recipe
+
+        plan = fitted_recipe(plan).applied_to(plan)
         for line in (*plan.lines(), *plan.table()):
             show(line)
         command = command_of(request, length_options(request) + own_options(request))

@@ -564,13 +564,6 @@ class RunPlan(ABC):
             f"{_whole_minutes(needed)}"
         )
 
-    def with_memory(self) -> Self:
-        """Return the plan with a micro-batch size that fits in memory, the expected memory and the
-        exact parameter count, which take a second or two to compute."""
-        from firstlight.from_texts.machine import fitted_recipe
-
-        return fitted_recipe(self).applied_to(self)
-
     @abstractmethod
     def first_rows(self) -> list[Row]:
         """Return the table rows that come before the choices: name, value and reason."""
