@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.manifest import saved_checkpoints
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
@@ -693,7 +694,7 @@ def test_timed_run_resumed_process_start_keeps_decided_step_count(
 def test_timed_run_reserves_time_for_averaged_checkpoint(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine.step = 9.3
+    machine.step = 9.2
     evaluate = machine.takes(validation.evaluate_dataset.__wrapped__, "evaluation")  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoints, "evaluate_dataset", evaluate)
     recipe["checkpoint"]["average_last"] = 2
@@ -889,8 +890,7 @@ def test_timed_run_resumed_with_more_minutes_runs_longer(
 
 
 def test_timed_run_new_run_in_folder_starts_over(recipe: dict[str, Any], machine: Machine) -> None:
-    recipe["checkpoint"]["every_steps"] = 999
-    recipe["evaluation"]["every_steps"] = 0
+    recipe["checkpoint"]["every_steps"] = recipe["evaluation"]["every_steps"] = 0
     stop_after(recipe, 50)
     train(recipe)
     assert read_length(folder_of(recipe))["max_steps"] > 80
@@ -927,6 +927,23 @@ def test_timed_run_report_shows_decision(recipe: dict[str, Any], machine: Machin
     page = run_page(run)
     assert f"{result.step:,} steps fit into 3.0 minutes" in page
     assert f"complete: {result.step} steps" in page
+
+
+@pytest.mark.parametrize(("save", "seconds"), [(0.5, 30.0), (3.0, 60.0)])
+def test_timed_run_saves_by_time_if_steps_are_slower_than_planned(
+    recipe: dict[str, Any], machine: Machine, save: float, seconds: float
+) -> None:
+    recipe["checkpoint"]["every_steps"] = 90  # all steps, at the predicted 2 s
+    recipe["evaluation"]["every_steps"] = 0
+    machine.step, machine.save = 5.0, save
+    train(recipe)
+    *saved, last = (one.step for one in saved_checkpoints(folder_of(recipe)))
+    # A sixth of three minutes, or more if saves would take more than a twentieth of the time.
+    gaps = [5 * (later - earlier) for earlier, later in itertools.pairwise(saved)]
+    assert gaps
+    assert set(gaps) <= {seconds - 5, seconds, seconds + 5}
+    assert 0.95 * 180 < machine.now - 1000.0 <= 1.02 * 180
+    assert last == read_length(folder_of(recipe))["max_steps"]
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         if length.seconds is None:
             return length.tokens or most
         left = way.left_of(length.seconds)
-        return min(rate * left * (1 - part_facts.parts(rate, left).share), most)
+        return min(rate * left * (1 - part_facts.parts(rate, left, left).share), most)
 
     # Use the batch size for full speed: a smaller batch would slow a GPU down further.
     unit = given_unit(fixed, row.value)

@@ -29,6 +29,7 @@ from firstlight.training.state import (
     states_of_ranks,
     states_to_write,
 )
+from firstlight.training.time_budget import save_interval
 from firstlight.training.validation import evaluate_dataset
 from firstlight.weights.huggingface import CONFIG_NAME, model_files
 from firstlight.weights.loading import file_tensors
@@ -54,6 +55,8 @@ class RunCheckpoints:
         else:
             self.saver = Saver()
         self.saver.saved_step = run.saved_step
+        #: Value of `run.times.elapsed` at the end of the last save.
+        self._saved_at = 0.0
 
     def __enter__(self) -> RunCheckpoints:
         return self
@@ -80,24 +83,34 @@ class RunCheckpoints:
     def are_due(self) -> bool:
         """True if a checkpoint is due, or is requested by a file `save-now` in the run folder.
 
-        A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. If
+        A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
+        a run with a time budget, one is also due `Run.save_interval` seconds after the last one. If
         the best checkpoint is kept, one is also due when the validation loss is the lowest so far.
         While steps are being skipped, no checkpoint is due, because it would replace a checkpoint
         from before the divergence.
         """
-        run, asked = self.run, self._is_asked
+        run = self.run
         config, state = run.recipe.checkpoint, run.state
+        # Only the main process looks at the clock and for the file, because others might see a
+        # change a step earlier or later.
+        is_late, asked = on_main(run.engine, lambda: (self._is_late, self._request.is_file()))
         is_best = state.val_loss is not None and state.val_loss == state.best_val_loss
         is_kept = is_best and bool(config.keep_best and config.every_steps)
         is_calm = not run.guard.skipped_in_a_row
-        is_regular = state.step > 0 and run.is_due(config.every_steps)
+        is_regular = state.step > 0 and (is_late or run.is_due(config.every_steps))
         return (is_calm and (is_regular or is_kept)) or asked
 
     @property
-    def _is_asked(self) -> bool:
-        # Only the main process looks for the file, because others might see it a step earlier or
-        # later.
-        return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
+    def _request(self) -> Path:
+        return self.run.folder / SAVE_NOW_NAME
+
+    @property
+    def _is_late(self) -> bool:
+        run, waited = self.run, self.run.times.elapsed - self._saved_at
+        # Checked first, because adding up the size of a checkpoint takes a moment.
+        if run.budget is None or waited < save_interval(run.budget.seconds, 0.0):
+            return False
+        return run.save_interval is not None and waited >= run.save_interval
 
     def save(self) -> None:
         """Save a checkpoint of the current state. The saver deletes checkpoints that need not be
@@ -108,9 +121,10 @@ class RunCheckpoints:
         """
         with self.run.times.part("save"):
             self._save()
+        self._saved_at = self.run.times.elapsed
 
     def _save(self) -> None:
-        run, asked = self.run, self._is_asked
+        run, asked = self.run, on_main(self.run.engine, self._request.is_file)
         # The logs come first, because resuming needs their lines up to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
@@ -119,7 +133,7 @@ class RunCheckpoints:
             # Delete the request only after the checkpoint is written, because the user may kill the
             # run once it is gone.
             self.saver.wait()
-            wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
+            wait_for_main(run.engine, lambda: remove_file(self._request))
 
     def finish(self) -> None:
         """Save unsaved steps, wait until they are on disk, and close the saver, which frees its
