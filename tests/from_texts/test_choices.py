@@ -207,6 +207,24 @@ def test_run_parts_and_steps_fit_each_accepted_time(
     assert rate * steps * found.loop_seconds >= wanted * 0.9
 
 
+@pytest.mark.parametrize(
+    ("tokens", "length", "saves", "reason"),
+    [
+        # Time alone causes the checkpoints; the limit of epochs ends the run early; no time limit.
+        (1e9, Length(60.0), 1, "also every 10 s: 6 checkpoints, "),
+        (1e5, Length(600.0), 6, "also every 1 min 40 s: 6 checkpoints, "),
+        (1e9, Length(None, steps=600), 6, "6 checkpoints, "),
+    ],
+)
+def test_choose_run_loses_at_most_a_sixth_if_killed(
+    tokens: float, length: Length, saves: int, reason: str
+) -> None:
+    found = choose(dataclasses.replace(TEXT, train_tokens=tokens), MACHINE, length, {}, "tiny")
+    assert found["checkpoint.every_steps"] == -(-found.steps // saves)
+    (why,) = (one.reason for one in found.choices if one.key == "checkpoint.every_steps")
+    assert why.startswith(reason)
+
+
 def test_choose_model_without_time_to_compile_is_not_largest() -> None:
     machine = dataclasses.replace(MACHINE, compiler=Compiler("cpu", device="", cores=2))
     found = choose(TEXT, machine, Length(5.0), {"efficiency.compile": True})

@@ -283,6 +283,7 @@ class PartFacts:
         from firstlight.training.time_budget import (
             FORWARD_SHARE,
             PROBE_TOKENS,
+            SAVE_SHARE,
             WRITTEN_PER_SECOND,
             sampled_token_seconds,
             save_interval,
@@ -309,8 +310,8 @@ class PartFacts:
         if "evaluation.max_rows" in self.fixed:
             rows = min(self.fixed["evaluation.max_rows"] or held, held)
         losses = (count + 1) * rows * row
-        # The rest of the time is used for more checkpoints, so that a killed run loses less work.
-        saves = int((share * loop_seconds - sampling - losses) / max(save, 1e-9))
+        # More checkpoints than evaluations, so that a killed run loses less work.
+        saves = int(SAVE_SHARE * loop_seconds / max(save, 1e-9))
         saves = max(count, min(saves, defaults.MOST_SAVES))
         interval = None if budget is None else save_interval(budget, save)
         if interval:
@@ -639,8 +640,9 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     about = "about " if "schedule.max_minutes" in choices.keys else ""
     yield (
         f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
-        f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} at "
-        f"{choices.tokens_per_second:,.0f} tokens/s ({speed.name}, {origin})"
+        f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} "
+        f"with evaluations and saves, at {choices.tokens_per_second:,.0f} tokens/s "
+        f"({speed.name}, {origin})"
     )
     if speed.is_busy:
         yield "this machine is busy: training will be slower unless other programs are stopped"

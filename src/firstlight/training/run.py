@@ -48,6 +48,9 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
+#: Corrections of the number of steps by less than this fraction are not shown to the user.
+_SMALL_CORRECTION = 0.05
+
 
 @dataclass
 class Run:
@@ -289,6 +292,8 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
+        if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
+            return  # recorded in length.json
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"

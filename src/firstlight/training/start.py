@@ -451,8 +451,11 @@ def _make_progress(run: Run) -> RunProgress:
             return run.max_steps
         return run.budget.most_steps
 
+    def is_settled() -> bool:
+        return run.budget is None or run.budget.is_settled
+
     minutes = run.recipe.schedule.max_minutes or run.recipe.run.max_minutes
-    return RunProgress(steps, run.state.step, minutes, step_limit=step_limit)
+    return RunProgress(steps, run.state.step, minutes, step_limit=step_limit, is_settled=is_settled)
 
 
 def _make_folder_ready(run: Run) -> None:

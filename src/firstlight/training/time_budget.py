@@ -387,6 +387,11 @@ class TimeBudget:
         left = max_steps - step
         self._next_check_step = step + math.ceil(_CHECK_SHARE * left) if left > 1 else None
 
+    @property
+    def is_settled(self) -> bool:
+        """True if the number of steps is decided and will not be corrected."""
+        return isinstance(self.length, DecidedLength) and self._next_check_step is None
+
     def is_due(self, step: int) -> bool:
         """Return True if the number of steps may have to be decided or corrected now. The result is
         the same in all processes of a run.
