@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,28 +90,39 @@ class RunCheckpoints:
         While steps are being skipped, no checkpoint is due, because it would replace a checkpoint
         from before the divergence.
         """
-        run = self.run
+        run, asked = self.run, self.is_asked
         config, state = run.recipe.checkpoint, run.state
-        # Only the main process looks at the clock and for the file, because others might see a
-        # change a step earlier or later.
-        is_late, asked = on_main(run.engine, lambda: (self._is_late, self._request.is_file()))
         is_best = state.val_loss is not None and state.val_loss == state.best_val_loss
         is_kept = is_best and bool(config.keep_best and config.every_steps)
         is_calm = not run.guard.skipped_in_a_row
-        is_regular = state.step > 0 and (is_late or run.is_due(config.every_steps))
-        return (is_calm and (is_regular or is_kept)) or asked
+        return (is_calm and (self.is_regular or is_kept)) or asked
 
     @property
-    def _request(self) -> Path:
-        return self.run.folder / SAVE_NOW_NAME
+    def is_regular(self) -> bool:
+        """True if a checkpoint is due after the current step because of its number or the time."""
+        run = self.run
+        return run.state.step > 0 and (
+            run.is_due(run.recipe.checkpoint.every_steps) or self._is_late
+        )
 
     @property
     def _is_late(self) -> bool:
-        run, waited = self.run, self.run.times.elapsed - self._saved_at
-        # Checked first, because adding up the size of a checkpoint takes a moment.
-        if run.budget is None or waited < save_interval(run.budget.seconds, 0.0):
+        run = self.run
+        if run.budget is None or not run.recipe.checkpoint.every_steps:
             return False
-        return run.save_interval is not None and waited >= run.save_interval
+        # Only the main process looks at the clock, because others might be late a step earlier.
+        waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
+        # Compared first without the size of a checkpoint, which takes a moment to add up.
+        if waited < save_interval(run.budget.seconds, 0.0):
+            return False
+        return on_main(run.engine, lambda: waited >= (run.save_interval or math.inf))
+
+    @property
+    def is_asked(self) -> bool:
+        """True if a checkpoint is requested by a file in the run folder."""
+        # Only the main process looks for the file, because others might see it a step earlier or
+        # later.
+        return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
         """Save a checkpoint of the current state. The saver deletes checkpoints that need not be
@@ -124,7 +136,7 @@ class RunCheckpoints:
         self._saved_at = self.run.times.elapsed
 
     def _save(self) -> None:
-        run, asked = self.run, on_main(self.run.engine, self._request.is_file)
+        run, asked = self.run, self.is_asked
         # The logs come first, because resuming needs their lines up to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
@@ -133,7 +145,7 @@ class RunCheckpoints:
             # Delete the request only after the checkpoint is written, because the user may kill the
             # run once it is gone.
             self.saver.wait()
-            wait_for_main(run.engine, lambda: remove_file(self._request))
+            wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
     def finish(self) -> None:
         """Save unsaved steps, wait until they are on disk, and close the saver, which frees its
@@ -174,7 +186,7 @@ class RunCheckpoints:
         # With the checkpoint's count, the next attempt could end at its first bad step.
         run.guard.skipped_in_a_row = 0
         # Keep the data position, the micro-batch size that fits, and the events.
-        run.state.rows_seen = run.loader.state_dict()["rows_seen"]
+        run.state.rows_seen = run.rows_read
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
         # Drop texts and statistics of the dropped steps.
         run.samples = []
