@@ -477,6 +477,10 @@ def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
         re.M,
     )
     assert line[2] != line[3]
+    # The restarted run shows its plan as the first one did, without the lines of a recipe's run.
+    said = [text.split(":")[0] for text in shown.splitlines()]
+    assert [said.count(name) for name in ("model", "length", "expected")] == [2, 2, 2]
+    assert {"planned", "schedule"}.isdisjoint(said)
     assert steps == [1, 1]
     assert run.training is not None
     assert run.training.step == 1

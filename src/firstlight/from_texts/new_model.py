@@ -214,7 +214,7 @@ class NewModel:
             on_step=None
             if chosen_again
             else lambda choices: _FirstSteps(replace(plan, choices=choices), call),
-            is_told=not chosen_again,
+            names_files=not chosen_again,
         )
 
 
