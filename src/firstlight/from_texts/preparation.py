@@ -185,7 +185,7 @@ def held_out_gzip(data: Path) -> float | None:
     held = read_manifest(data)["splits"].get("val", {})
     if "gzip_bytes" not in held:
         return None
-    return 8.0 * held["gzip_bytes"] / max(held["text_bytes"], 1)
+    return float(8 * held["gzip_bytes"] / max(held["text_bytes"], 1))
 
 
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:

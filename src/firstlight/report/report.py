@@ -485,8 +485,8 @@ def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
         rate = rounded(numbers["tokens_per_second"])
         cards.append(KeyFigure("throughput", rate, "tokens/s", _beside_throughput(numbers)))
     if numbers["memory_bytes"] is not None:
-        size = gib(numbers["memory_bytes"]).split()
-        cards.append(KeyFigure("peak memory", *size, memory_kind(numbers)))
+        size, unit = gib(numbers["memory_bytes"]).split()
+        cards.append(KeyFigure("peak memory", size, unit, memory_kind(numbers)))
     if numbers["hours"]:
         cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
     return cards

@@ -445,7 +445,8 @@ def _result(
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run))
-    summary = RunSummary(elapsed, *ended["medians"], tokens=tokens)
+    step_seconds, samples, rate = ended["medians"]
+    summary = RunSummary(elapsed, step_seconds, samples, rate, tokens)
     run.tell(f"{summary.whole}: {measured}" if measured else str(summary))
     return TrainResult(
         run.folder,
