@@ -545,8 +545,8 @@ class RunPlan(ABC):
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
             f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps (or "
-            f"steps that take as long as the rest) take {time_text(least)}; use --budget "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, which "
+            f"must take at least half of the time, need {time_text(least)}; use --budget "
             f"{_whole_minutes(needed)}"
         )
 
