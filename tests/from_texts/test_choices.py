@@ -157,7 +157,7 @@ def test_choose_compile_mode_fits_time_and_speed_includes_gain(
     # In 30 s, the parts other than steps need more than their usual share.
     assert found.seconds == pytest.approx(seconds, rel=0.05)
     line = next(length_lines(found, machine, "the text"))
-    assert (f"times {chosen.gain:.2f} expected from compiling" in line) is compiles
+    assert (f"speed-up of {chosen.gain:.2f} from compiling" in line) is compiles
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,9 @@ class Method:
                 "lora.alpha", defaults.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
             )
         if self.quantized:
-            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit into memory")
+            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit in memory")
         if self.checkpointing:
-            reason = "activations are recomputed, to fit into memory"
+            reason = "activations are recomputed, to fit in memory"
             yield Choice("efficiency.activation_checkpointing", "full", reason)
 
 

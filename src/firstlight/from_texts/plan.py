@@ -619,7 +619,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     """
     origin = speed.origin
     if choices.compile_gain > 1:
-        origin += f", times {choices.compile_gain:.2f} expected from compiling"
+        origin += f", with an expected speed-up of {choices.compile_gain:.2f} from compiling"
     about = "about " if "schedule.max_minutes" in choices.keys else ""
     yield (
         f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
@@ -631,7 +631,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends before its {whole} are over, after {choices.epochs:.2g} epochs: more "
+            f"the run ends before its {whole} are used up, after {choices.epochs:.2g} epochs: more "
             "epochs (--schedule.epochs) would help little or overfit"
         )
 

@@ -426,8 +426,8 @@ def described(scan: Scan) -> Iterator[str]:
             yield f"left out: {counted(left_out, 'near-duplicate')} of the validation text"
     if facts.is_sampled:
         yield (
-            f"scanned a sample of about {human_bytes(facts.total_bytes)}: some of the files, and "
-            "the first part of long ones"
+            f"scanned a sample of the texts (about {human_bytes(facts.total_bytes)} in total): "
+            "some files, and the first part of long files"
         )
     if count := facts.duplicates:
         yield f"left out: {counted(count, 'duplicate')}"
