@@ -60,8 +60,8 @@ _SHEET = (
 _SLIDES = "save it as PDF, and extract the text from that with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates for the first bytes of a ZIP file: of an OpenDocument of a given type, and of a file
-#: that contains a folder of a given name.
+#: Pattern templates for the first bytes of two kinds of ZIP files: an OpenDocument of a given type,
+#: and a file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 

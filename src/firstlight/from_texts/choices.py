@@ -503,8 +503,9 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """Return the sequence length: the given one, or the usual one for the width, limited to a given
-    context length."""
+    """Return the sequence length: the given length, or the usual length for the width, limited to a
+    given context length.
+    """
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
     return fixed.get("data.seq_len") or min(usual, context)
