@@ -942,7 +942,7 @@ def test_train_texts_prompt_for_time_shows_expectations(
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
     assert "'soon' is not a duration" in lines[-2]
-    assert lines[-1] == "the time must be greater than 0"
+    assert lines[-1] == "the time must be more than 0"
 
 
 @pytest.mark.slow
