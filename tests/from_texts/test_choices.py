@@ -373,7 +373,7 @@ def test_choose_advice_suggests_no_more_text_than_run_reads() -> None:
     choices = choose(TEXT, MACHINE, Length(tokens=tokens), {"model.vocab_size": 4096})
     assert choices.advice == (
         "26.86M bytes of similar text instead of 12.21M would lower the bits per byte by less than "
-        "1 % with as many tokens"
+        "1 % with the same number of tokens"
     )
 
 
