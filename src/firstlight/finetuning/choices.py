@@ -176,7 +176,7 @@ class TuningFacts:
         """Return the facts from which evaluations, sample texts and checkpoints are chosen.
 
         Args:
-            fixed: values given by the user, by `section.key`.
+            fixed: values given by the user, keyed by `section.key`.
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
@@ -193,7 +193,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     Args:
         facts: facts about data, model, method and machine.
         length: length of the run in time, tokens or steps.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
 
     Raises:
         ConfigError: the user's values for the batch contradict each other, or no learning rate is
