@@ -952,7 +952,7 @@ def test_timed_run_saves_by_time_if_steps_are_slower_than_planned(
     "content, says",
     [
         ("[]", "not an object"),
-        ('{"max_steps": 9}', "belong together"),
+        ('{"max_steps": 9}', "only one of max_steps and decided_at"),
         ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
         ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),
         ('{"max_minutes": 3.0}', "lacks 'predicted_steps'"),
