@@ -2,7 +2,7 @@
 
     python examples/transformers_trainer.py RECIPE.yaml [--section.key VALUE]...
 
-prints the loss of each step, which equals that of `firstlight train RECIPE.yaml`. Tested: one
+prints the loss of each step, which equals that of `firstlight train RECIPE.yaml`. Run here: one
 process on a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs, several processes.
 """
 
