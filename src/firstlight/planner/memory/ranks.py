@@ -244,8 +244,9 @@ class _ZeRO:
         if not self.offloads:
             # The update has a copy of the weights' shard, even if the weights are already in fp32.
             return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
-        # Updated weights pass through a buffer, and gradients through one on either side, each as
-        # large as the largest parameter. Stage 2 sums micro-batches in the CPU's memory.
+        # Updated weights pass through one buffer, and gradients through two (one on the GPU and one
+        # on the CPU), each as large as the largest parameter. Stage 2 sums micro-batches in CPU
+        # memory.
         moved = {
             "weights": 2 * self.shard,
             "gradients": self.shard * (2 if self.accumulates and self.stage == 2 else 1),
