@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "tokens per second from a single moment",
         "firstlight/training/run.py",
-        " seconds = time.perf_counter() - self._step_began",
-        " seconds = time.perf_counter()",
+        " seconds = now - max(self._read.began, self._step_ended)",
+        " seconds = now",
         (_STEPS + "tokens_per_second_divides_by_step_duration",),
     ),
     # Data that changes during a run
@@ -738,8 +738,8 @@ MUTANTS = [
     Mutant(
         "samples use the run's random generator",
         "firstlight/generation/sampling.py",
-        "torch.rand((), dtype=torch.float64, generator=generator)",
-        "torch.rand((), dtype=torch.float64)",
+        "torch.rand(64, dtype=torch.float64, generator=generator)",
+        "torch.rand(64, dtype=torch.float64)",
         (_TEXT + "samples_during_training_do_not_change_random_state",),
     ),
     # Opening files

@@ -212,13 +212,30 @@ def attention(bench: Bench) -> Iterator[Row]:
         for way, function in ways.items():
             yield attempt(
                 f"8 texts, a token, {kind}: {way}",
-                functools.partial(_token_times, bench, function, backends),
+                functools.partial(_token_times, bench, function, backends, (8, 32, 8, 1024)),
             )
         for way in ("enable_gqa", "expanded keys"):
             yield attempt(
                 f"training, Llama 1B, {kind}: {way}",
                 functools.partial(_kernel_times, bench, "training, Llama 1B", backends, ways[way]),
             )
+
+    #: GPT-2 124M.
+    for way, function in (("one kernel", _attend), ("two products", _two_products)):
+        yield attempt(
+            f"1 text, a token, {way}",
+            functools.partial(
+                _token_times, bench, function, list(_BACKENDS.values()), (1, 12, 12, 192)
+            ),
+        )
+
+
+def _two_products(q_BHTD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute attention as two products with a softmax in between."""
+    assert mask is not None
+    scores = q_BHTD @ k.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
+    out: Tensor = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    return out
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -267,12 +284,17 @@ def _kernel_times(
 
 @torch.no_grad()
 def _token_times(
-    bench: Bench, attend: Callable[..., Tensor], backends: Sequence[SDPBackend]
+    bench: Bench,
+    attend: Callable[..., Tensor],
+    backends: Sequence[SDPBackend],
+    shape: tuple[int, int, int, int],
 ) -> Row:
-    S = bench.pick(1024, 32)
-    q, k = bench.tensor(8, 32, 1, 64), bench.tensor(8, 8, S, 64)
+    """Measure attention of one token for a shape: B, H, K, S."""
+    B, H, K, S = shape
+    S = bench.pick(S, 32)
+    q, k = bench.tensor(B, H, 1, 64), bench.tensor(B, K, S, 64)
     v = torch.randn_like(k)
-    mask = torch.ones(8, 1, 1, S, dtype=torch.bool, device=bench.device)
+    mask = torch.ones(B, 1, 1, S, dtype=torch.bool, device=bench.device)
     with sdpa_kernel(list(backends)):
         ran = kernels(lambda: attend(q, k, v, mask), bench.device)
         replay = recorded(lambda: attend(q, k, v, mask), bench.device)

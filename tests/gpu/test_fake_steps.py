@@ -22,6 +22,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.recipe.resolve import Facts, facts_here, resolve
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
+from firstlight.training.step import run_passes, train_step
 
 from .fake_cuda import FakeCuda, fake_cuda
 from .no_gpu import hardware, needs_no_gpu
@@ -500,3 +501,40 @@ def test_train_step_uses_first_attention_kernel_in_torch_order(
     with fake_cuda(capability=capability) as (cuda, _):
         steps(cuda, recipe)
         assert len(cuda.named(f"_scaled_dot_product_{kernel}_attention")) == 2
+
+
+class _Event:
+    """torch.cuda.Event, which notes how many operators had been started when the host waited."""
+
+    cuda: FakeCuda
+    waited: list[int]
+
+    def record(self) -> None:
+        """Stands for the end of a copy."""
+
+    def synchronize(self) -> None:
+        self.waited.append(len(self.cuda.calls))
+
+
+def test_next_passes_are_started_before_host_waits_for_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    with fake_cuda() as (cuda, _):
+        _Event.cuda, _Event.waited = cuda, []
+        recipe = recipe_of(LLAMA)
+        program, ends = program_of(recipe), list[int]()
+        batch = batch_of(recipe).to(hardware().device)
+
+        def run_ahead() -> bool:
+            run_passes(program.loss_sum, program.optimizer, [batch], None, program.engine)
+            ends.append(len(cuda.calls))
+            return True
+
+        reads = cuda.reads
+        result = train_step(program.loss_sum, program.optimizer, [batch], run_ahead=run_ahead)
+        assert (result.skipped, cuda.reads) == (False, reads)
+        update = max(n for n, call in enumerate(cuda.calls) if "_fused_adamw_" in call.name)
+        assert update < ends[0] - 10
+        assert ends == _Event.waited
+        assert all(p.grad is not None for p in program.model.parameters())

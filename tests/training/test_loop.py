@@ -4,8 +4,10 @@ import copy
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.report.report import draw_report
 from firstlight.run_log.reader import last_start, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.training.loop import TrainResult, train
+from firstlight.training.loop import RunAhead, TrainResult, train
 from firstlight.training.resuming import _as_written_now
 from firstlight.training.run import Run
 from firstlight.weights.loading import embedding_name
@@ -741,6 +743,65 @@ def test_train_with_dropout_resumes_bit_for_bit(
     )
     samples = [read_json_lines(run_folder(r) / "samples.jsonl") for r in (whole, broken)]
     assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_train_passes_run_ahead_change_no_bit(
+    name: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the next step's passes begin before the host reads the current loss."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    whole = changed(
+        gpt2_with_dropout(recipe),
+        optimizer={"name": name},
+        batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    )
+    ahead: list[int] = []
+    begin = RunAhead.begin
+
+    def noted(self: RunAhead) -> bool:
+        is_ahead = begin(self)
+        if is_ahead:
+            ahead.append(self._run.state.step)
+        return is_ahead
+
+    monkeypatch.setattr(RunAhead, "begin", noted)
+    found = train(whole)
+    # Not where an evaluation (6, 12) or a checkpoint (4, 8, 12) follows.
+    assert ahead == [1, 2, 3, 5, 7, 9, 10, 11]
+    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, 7)
+    resumed = train(broken, resume=True)
+    plain = changed(whole, run={"dir": str(tmp_path / "plain")})
+    monkeypatch.setattr(RunAhead, "begin", lambda _: False)
+    expected = train(plain)
+    for one, result in ((whole, found), (broken, resumed)):
+        assert losses(one) == losses(plain)
+        epochs = [[record["epoch"] for record in metrics(each)] for each in (one, plain)]
+        assert epochs[0] == epochs[1]
+        files = [contents(each.checkpoint) for each in (result, expected)]
+        for file in (WEIGHTS_NAME, "optimizer.safetensors"):
+            assert files[0][file] == files[1][file], file
+
+
+def test_train_passes_run_ahead_are_finished_before_a_stop(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random states of a checkpoint are those after its step."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    whole = gpt2_with_dropout(recipe)
+    expected = train(whole)
+    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = train(broken, on_step=on_step)
+    assert (stopped.stopped_by, stopped.step) == ("SIGTERM", 10)
+    found = train(broken, resume=True)
+    assert losses(broken) == losses(whole)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
 def test_train_second_resume_is_as_exact_as_first(recipe: dict[str, Any], tmp_path: Path) -> None:

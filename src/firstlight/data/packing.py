@@ -51,7 +51,7 @@ LongPolicy = Literal["refuse", "drop", "cut"]
 #: documents into rows.
 RowAlignment = Literal["stream", "document"]
 
-#: Maximum number of files that a message about rejected records lists.
+#: Maximum number of files listed in a message about rejected records.
 _SHOWN_FILES = 5
 #: Name of the file with the origin (file and line) of each example in a split, one per line.
 ORIGINS_NAME = "{split}-examples.txt"
@@ -167,7 +167,7 @@ class ExampleDataset(TokenDataset):
     kind: Kind = "chat"
     has_examples = True
     together = 1
-    #: Plural name in messages of the examples or pairs.
+    #: Plural name of the examples or pairs, used in messages.
     unit = "conversations"
 
     def __init__(

@@ -16,6 +16,7 @@ import resource
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +256,25 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(numbers: Tensor) -> Callable[[], list[float]]:
+    """Start copying numbers [N] to the host's memory; return a function that waits for them.
+
+    Work that is queued on a CUDA GPU after this call does not delay the numbers.
+    """
+    if not numbers.is_cuda:
+        return numbers.tolist
+    there = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return there.tolist()
+
+    return read
 
 
 def is_out_of_memory(error: BaseException) -> bool:
