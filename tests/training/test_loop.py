@@ -324,7 +324,7 @@ def test_train_accumulation_equals_large_batch(recipe: dict[str, Any], tmp_path:
             assert (b["tokens_seen"], b["epoch"]) == (a["tokens_seen"], a["epoch"])
 
 
-def test_train_evaluates_same_training_rows_beside_validation(
+def test_train_evaluates_same_training_rows_besides_validation(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model has dropout, and evaluating must not change its random state."""
