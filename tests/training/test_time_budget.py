@@ -935,7 +935,7 @@ def test_timed_run_report_shows_decision(recipe: dict[str, Any], machine: Machin
     "content, says",
     [
         ("[]", "not an object"),
-        ('{"max_steps": 9}', "belong together"),
+        ('{"max_steps": 9}', "only one of max_steps and decided_at"),
         ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
         ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),
         ('{"max_minutes": 3.0}', "lacks 'predicted_steps'"),
