@@ -773,7 +773,7 @@ def test_read_parquet_row_is_one_document(tmp_path: Path) -> None:
         ("eins", str(path), 1),
         (str(path), 2, "no_text", "the text is NoneType, not a string"),
         ("日本", str(path), 3),
-        (str(path), 4, "empty", "only whitespace"),
+        (str(path), 4, "empty", "empty or only whitespace"),
         ("fünf", str(path), 5),
     ]
 

@@ -145,7 +145,7 @@ _ANSWERS = {
     "latin1.txt": ":1: byte 0xfc is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "windows.txt": ":1: byte 0x84 is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",
-    "blank.txt": ":1: only whitespace",
+    "blank.txt": ":1: empty or only whitespace",
 }
 
 

@@ -349,7 +349,7 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
     assert "10 epochs of the conversations" in shown.out
-    assert len(re.findall(r"^expected: .* GiB for tensors, of .* GiB$", shown.out, re.M)) == 1
+    assert len(re.findall(r"^expected: .* MiB for tensors, of .* GiB$", shown.out, re.M)) == 1
     needed = []
     for rows in (["--batch.micro_batch_size", "1"], []):
         assert main([*arguments, "--plan-only", "--json", *rows]) == 0

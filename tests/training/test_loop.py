@@ -864,7 +864,12 @@ def test_train_log_damaged_during_run_does_not_end_it(
 
     found = train(other, on_step=on_step, progress=True)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
-    assert f"warning: {path}:1 is damaged: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"warning: {path}:1 is damaged: " in said
+    # The tokens are those of this call's steps, and the speed is theirs in its whole time.
+    assert found.summary.tokens == found.tokens_seen
+    rate = found.summary.tokens / found.summary.seconds
+    assert f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations" in said
     assert found.summary.step_seconds is None
     assert train(other, resume=True).summary.step_seconds is not None
 

@@ -95,7 +95,7 @@ REASONS = {
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
-    "empty": "only whitespace",
+    "empty": "empty or only whitespace",
     "too_long": "larger than the limit for a document",
     "duplicate": "a duplicate of an earlier document",
 }
@@ -539,7 +539,7 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
-        return f"the corpus is empty: {first}"
+        return f"the corpus is empty: {first}: give files with text"
     reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
     return (
         f"the corpus is empty: all {rejected.total():,} documents read were rejected ({reasons}); "

@@ -212,7 +212,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         if length.seconds is None:
             return length.tokens or most
         left = way.left_of(length.seconds)
-        return min(rate * left * (1 - part_facts.parts(rate, left).share), most)
+        return min(rate * left * (1 - part_facts.parts(rate, left, left).share), most)
 
     # Derive the batch size from the full speed: a lower speed would give a smaller batch, which
     # would slow a GPU down further.

@@ -260,7 +260,7 @@ def _reason_of_width(
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
         return "the only size that fits the given values"
-    reason = f"lowest expected loss for {rounded(best.flops * best.run.tokens)} FLOPs"
+    reason = "lowest expected loss for this text and length of the run"
     if given := [f"--{key} {fixed[key]}" for key in HEADS if fixed.get(key)]:
         reason += f" among the sizes that fit {' and '.join(given)}"
     return reason

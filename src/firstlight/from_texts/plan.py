@@ -218,6 +218,7 @@ class Parts:
         samples: number of sample texts at each evaluation after steps.
         sample_tokens: number of tokens per sample text.
         saves: number of checkpoints.
+        save_interval: maximum seconds between two checkpoints; None without a time budget.
         loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
             sample texts and checkpoints.
         loop_seconds: duration of the training loop, in seconds, for which these numbers were
@@ -229,6 +230,7 @@ class Parts:
     samples: int
     sample_tokens: int
     saves: int
+    save_interval: float | None
     loss_seconds: float
     sample_seconds: float
     save_seconds: float
@@ -269,27 +271,30 @@ class PartFacts:
     checkpoint_bytes: float
     fixed: Mapping[str, Any]
 
-    def parts(self, rate: float, loop_seconds: float, *, timed: bool = True) -> Parts:
+    def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
         """Return the first entry of `defaults.PARTS` that fits in a training loop; if none fits,
         the last entry with as few rows as possible.
 
         Args:
             rate: training speed in tokens per second.
             loop_seconds: duration of the training loop in seconds.
-            timed: False for a run with a given number of tokens or steps, which always gets the
-                first entry.
+            budget: maximum duration of the training loop in seconds; None for a run with a given
+                number of tokens or steps, which always gets the first entry.
         """
         # Imported here, because it imports torch.
         from firstlight.training.time_budget import (
             FORWARD_SHARE,
             PROBE_TOKENS,
+            SAVE_SHARE,
             WRITTEN_PER_SECOND,
             sampled_token_seconds,
+            save_interval,
         )
 
         held = math.ceil(self.held_out_tokens / self.seq_len)
         row, token = FORWARD_SHARE * self.seq_len / rate, sampled_token_seconds(1 / rate)
         save = self.checkpoint_bytes / WRITTEN_PER_SECOND
+        timed = budget is not None
         for count, samples, tokens, share in defaults.PARTS if timed else defaults.PARTS[:1]:
             samples = len(self.fixed.get("evaluation.sample_prompts", range(samples)))
             tokens = self.fixed.get("evaluation.sample_tokens", tokens)
@@ -307,15 +312,19 @@ class PartFacts:
         if "evaluation.max_rows" in self.fixed:
             rows = min(self.fixed["evaluation.max_rows"] or held, held)
         losses = (count + 1) * rows * row
-        # The rest of the time is used for more checkpoints, so that a killed run loses less work.
-        saves = int((share * loop_seconds - sampling - losses) / max(save, 1e-9))
-        saves = max(count, min(saves, defaults.PARTS[0][0]))
+        # More checkpoints than evaluations, so that a killed run loses less work.
+        saves = int(SAVE_SHARE * loop_seconds / max(save, 1e-9))
+        saves = max(count, min(saves, defaults.MOST_SAVES))
+        interval = None if budget is None else save_interval(budget, save)
+        if interval:
+            saves = max(saves, int(loop_seconds / interval + 1e-9))
         return Parts(
             count,
             rows,
             samples,
             tokens,
             saves=saves,
+            save_interval=interval,
             loss_seconds=losses,
             sample_seconds=sampling,
             save_seconds=saves * save,
@@ -333,8 +342,8 @@ class PartFacts:
         """
         share = defaults.EVALUATION_SHARE
         if loop_seconds is not None:
-            share = self.parts(rate, loop_seconds).share
-        return self.parts(rate, tokens / rate / (1 - share), timed=loop_seconds is not None)
+            share = self.parts(rate, loop_seconds, loop_seconds).share
+        return self.parts(rate, tokens / rate / (1 - share), loop_seconds)
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop: at least half of it
@@ -346,8 +355,13 @@ class PartFacts:
             most_tokens: maximum number of tokens that the run can read.
             unit: number of tokens in the smallest step.
         """
-        parts = self.parts(rate, 0.0).seconds
-        return parts + max(parts, min(defaults.LEAST_STEPS * unit, most_tokens) / rate)
+        # Imported here, because it imports torch.
+        from firstlight.training.time_budget import SAVE_SHARE
+
+        parts = self.parts(rate, 0.0, 0.0).seconds
+        steps = min(defaults.LEAST_STEPS * unit, most_tokens) / rate
+        # A longer loop has further saves, which take up to SAVE_SHARE of it.
+        return max(parts / (0.5 - SAVE_SHARE), (parts + steps) / (1 - SAVE_SHARE))
 
 
 @dataclass(frozen=True)
@@ -476,6 +490,12 @@ class RunFacts:
         if parts.saves > 1:
             every, count = math.ceil(self.steps / parts.saves), f"{parts.saves} checkpoints"
         reason = f"{count}, {share(parts.save_seconds)} of the run"
+        if parts.save_interval is not None:
+            reason = f"also every {time_text(parts.save_interval)}: {reason}"
+            # The time alone causes this many checkpoints, unless the epochs end the run early.
+            if parts.saves * parts.save_interval <= parts.loop_seconds / defaults.EARLY:
+                every = self.steps
+            every = every or self.steps
         yield Choice("checkpoint.every_steps", every, reason)
 
 
@@ -623,8 +643,9 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     about = "about " if "schedule.max_minutes" in choices.keys else ""
     yield (
         f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
-        f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} at "
-        f"{choices.tokens_per_second:,.0f} tokens/s ({speed.name}, {origin})"
+        f"tokens, {choices.epochs:.2g} epochs of {data}, {time_text(choices.seconds)} "
+        f"with evaluations and saves, at {choices.tokens_per_second:,.0f} tokens/s "
+        f"({speed.name}, {origin})"
     )
     if speed.is_busy:
         yield "this machine is busy: training will be slower unless other programs are stopped"

@@ -414,7 +414,7 @@ def described(scan: Scan) -> Iterator[str]:
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
-        f"({scripts}); gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
+        f"({scripts}); gzip -9 of it: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
     yield from change_lines(facts.changes, facts.changed_files)
     if count := scan.val_documents:

@@ -206,6 +206,9 @@ PARTS = (
     (1, 1, 64, 0.1),
     (1, 1, 32, 0.1),
 )
+#: Maximum number of checkpoints of a run without a time budget, and of one that its limit of passes
+#: ends early; see also `training.time_budget.save_interval`.
+MOST_SAVES = 6
 #: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
 #: computing the validation loss.
 LOSS_SHARE = 2 / 3

@@ -111,7 +111,8 @@ def run_phases(
     if not asynchronous or recipe.checkpoint.sharded:
         copied = 0
     every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
-    if copied and every and (steps is None or every < steps):
+    # A run with a time budget also saves between these steps.
+    if copied and every and (recipe.schedule.max_minutes or steps is None or every < steps):
         peaks = {name: _with(p.parts, checkpoint_copy=copied) for name, p in peaks.items()}
     if recipe.checkpoint.average_last:
         # The averaged weights are evaluated before they are written; copies of checkpoints no
