@@ -324,7 +324,7 @@ def test_train_accumulation_equals_large_batch(recipe: dict[str, Any], tmp_path:
             assert (b["tokens_seen"], b["epoch"]) == (a["tokens_seen"], a["epoch"])
 
 
-def test_train_evaluates_same_training_rows_beside_validation(
+def test_train_evaluates_same_training_rows_besides_validation(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model has dropout, and evaluating must not change its random state."""
@@ -1481,7 +1481,7 @@ def test_train_checkpoint_without_manifest_is_named_and_ignored(
     (last / "manifest.json").unlink()
     result = train(recipe, resume=True, progress=True)
     said = capsys.readouterr().err
-    assert f"warning: {last} does not contain manifest.json, so it is not a checkpoint" in said
+    assert f"warning: {last} does not contain manifest.json, so it is not a checkpoint and" in said
     assert f"resuming from {older}" in said
     assert (result.checkpoint / WEIGHTS_NAME).read_bytes() == before
 

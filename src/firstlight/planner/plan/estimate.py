@@ -147,7 +147,7 @@ class Estimator:
 
     Args:
         workers: processes that trace; None traces in this process.
-        tell: called with a message about what is estimated.
+        tell: called with a message about each estimate.
     """
 
     def __init__(
