@@ -197,13 +197,14 @@ PAIR_FIELDS = (
     ("response_j", "response_k"),
 )
 
-#: Advice on how to train on records of each kind.
-START_FROM = {
-    "chat": "to train a model on them, start from an existing model: firstlight train FILE "
-    "--init-from MODEL",
-    "preference": "to train a chat model on them, use a recipe: firstlight train "
-    "recipes/tour-dpo.yaml --init-from MODEL --data.files FILE",
-}
+
+def start_from(kind: Literal["chat", "preference"], file: str = "FILE") -> str:
+    """Return advice on how to train on the records of a file."""
+    start = "a model that answers" if kind == "preference" else "an existing model"
+    return (
+        f"to train a model on them, start from {start}: firstlight train {shlex.quote(file)} "
+        "--init-from MODEL"
+    )
 
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
@@ -270,7 +271,7 @@ def _json_kind(head: bytes) -> FileKind:
     if kind is not None:
         return FileKind(
             f"JSON of {_RECORDS[kind]}, not text",
-            f"firstlight prepare --kind {kind} reads it; {START_FROM[kind]}",
+            f"firstlight prepare --kind {kind} reads it; {start_from(kind)}",
         )
     one_a_line = re.match(rb"\s*\{.*\}\s*\n\s*\{", head[: head.find(b"\n") + 80])
     return _LINES if one_a_line else _JSON
@@ -312,5 +313,5 @@ def conversation_text(fields: Collection[str]) -> str | None:
     names = ", ".join(list(fields)[:8])
     return (
         f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
-        f"files that contain nothing else; {START_FROM[kind]}"
+        f"files that contain nothing else; {start_from(kind)}"
     )

@@ -18,7 +18,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import counted, human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
-from firstlight.data.kinds import START_FROM
+from firstlight.data.kinds import start_from
 from firstlight.data.opening import compress
 from firstlight.data.records import (
     COMMON_SHARE,
@@ -525,7 +525,7 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     if not (is_mostly_text or any(one.dataset for one in others)):
         kind = kind_of_records(sources[0])
         held = "conversations" if kind == "chat" else "preference pairs"
-        advice = START_FROM[kind or "chat"]
+        advice = start_from(kind or "chat", sources[0].name)
         if others:
             advice += f"; for a new model, name only the texts, such as {others[0].name}"
         raise InputError(f"{sources[0].name} contains {held}: {advice}")
