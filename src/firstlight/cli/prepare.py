@@ -207,7 +207,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
             f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
         )
-    for line in change_lines(manifest.get("cleaned", {})):
+    for line in change_lines(manifest.get("cleaned", {}), total=documents["read"]):
         say(line)
     for line in chat_notes(out, manifest) if chat is not None else ():
         say(line)

@@ -10,7 +10,8 @@ The format of each record is detected from its fields, whose names are defined i
                 be a list of {"type": "text", "text"}; an answer with "weight": 0 is not learned
     sharegpt    {"conversations": [{"from", "value"}, ...]}
     written     {"text": "<|im_start|>user\\n..."}: a conversation that is already written out with
-                the control tokens of a chat template (see `_MARKUP`)
+                the control tokens of a chat template (see `_MARKUP`), or with the names of the
+                speakers, as in "### Human: ... ### Assistant: ..." (see `transcript_of`)
 
 A conversation has at least one answer. Its messages may be in any order that the chat template
 accepts. A blank system message is ignored. A "system" field next to a list of messages is inserted
@@ -25,6 +26,7 @@ prompt. Only the messages after the prompt are trained on.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -84,9 +86,9 @@ REASONS = {
 #: Role for each lower-case role name in records. Tools keep the name in the record.
 _ROLE_NAMES = {
     "system": "system developer",
-    "user": "user human prompter customer question",
+    "user": "user human prompter customer question q instruction",
     "assistant": (
-        "assistant gpt chatgpt bing bard model bot chatbot ai agent llm claude answer response"
+        "assistant gpt chatgpt bing bard model bot chatbot ai agent llm claude answer response a"
     ),
 }
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
@@ -98,6 +100,9 @@ _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 #: Possible keys for a message's role and for its content. The first key that exists is used.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
+#: Fields that may contain a conversation as a list of texts, and as one text with the names of the
+#: speakers.
+_TURN_FIELDS, _TRANSCRIPT_FIELDS = ("data", "dialog", "dialogue", "turns"), ("chat", "text")
 
 
 class BadRecordError(FirstlightError):
@@ -159,7 +164,13 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         names = tuple(name for name in MESSAGE_FIELDS if name in fields)
     if names:
         name = _first(fields, names)
-        messages = _with_system(fields, _messages(_listed(fields.get(name)), f"`{name}`"))
+        entries = _listed(fields.get(name))
+        if isinstance(entries, Mapping):
+            entries = entries.get("messages", entries)
+        if isinstance(entries, str) and (markup := _markup_of(entries) or transcript_of(entries)):
+            messages = _with_system(fields, _from_written(entries, markup))
+        else:
+            messages = _with_system(fields, _messages(entries, f"`{name}`"))
         last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
         if last >= 0 and not any(messages[last].get(key) for key in THOUGHTS):
             messages[last] |= _thoughts(fields)
@@ -167,6 +178,10 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         messages = _side(fields, "text", "user")
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
+    elif (name := message_field(fields)) is not None:
+        messages = _with_system(fields, _messages(_listed(fields[name]), f"`{name}`"))
+    elif (written := transcript_field(fields)) is not None:
+        messages = _with_system(fields, _from_written(*written))
     else:
         raise _unknown(fields)
     return _checked(messages)
@@ -267,7 +282,7 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     """
     value = _listed(fields.get(name))
     if isinstance(value, str):
-        if (markup := _markup_of(value) or _transcript_of(value)) is not None:
+        if (markup := _markup_of(value) or _hh_transcript(value)) is not None:
             return _from_written(value, markup)
         if role == "assistant":  # Completions begin with the space that follows the prompt.
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
@@ -304,6 +319,21 @@ def is_messages(value: object) -> bool:
     )
 
 
+def message_field(fields: Mapping[str, Any]) -> str | None:
+    """Return the field of an unknown name that contains a list of messages, or of texts that
+    alternate between user and assistant. Return None if there is no such field, or several."""
+    values = {field_name(key): value for key, value in fields.items()}
+    found = [
+        key
+        for key, value in values.items()
+        if is_messages(listed := _listed(value))
+        or (key in _TURN_FIELDS and isinstance(listed, list) and len(listed) > 1)
+    ]
+    if len(found) != 1:
+        return None
+    return next(key for key in fields if field_name(key) == found[0])
+
+
 def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
     """Convert a list of objects to messages. Each object is a message, or a question with its
     answer.
@@ -318,6 +348,9 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
     """
     if not isinstance(entries, list | tuple):
         raise _wrong_type(name, entries, "a list")
+    if len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
+        roles = itertools.cycle(("user", "assistant"))
+        return [_message(role, text) for role, text in zip(roles, entries, strict=False)]
     messages = []
     for number, entry in enumerate(entries, start):
         where = f"{name[:-1]}[{number}]`"
@@ -450,11 +483,13 @@ class _Markup(NamedTuple):
         head: pattern for the beginning of a turn, with the role as its group.
         end: pattern for the end of a turn.
         roles: roles of turns whose beginning does not contain the role's name.
+        name: beginnings of the turns, for messages.
     """
 
     head: str
     end: str
     roles: Mapping[str, str] = _ROLES
+    name: str = ""
 
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
@@ -511,6 +546,13 @@ def is_written(text: object) -> bool:
     return isinstance(text, str) and _markup_of(text) is not None
 
 
+def transcript_field(fields: Mapping[str, Any]) -> tuple[str, _Markup] | None:
+    """Return the text of a record that names the speakers of a conversation, and its markup."""
+    texts = (fields[name] for name in _TRANSCRIPT_FIELDS if isinstance(fields.get(name), str))
+    found = ((text, transcript_of(text)) for text in texts)
+    return next(((text, markup) for text, markup in found if markup is not None), None)
+
+
 def _markup_of(text: str) -> _Markup | None:
     """Return the control tokens with which a text begins."""
     begin = text[:200].lstrip()
@@ -525,7 +567,55 @@ def _without_end(text: str) -> str:
     return text[:-200] + _END.sub("", text[-200:])
 
 
-def _transcript_of(text: str) -> _Markup | None:
+#: Beginnings of turns in which a text names the speakers; {} stands for the names.
+_SPEAKERS = (
+    r"\s*###[ \t]*({})(?:[ \t]*:|[ \t]*(?=\n))",
+    r"\s*<((?i:{}))>:?",
+    r"\s*\[\|({})\|\]",
+    r"(?:\A|\n)\s*\**({})\**:\**",
+    r"(?:\A|</s>|\s)\s*(?=[A-Z]{{2}})({}):",
+)
+#: Names of users and of the assistants that reply to them.
+_SPEAKER_NAMES = (
+    ("Human|User|Prompter|Customer", "Assistant|AI|Bot|Chatbot|GPT|Agent|Model"),
+    ("HUMAN|USER", "ASSISTANT|AI|BOT"),
+    ("Instruction", "Response|Output|Answer"),
+    ("Question", "Answer|Response"),
+    ("Q", "A"),
+)
+_SYSTEM_NAMES, _FURTHER_NAMES = "System|SYSTEM", "Input|FUNCTION RESPONSE"
+#: Paragraph before the first turn, which becomes the system message.
+_PREAMBLE = re.compile(
+    r"\s*(?:(?:Below is|(?:A|The) (?:chat|conversation) between|The following is|You are)\b"
+    r"[^\n]{0,600}?(?:\n|(?=[ \t]+(?:USER|HUMAN):)))?\s*"
+)
+
+
+def transcript_of(text: str) -> _Markup | None:
+    """Return the markup of a text that consists of the alternating turns of a user and an
+    assistant, each beginning with the speaker's name, or None for any other text."""
+    before = _PREAMBLE.match(text)
+    rest = text if before is None else text[before.end() :]
+    for speaker, (asking, replying) in itertools.product(_SPEAKERS, _SPEAKER_NAMES):
+        first = re.match(speaker.format(asking), rest)
+        if first is None and (system := re.match(speaker.format(_SYSTEM_NAMES), rest)):
+            first = re.compile(speaker.format(asking)).search(rest, system.end())
+        if first is None:
+            continue
+        if (second := re.compile(speaker.format(replying)).search(rest, first.end())) is None:
+            continue
+        roles = {**_ROLES, first[1]: "user", second[1]: "assistant"}
+        marks = f"{first[0].strip()} and {second[0].strip()}"
+        head = speaker.format(f"{first[1]}|{second[1]}|{_SYSTEM_NAMES}|{_FURTHER_NAMES}")
+        markup = _Markup(head, r"(?!)", roles, marks)
+        said = [one["role"] for one in _from_written(text, markup)]
+        said = [role for role in said if role != "system"]
+        if len(said) > 1 and all(one != other for one, other in itertools.pairwise(said)):
+            return markup
+    return None
+
+
+def _hh_transcript(text: str) -> _Markup | None:
     """Return the markup of a text whose turns begin with "Human:" and "Assistant:", or None for any
     other text.
     """
@@ -541,13 +631,18 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     """
     before, *turns = re.split(markup.head, text)
     messages: list[dict[str, Any]] = []
+    if markup.name and before.strip():
+        messages.append(_message("system", before.strip()))
+        before = ""
     outside = [before]
     for name, turn in zip(turns[::2], turns[1::2], strict=True):
         content, *rest = re.split(markup.end, turn, maxsplit=1)
         outside += rest
         # The text of a turn without an end token extends to the next turn or to the end.
         content = content if rest else _without_end(content).strip()
-        if content or rest:
+        if name == "Input" and messages:
+            messages[-1]["content"] += f"\n\n{content}"
+        elif content or rest:
             role = markup.roles.get(name) or _role(name, "a turn of the text")
             messages.append(_message(role, content))
     for text in outside:

@@ -26,14 +26,22 @@ from typing import IO, Any, Literal, NamedTuple
 
 import pydantic_core
 
-from firstlight.data.cleaning import CHAT, SUBTITLES, cleaned, split_documents
+from firstlight.data.cleaning import CHAT, SUBTITLES, TRANSCRIPT, cleaned, split_documents
 from firstlight.data.conversations import (
     BadRecordError,
     control_tokens,
     is_messages,
     is_written,
+    message_field,
+    transcript_field,
+    transcript_of,
 )
-from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
+from firstlight.data.kinds import (
+    HEAD_BYTES,
+    MESSAGE_FIELDS,
+    conversation_kind,
+    exported_chats,
+)
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
@@ -126,12 +134,16 @@ class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a f
 
 
 def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
-    """Resolve inputs to files of records and datasets; see `find_sources`.
+    """Resolve inputs to files of records and datasets; see `find_sources`. A .txt file that is
+    itself an input contains conversations written as text; those in folders are not records.
 
     Raises:
         InputError: an input does not exist, matches nothing, or does not contain records.
     """
-    return find_sources(inputs, RECORD_SUFFIXES)
+    written = [item for item in inputs if str(item).lower().endswith(".txt")]
+    others = [item for item in inputs if item not in written]
+    sources = find_sources(others, RECORD_SUFFIXES) if others or not written else []
+    return [*sources, *(find_sources(written, (".txt",)) if written else ())]
 
 
 #: Names of splits in file and folder names -> split.
@@ -293,10 +305,10 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                     for line, row in lines:
                         error = row if isinstance(row, BadRecordError) else None
                         yield Record(name, line, None if error else row, error)
-            elif text_key is None:
+            elif text_key is None and not ending.endswith(".txt"):
                 yield from _read_list(file, path, name)
             else:
-                yield from _read_text(file, path, source, text_key)
+                yield from _read_text(file, path, source, text_key or "text")
     except OSError as error:
         raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
     except EOFError as error:
@@ -325,6 +337,8 @@ def kind_of_records(
     damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path
+        if path is not None and path.name.lower().endswith(".txt"):
+            return None
         if path is not None and path.name.lower().endswith(_JSON_SUFFIXES):
             with open_compressed(path) as file:
                 head = file.read(_JSON_HEAD_BYTES)
@@ -348,6 +362,8 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
         elif isinstance(value, dict):
             kind = conversation_kind([str(key) for key in value], text_key)
             is_chat = kind is None and text_key == "text" and is_written(value.get("text"))
+            if kind is None and text_key not in value:
+                is_chat = bool(message_field(value) or transcript_field(value))
             kinds.append("chat" if is_chat else kind)
     return max(kinds, key=kinds.count, default=None)
 
@@ -357,7 +373,7 @@ def _first_values(text: str) -> list[Any]:
     or on separate lines.
     """
     for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = [
                 pydantic_core.from_json(part, allow_partial="trailing-strings") for part in parts
             ]
@@ -367,20 +383,30 @@ def _first_values(text: str) -> list[Any]:
 
 def _records_in(value: Any) -> list[Any]:
     """Return the records in the value of a JSON file. The value is a list, one record (or a bare
-    list of messages), or an object such as {"data": [...]} whose only list of objects contains the
-    records.
+    list of messages), an object of records by id, or an object such as {"data": [...]} with one
+    list of records, which may be inside another object.
 
     Raises:
-        ValueError: an object has several lists of objects.
+        ValueError: an object has several lists of records.
     """
     if isinstance(value, list):
         return [value] if _is_conversation(value) else value
-    if not isinstance(value, dict) or conversation_kind(value) is not None:
+    if not isinstance(value, dict):
         return [value]
-    lists = {
-        key: entry
-        for key, entry in value.items()
-        if isinstance(entry, list) and entry and isinstance(entry[0], dict)
+    # Records in a field that usually contains the messages of one record.
+    for name in MESSAGE_FIELDS:
+        entries = value.get(name)
+        if isinstance(entries, list) and entries and _is_record(entries[0]):
+            return entries
+    if conversation_kind(value) is not None:
+        return [value]
+    if value and all(map(_is_record, value.values())):
+        return list(value.values())
+    inner = {key: _records_in(one) for key, one in value.items() if isinstance(one, dict | list)}
+    lists = {key: found for key, found in inner.items() if found and _is_record(found[0])} or {
+        key: found
+        for key, found in inner.items()
+        if found and isinstance(value[key], list) and isinstance(found[0], dict)
     }
     if len(lists) > 1:
         names = ", ".join(lists)
@@ -389,6 +415,17 @@ def _records_in(value: Any) -> list[Any]:
             f"example with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
+
+
+def _is_record(value: Any) -> bool:
+    """Return True for a conversation or preference pair that is not a turn of a conversation."""
+    if isinstance(value, list):
+        return _is_conversation(value)
+    return (
+        isinstance(value, dict)
+        and conversation_kind(value, "") is not None
+        and not value.keys() <= {"input", "output"}
+    )
 
 
 def _is_conversation(value: list[Any]) -> bool:
@@ -488,6 +525,8 @@ def _documents_of(
         yield record._replace(value=text)
         return
     marks = tuple(f"{CHAT}{mark}" for mark in control_tokens(text))
+    if not marks and (transcript := transcript_of(text)) is not None:
+        marks = (f"{TRANSCRIPT}{transcript.name}",)
     parts = [(text, record.changes + marks)]
     # Text files have already been split while reading.
     if "<" in text and not holds_one_document(source):
@@ -646,7 +685,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin} must be a record or a list of records (or JSONL)")
     try:
         records = _records_in(values)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} can't be read as records: {error}") from error
     for number, value in enumerate(records, start=1):
         yield Record(origin, number, value, is_line=False)

@@ -42,7 +42,7 @@ from firstlight.finetuning.choices import (
 )
 from firstlight.from_texts.plan import Choice, Choices, Row, RunPlan
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
-from firstlight.from_texts.request import Request
+from firstlight.from_texts.request import AS_CHAT, Request
 from firstlight.from_texts.run_folder import TOO_LONG_NAME, RunCall
 from firstlight.from_texts.scan import (
     Scan,
@@ -146,13 +146,18 @@ class FineTuning:
     """
 
     def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
-        found = conversations_in(request.inputs, request.text_key)
+        is_given = AS_CHAT in request.overrides
+        found = (
+            find_records(request.inputs)
+            if is_given
+            else conversations_in(request.inputs, request.text_key)
+        )
         if found and request.val_inputs:
             names = shlex.join(["--data.val_files", *request.val_inputs])
             raise ConfigError(f"--val-input is only for texts: for conversations, use {names}")
         if found and request.as_is:
             raise ConfigError("--as-is is only for texts: omit it for conversations")
-        kinds = {kind_of_records(source): source.name for source in found}
+        kinds = {kind_of_records(one): one.name for one in found if not is_given}
         if len(kinds) > 1:
             raise InputError(
                 f"{kinds['preference']} contains preference pairs and {kinds['chat']} "

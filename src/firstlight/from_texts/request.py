@@ -101,8 +101,8 @@ class Request:
         taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
         if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
             taken["schedule.epochs"] = "it is a number of passes within a --budget"
-        for name, _ in self.overrides:
-            if name in taken:
+        for name, value in self.overrides:
+            if name in taken and not (conversations and (name, value) == AS_CHAT):
                 raise ConfigError(f"omit --{name} with texts as inputs: {taken[name]}")
             section = name.partition(".")[0]
             if self.init_from is not None and section in ("model", "init"):
@@ -122,6 +122,10 @@ class Request:
         # Some keys are only valid together with keys that are chosen later.
         others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
+
+
+#: Override with which all inputs are read as conversations.
+AS_CHAT = ("data.kind", "chat")
 
 
 def request_of(

@@ -418,7 +418,7 @@ def described(scan: Scan) -> Iterator[str]:
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
         f"({scripts}); gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
-    yield from change_lines(facts.changes, facts.changed_files)
+    yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
         yield (
             f"validation: {counted(count, 'document')} from --val-input; none of the other texts "
@@ -594,6 +594,8 @@ def scan_texts(
     # Called after the first message, because it imports torch, which takes seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
+    for line in described(scan):
+        tell(line)
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
     trained -= scan.split.left_out_bytes
     if trained < LEAST_BYTES:
@@ -602,8 +604,6 @@ def scan_texts(
             f"the inputs have {trained:,.0f} bytes of text{beside}, too little to learn from: "
             f"give at least {LEAST_BYTES:,}, better a megabyte"
         )
-    for line in described(scan):
-        tell(line)
     unread = unread_files(named)
     names = [str(file) for file in unread]
     if unread:
