@@ -615,9 +615,10 @@ def test_prepare_chat_bad_parquet_record_is_named_by_number(
 
 
 def test_prepare_chat_accepts_only_record_files(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("a")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
-        find_records([tmp_path / "a.txt"])
+        find_records([tmp_path / "a.md"])
     with pytest.raises(InputError, match="stdlib does not exist"):
         find_records(["stdlib"])
     write_lines(tmp_path / "b.jsonl", [GOOD])

@@ -39,7 +39,9 @@ from firstlight.data.kinds import (
     MESSAGE_FIELDS,
     PAIR_FIELDS,
     QUESTION_FIELDS,
+    REASONING_FIELDS,
     SYSTEM_FIELDS,
+    TREE_FIELDS,
     conversation_kind,
     field_name,
 )
@@ -102,7 +104,8 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
 #: Fields that may contain a conversation as a list of texts, and as one text with the names of the
 #: speakers.
-_TURN_FIELDS, _TRANSCRIPT_FIELDS = ("data", "dialog", "dialogue", "turns"), ("chat", "text")
+_TURN_FIELDS = ("data", "dialog", "dialogue", "turns")
+_TRANSCRIPT_FIELDS = ("chat", "text", "input")
 
 
 class BadRecordError(FirstlightError):
@@ -148,6 +151,14 @@ class Conversation:
         return " ".join(words).casefold()
 
 
+_TREE_MESSAGE = (
+    "a single message of a tree: join the messages with jq -sc 'INDEX(.message_id) as $m | "
+    'INDEX(.parent_id // "") as $p | .[] | select(.role == "assistant" and '
+    '$p[.message_id] == null) | {messages: [recurse($m[.parent_id // ""] // empty) | '
+    "{role, content: .text}] | reverse}' FILE > OUT.jsonl"
+)
+
+
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     """Convert a record to a conversation.
 
@@ -159,6 +170,8 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         BadRecordError: the record is not a valid conversation.
     """
     fields = _learned_fields(record)
+    if fields.keys() >= TREE_FIELDS:
+        raise BadRecordError("unknown_form", _TREE_MESSAGE)
     names = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
     if form == "auto":
         names = tuple(name for name in MESSAGE_FIELDS if name in fields)
@@ -170,7 +183,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         if isinstance(entries, str) and (markup := _markup_of(entries) or transcript_of(entries)):
             messages = _with_system(fields, _from_written(entries, markup))
         else:
-            messages = _with_system(fields, _messages(entries, f"`{name}`"))
+            messages = _with_system(fields, _turns(entries, f"`{name}`"))
         last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
         if last >= 0 and not any(messages[last].get(key) for key in THOUGHTS):
             messages[last] |= _thoughts(fields)
@@ -179,7 +192,7 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
     elif (name := message_field(fields)) is not None:
-        messages = _with_system(fields, _messages(_listed(fields[name]), f"`{name}`"))
+        messages = _with_system(fields, _turns(_listed(fields[name]), f"`{name}`"))
     elif (written := transcript_field(fields)) is not None:
         messages = _with_system(fields, _from_written(*written))
     else:
@@ -223,10 +236,13 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
     """Return the error for a record with an unknown format or of a different kind."""
-    names = ", ".join(map(str, list(record)[:8])) or "none"
+    # `record_fields` gives names in lower case, too.
+    known = {field_name(name): str(name) for name in record}
+    names = ", ".join(list(known.values())[:8]) or "none"
     problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        "`instruction` and `output` or `prompt` and `completion`"
+        "`instruction` and `output` or `prompt` and `completion`: rename the fields that contain "
+        "them"
     )
     if (kind := conversation_kind(record, "")) is not None:
         what = "a preference pair" if kind == "preference" else "a conversation"
@@ -237,7 +253,10 @@ def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prepend the record's system message to the messages, unless they already contain it."""
     name = _first(fields, SYSTEM_FIELDS)
-    text = _content(fields.get(name, ""), f"`{name}`")
+    value = fields.get(name, "")
+    if isinstance(value, Mapping):
+        value = value.get(_first(value, _CONTENT_KEYS))
+    text = _content(value, f"`{name}`")
     has_it = any(one["role"] == "system" and one["content"] == text for one in messages)
     return messages if has_it or not text.strip() else [_message("system", text), *messages]
 
@@ -250,7 +269,12 @@ def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reasoning that a record contains in addition to its answer."""
-    return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
+    found = {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
+    # Some records specify with "on" and "off" whether an answer has reasoning.
+    found = {key: text for key, text in found.items() if text.lower() not in ("on", "off")}
+    if not found and (key := next(filter(fields.get, REASONING_FIELDS), None)) is not None:
+        found = {THOUGHTS[0]: _content(fields[key], f"`{key}`")}
+    return found
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -281,6 +305,14 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     text with the given role.
     """
     value = _listed(fields.get(name))
+    if role == "assistant" and _are_calls(calls := parsed_json(value)):
+        return [_message(role, "") | {CALLS[0]: calls}]
+    if isinstance(value, int) and "choices" in fields:
+        raise BadRecordError(
+            "wrong_type",
+            f"`{name}` is the number of one of `choices`: write its text instead, for example with "
+            f"jq -c '{{prompt: .question, completion: .choices[.{name}]}}' FILE > OUT.jsonl",
+        )
     if isinstance(value, str):
         if (markup := _markup_of(value) or _hh_transcript(value)) is not None:
             return _from_written(value, markup)
@@ -289,9 +321,20 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
         return [_message(role, value)]
     if isinstance(value, Mapping):
         value = value.get("messages", [value])
+        if isinstance(texts := value[0].get("text") if value else None, list):  # as in SQuAD
+            return [_message(role, _content(texts[:1], f"`{name}`"))]
     if not isinstance(value, list | tuple) or not value:
         raise _wrong_type(f"`{name}`", value, "a text or a list of messages")
     return _messages(value, f"`{name}`")
+
+
+def _are_calls(value: object) -> bool:
+    """Return True for a list of tool calls."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and {"name", "arguments"} <= one.keys() for one in value)
+    )
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -317,6 +360,40 @@ def is_messages(value: object) -> bool:
             isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in value
         )
     )
+
+
+def _turns(entries: object, name: str) -> list[dict[str, Any]]:
+    """Convert a list of messages, or of texts that alternate between user and assistant; see
+    `_messages`."""
+    if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
+        return _messages(entries, name)
+    roles = itertools.cycle(("user", "assistant"))
+    return [
+        _message(role, _content(text, f"{name[:-1]}[{number}]`"))
+        for number, (role, text) in enumerate(zip(roles, entries, strict=False))
+    ]
+
+
+def unused_fields(record: object, conversation: Conversation) -> list[str]:
+    """Return the fields of a record with content of which nothing is in its conversation."""
+    if not isinstance(record, Mapping):
+        return []
+    is_transcript = conversation_kind(record_fields(record), "") is None
+    texts = [one["content"] for one in conversation.messages]
+    unused = []
+    for key, value in record.items():
+        name = field_name(key)
+        if name in _USED_FIELDS or value is None or value in ("", [], {}):
+            continue
+        if isinstance(value, str):
+            # A short text may occur in a message by chance.
+            is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
+            is_used = is_long and any(value.strip() in text for text in texts)
+            is_used |= is_transcript and name in _TRANSCRIPT_FIELDS
+        else:
+            is_used = name in _VALUE_FIELDS or message_field({name: value}) is not None
+        unused += [] if is_used else [str(key)]
+    return unused
 
 
 def message_field(fields: Mapping[str, Any]) -> str | None:
@@ -348,9 +425,6 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
     """
     if not isinstance(entries, list | tuple):
         raise _wrong_type(name, entries, "a list")
-    if len(entries) > 1 and all(isinstance(entry, str) for entry in entries):
-        roles = itertools.cycle(("user", "assistant"))
-        return [_message(role, text) for role, text in zip(roles, entries, strict=False)]
     messages = []
     for number, entry in enumerate(entries, start):
         where = f"{name[:-1]}[{number}]`"
@@ -402,7 +476,7 @@ def _content(value: object, where: str) -> str:
 
 
 def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
-    found = "missing" if value is None else f"{_kind(value)}, not {wanted}"
+    found = "missing or null" if value is None else f"{_kind(value)}, not {wanted}"
     return BadRecordError("wrong_type", f"{where} is {found}")
 
 
@@ -449,6 +523,13 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys of a message or record that determine whether it is trained on, in data for OpenAI, axolotl
 #: and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
+#: Fields that are used whatever they contain, and if they contain anything but a text.
+_USED_FIELDS = {
+    *(*MESSAGE_FIELDS, *SYSTEM_FIELDS, *THOUGHTS, *REASONING_FIELDS, *_LEARNED, "label"),
+    *(*itertools.chain(*PAIR_FIELDS), "history", "tools", "functions", "chat_template_kwargs"),
+}
+_CHANCE_CHARACTERS = 40
+_VALUE_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, *CONTEXT_FIELDS, *_TURN_FIELDS}
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:

@@ -636,6 +636,9 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
     except UnicodeDecodeError as error:
         problem = bad_byte(line[error.start], path)
         return Record(origin, number, None, BadRecordError("bad_utf8", problem))
+    except json.JSONDecodeError as error:
+        problem = f"{prefix}{error.msg.removesuffix(' at')} at column {error.colno}"
+        return Record(origin, number, None, BadRecordError("broken_json", problem))
     except (ValueError, RecursionError) as error:
         return Record(origin, number, None, BadRecordError("broken_json", f"{prefix}{error}"))
 
@@ -678,7 +681,10 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
             return
-        raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}") from error
+        if not text.strip():
+            raise InputError(f"{origin} is empty: replace it, or exclude it") from error
+        problem = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        raise InputError(f"{origin}:{error.lineno}: {problem}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(values, list | dict):

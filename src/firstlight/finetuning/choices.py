@@ -284,7 +284,7 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
 
 def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
     if data.kind == "text":
-        return f"the text has {rounded(epoch_tokens)} tokens"
+        return f"the text has {rounded(round(epoch_tokens))} tokens"
     share = batch / max(epoch_tokens, 1.0) * data.count
     return f"about {counted(max(round(share), 1), data.unit)} per step"
 

@@ -102,7 +102,12 @@ class Request:
         if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
             taken["schedule.epochs"] = "it is a number of passes within a --budget"
         for name, value in self.overrides:
-            if name in taken and not (conversations and (name, value) == AS_CHAT):
+            is_chat = (name, value) == AS_CHAT
+            if is_chat and self.init_from is None:
+                raise ConfigError(
+                    "--data.kind chat applies to fine-tuning only: add --init-from with the model"
+                )
+            if name in taken and not is_chat:
                 raise ConfigError(f"omit --{name} with texts as inputs: {taken[name]}")
             section = name.partition(".")[0]
             if self.init_from is not None and section in ("model", "init"):

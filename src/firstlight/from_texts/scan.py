@@ -525,7 +525,7 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     if not (is_mostly_text or any(one.dataset for one in others)):
         kind = kind_of_records(sources[0])
         held = "conversations" if kind == "chat" else "preference pairs"
-        advice = start_from(kind or "chat", sources[0].name)
+        advice = start_from(kind or "chat", file_names(inputs, sources))
         if others:
             advice += f"; for a new model, name only the texts, such as {others[0].name}"
         raise InputError(f"{sources[0].name} contains {held}: {advice}")
