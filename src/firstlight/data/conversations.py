@@ -650,11 +650,11 @@ def _without_end(text: str) -> str:
 
 #: Beginnings of turns in which a text names the speakers; {} stands for the names.
 _SPEAKERS = (
-    r"\s*###[ \t]*({})(?:[ \t]*:|[ \t]*(?=\n))",
-    r"\s*<((?i:{}))>:?",
-    r"\s*\[\|({})\|\]",
-    r"(?:\A|\n)\s*\**({})\**:\**",
-    r"(?:\A|</s>|\s)\s*(?=[A-Z]{{2}})({}):",
+    r"###[ \t]*({})(?:[ \t]*:|[ \t]*(?=\n))",
+    r"<((?i:{}))>:?",
+    r"\[\|({})\|\]",
+    r"(?m:^)[ \t]*\**({})\**:\**",
+    r"(?:(?<=\s)|(?<=</s>)|\A)(?=[A-Z]{{2}})({}):",
 )
 #: Names of users and of the assistants that reply to them.
 _SPEAKER_NAMES = (
@@ -665,10 +665,12 @@ _SPEAKER_NAMES = (
     ("Q", "A"),
 )
 _SYSTEM_NAMES, _FURTHER_NAMES = "System|SYSTEM", "Input|FUNCTION RESPONSE"
+#: Number of characters of a text that are searched for turns.
+_EXAMINED_CHARACTERS = 1 << 18
 #: Paragraph before the first turn, which becomes the system message.
 _PREAMBLE = re.compile(
     r"\s*(?:(?:Below is|(?:A|The) (?:chat|conversation) between|The following is|You are)\b"
-    r"[^\n]{0,600}?(?:\n|(?=[ \t]+(?:USER|HUMAN):)))?\s*"
+    r"[^\n]{0,600}?(?:\n|(?=[ \t]{1,4}(?:USER|HUMAN):)))?\s*"
 )
 
 
@@ -676,7 +678,8 @@ def transcript_of(text: str) -> _Markup | None:
     """Return the markup of a text that consists of the alternating turns of a user and an
     assistant, each beginning with the speaker's name, or None for any other text."""
     before = _PREAMBLE.match(text)
-    rest = text if before is None else text[before.end() :]
+    begin = 0 if before is None else before.end()
+    rest = text[begin : begin + _EXAMINED_CHARACTERS]
     for speaker, (asking, replying) in itertools.product(_SPEAKERS, _SPEAKER_NAMES):
         first = re.match(speaker.format(asking), rest)
         if first is None and (system := re.match(speaker.format(_SYSTEM_NAMES), rest)):
@@ -689,7 +692,7 @@ def transcript_of(text: str) -> _Markup | None:
         marks = f"{first[0].strip()} and {second[0].strip()}"
         head = speaker.format(f"{first[1]}|{second[1]}|{_SYSTEM_NAMES}|{_FURTHER_NAMES}")
         markup = _Markup(head, r"(?!)", roles, marks)
-        said = [one["role"] for one in _from_written(text, markup)]
+        said = [one["role"] for one in _from_written(rest, markup)]
         said = [role for role in said if role != "system"]
         if len(said) > 1 and all(one != other for one, other in itertools.pairwise(said)):
             return markup
