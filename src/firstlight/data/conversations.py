@@ -88,9 +88,9 @@ REASONS = {
 #: Role for each lower-case role name in records. Tools keep the name in the record.
 _ROLE_NAMES = {
     "system": "system developer",
-    "user": "user human prompter customer question q instruction",
+    "user": "user human prompter customer question",
     "assistant": (
-        "assistant gpt chatgpt bing bard model bot chatbot ai agent llm claude answer response a"
+        "assistant gpt chatgpt bing bard model bot chatbot ai agent llm claude answer response"
     ),
 }
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
@@ -305,7 +305,7 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     text with the given role.
     """
     value = _listed(fields.get(name))
-    if role == "assistant" and _are_calls(calls := parsed_json(value)):
+    if role == "assistant" and "tools" in fields and _are_calls(calls := parsed_json(value)):
         return [_message(role, "") | {CALLS[0]: calls}]
     if isinstance(value, int) and "choices" in fields:
         raise BadRecordError(
@@ -320,9 +320,9 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
-        value = value.get("messages", [value])
-        if isinstance(texts := value[0].get("text") if value else None, list):  # as in SQuAD
+        if isinstance(texts := value.get("text"), list):  # alternative answers, as in SQuAD
             return [_message(role, _content(texts[:1], f"`{name}`"))]
+        value = value.get("messages", [value])
     if not isinstance(value, list | tuple) or not value:
         raise _wrong_type(f"`{name}`", value, "a text or a list of messages")
     return _messages(value, f"`{name}`")
@@ -380,20 +380,24 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
     texts = [one["content"] for one in conversation.messages]
-    unused = []
-    for key, value in record.items():
-        name = field_name(key)
-        if name in _USED_FIELDS or value is None or value in ("", [], {}):
-            continue
-        if isinstance(value, str):
-            # A short text may occur in a message by chance.
-            is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
-            is_used = is_long and any(value.strip() in text for text in texts)
-            is_used |= is_transcript and name in _TRANSCRIPT_FIELDS
-        else:
-            is_used = name in _VALUE_FIELDS or message_field({name: value}) is not None
-        unused += [] if is_used else [str(key)]
-    return unused
+
+    def is_used(name: str, value: object) -> bool:
+        if name in _USED_FIELDS or message_field({name: value}) is not None:
+            return True
+        if not isinstance(value, str) or (is_transcript and name in _TRANSCRIPT_FIELDS):
+            return isinstance(value, str) or name in _VALUE_FIELDS
+        if name in _VALUE_FIELDS and (_markup_of(value) or _hh_transcript(value)):
+            return True
+        # A short text of another field may occur in a message by chance.
+        is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
+        return is_long and any(_without_end(value).strip() in text for text in texts)
+
+    present = {key: value for key, value in record.items() if value == value}
+    return [
+        str(key)
+        for key, value in present.items()
+        if value not in (None, "", [], {}) and not is_used(field_name(key), value)
+    ]
 
 
 def message_field(fields: Mapping[str, Any]) -> str | None:
@@ -523,13 +527,13 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys of a message or record that determine whether it is trained on, in data for OpenAI, axolotl
 #: and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
-#: Fields that are used whatever they contain, and if they contain anything but a text.
-_USED_FIELDS = {
-    *(*MESSAGE_FIELDS, *SYSTEM_FIELDS, *THOUGHTS, *REASONING_FIELDS, *_LEARNED, "label"),
-    *(*itertools.chain(*PAIR_FIELDS), "history", "tools", "functions", "chat_template_kwargs"),
-}
-_CHANCE_CHARACTERS = 40
+#: Fields that are used whatever they contain, and fields that are used if they do not contain a
+#: text. A text of more than `_CHANCE_CHARACTERS` characters does not occur in a message by chance.
+_USED_FIELDS = {"history", "tools", "functions", "chat_template_kwargs", "label"}.union(
+    MESSAGE_FIELDS, SYSTEM_FIELDS, THOUGHTS, REASONING_FIELDS, _LEARNED, *PAIR_FIELDS
+)
 _VALUE_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, *CONTEXT_FIELDS, *_TURN_FIELDS}
+_CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
