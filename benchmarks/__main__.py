@@ -273,8 +273,9 @@ def _show_speed(found: Result) -> None:
         p95_worked = found["p95"]["error_worked"]
         show(
             f"speed, {len(rows)} configurations: 95 of 100 within {found['p95']['error']:.1%}, "
-            f"half within {found['median']['error']:.1%} (of the steps' own work {p95_worked:.1%} "
-            f"and {found['median']['error_worked']:.1%}; by the first prediction alone "
+            f"half within {found['median']['error']:.1%} (of the steps' own processor time "
+            f"{p95_worked:.1%} "
+            f"and {found['median']['error_worked']:.1%}; with the first prediction alone "
             f"{found['p95']['error_first']:.1%}); the machine kept steps waiting for "
             f"{found['waited']:.0%} of the time"
         )

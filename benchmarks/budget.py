@@ -4,12 +4,12 @@ Each run is `train_texts` in a separate process, from the texts to the trained m
 budget of wall-clock time. The first run for a text and budget uses the settings that firstlight
 chooses. In the others, vocabulary, shape, sequence length, batch, learning rates and passes over
 the text are drawn at random, with the same draws for every text and budget. A run that is far worse
-than the first at the same fraction of its steps is ended (`FAR_ABOVE`). All other runs for a text
-are evaluated on all of its held-out text, which is the same for all settings.
+than the first at the same fraction of its steps is ended early (`FAR_ABOVE`). All other runs for a
+text are evaluated on all of its held-out text, which is the same for all settings.
 
 Each finished run is one line of results.jsonl. A second call in the same folder measures the
-missing runs. A random run whose passes over the text take less than two of the budgets is measured
-with only one of them, because it would take the same steps with the other.
+missing runs. If a random run's passes over the text take less time than two of the budgets, it is
+measured with only one of them, because it would take the same steps with the other.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "optimizer.weight_decay": (0.01, 3.0),
 }
 
-#: A run that takes less than this fraction of its budget was ended by its passes over the text and
-#: not by time; other runs take at least 93 %.
+#: A run that takes less than this fraction of its budget ended after its passes over the text, not
+#: because of time; other runs take at least 93 %.
 _FILLED = 0.8
 
-#: Version of the lines of results.jsonl: lines of another version are measured again.
+#: Version of the lines of results.jsonl; runs with lines of another version are measured again.
 _FORMAT = 3
 
 
@@ -89,17 +89,17 @@ def random_settings(number: int) -> dict[str, Any]:
 
 
 def is_same_run(run: Mapping[str, Any], budget: str, chosen: Curve) -> bool:
-    """Return True if a random run would be the same with another budget: its passes over the text
-    end before both budgets.
+    """Return True if a random run would be the same with another budget, because its passes over
+    the text end before both budgets.
 
     Args:
         run: the run's line of results.jsonl.
         budget: the other budget.
-        chosen: the curve of the run of the chosen settings with the other budget.
+        chosen: curve of the run with the chosen settings and the other budget.
     """
     share, bits = run["curve"][-1]
     longest = _FILLED * min(parse_time(run["budget"]), parse_time(budget))
-    # A run that was ended early must also be far above the chosen settings of the other budget.
+    # A run that was ended early must also be far above the chosen settings with the other budget.
     is_complete = run["bits_per_byte"] is not None
     return run["seconds"] / share < longest and (is_complete or is_hopeless(share, bits, chosen))
 
@@ -187,7 +187,7 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
         case = cases[title]
         chosen = lines.get(replace(case, trial=0).digest)
         if case.trial and chosen is None:
-            return error_of("Failed", "the run of the chosen settings failed")
+            return error_of("Failed", "the run with the chosen settings failed")
         curve = chosen["curve"] if chosen else ()
         found = _same_run(case, bench.budgets, lines, curve)
         found = found or measure_run(case, bench.folder, curve)
@@ -207,14 +207,14 @@ def bench_budget(bench: BudgetBench, on_run: Keep) -> Result:
 def _same_run(
     case: BudgetCase, budgets: Sequence[str], lines: Mapping[str, dict[str, Any]], chosen: Curve
 ) -> dict[str, Any] | None:
-    """Return the line of a case, made from that of the same run with another budget; None without
-    one.
+    """Return the line of a case, derived from the same run with another budget, or None if there is
+    none.
 
     Args:
         case: the run.
         budgets: all budgets.
         lines: lines of results.jsonl by their digest.
-        chosen: the curve of the run of the chosen settings with the budget of `case`.
+        chosen: curve of the run with the chosen settings and the budget of `case`.
     """
     own = {"digest": case.digest, "budget": case.budget}
     for budget in budgets if case.trial else ():
@@ -238,7 +238,7 @@ def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]
     Args:
         case: the run.
         folder: folder of the benchmark, for temporary files.
-        chosen: the curve of the run of the chosen settings; empty to end no run early.
+        chosen: curve of the run with the chosen settings; empty to end no run early.
 
     Returns:
         The run's line of results.jsonl, or {"error": {"type", "message"}}.
@@ -263,9 +263,9 @@ def measure_run(case: BudgetCase, folder: Path, chosen: Curve) -> dict[str, Any]
 #: A random run is ended if its bits per byte exceed those of the chosen settings by more than a
 #: fraction, at the same share of their steps: (share from which it counts, fraction). 41 of 138
 #: runs of `benchmarks learning` were so far above the best recipe, and ended 7 % above it or more.
-#: The last pair is for the training loss (`_EARLY`). It was tried in ten minutes of WikiText-2: of
-#: 20 random runs, 4 were more than 30 % above, and their first evaluations were hopeless, too. One
-#: that was 29 % above ended 9 % above.
+#: The last pair is for the training loss (`_EARLY`). It was tested in runs of ten minutes on
+#: WikiText-2: of 20 random runs, 4 were more than 30 % above, and their first evaluations were also
+#: hopeless. One that was 29 % above ended 9 % above.
 FAR_ABOVE = ((0.45, 0.1), (0.2, 0.15), (0.1, 0.3))
 
 #: Shares of the steps between which the mean of the training loss is taken: there is no evaluation
@@ -279,13 +279,13 @@ Curve = Sequence[Sequence[float]]
 
 
 def is_hopeless(share: float, bits: float, chosen: Curve) -> bool:
-    """Return True if a run is so far above the run of the chosen settings that it is ended.
+    """Return True if a run is so far above the run with the chosen settings that it should be
+    ended.
 
     Args:
         share: share of the run's steps that are done.
-        bits: its bits per byte there, of the kind that the curve has.
-        chosen: curve of the run of the chosen settings. Between two of its points, the bits are
-            taken to fall in a line.
+        bits: its bits per byte at this point, of the same kind as the curve.
+        chosen: curve of the run with the chosen settings, interpolated linearly between points.
     """
     fraction = next((most for start, most in FAR_ABOVE if share >= start), math.inf)
     shares, values = zip(*chosen, strict=True)
@@ -433,7 +433,7 @@ def budget_groups(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[s
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["trial"]):
         groups.setdefault(f"{run['text']}, {run['budget']}", []).append(run)
-    # Without a run of the chosen settings, there is nothing to compare with.
+    # Without a run with the chosen settings, there is nothing to compare with.
     return {title: own for title, own in groups.items() if own[0]["trial"] == 0}
 
 
@@ -452,7 +452,7 @@ HEADER = (
 
 
 def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return a row of the table (see HEADER): the run of the chosen settings, and the random
+    """Return a row of the table (see HEADER): the run with the chosen settings, and the random
     draws."""
     chosen, ended = runs[0], [run for run in runs if run["bits_per_byte"] is None]
     draws = [run["bits_per_byte"] for run in runs[1:] if run not in ended]
@@ -473,8 +473,8 @@ def group_cells(title: str, runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Return a PNG of every run's bits per byte: a dot for a random draw, a circle for one that was
-    ended early, a line for chosen settings."""
+    """Return a PNG of every run's bits per byte: a dot for a random draw, a circle for one that
+    ended early, and a line for the chosen settings."""
     groups = budget_groups(result["runs"])
     figure = new_figure(10, 0.8 * len(groups) + 1.5)
     axes = figure.subplots()

@@ -120,8 +120,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
         "copy_bytes_per_second", "complete", and "rows": see `summarize`.
 
     Raises:
-        ConfigError: the prompt and the new tokens don't fit the model's context.
-        ModelError: the model is invalid, or a row without the cache chose other tokens.
+        ConfigError: the prompt and the new tokens do not fit into the model's context. ModelError:
+            the model is invalid, or a row without the cache chose other tokens.
         InputError: there is no model.
         StorageError: a file system error.
     """
@@ -202,8 +202,8 @@ def _model_folder(bench: GenerationBench, temporary: Path) -> tuple[Path, ModelC
     needed = (bench.prompt_tokens or 0) + (bench.new_tokens or 0)
     if needed > config.max_position_embeddings:
         raise ConfigError(
-            f"{bench.prompt_tokens} prompt tokens and {bench.new_tokens} new tokens don't fit "
-            f"the model's context of {config.max_position_embeddings}"
+            f"{bench.prompt_tokens} prompt tokens and {bench.new_tokens} new tokens do not fit "
+            f"into the model's context of {config.max_position_embeddings}"
         )
     return folder, config
 
@@ -306,7 +306,7 @@ def _cache_ratios(
         if without["token_ids"] != with_cache["token_ids"]:
             raise ModelError(
                 f"with the key-value cache the model chose {with_cache['token_ids']}, without it "
-                f"{without['token_ids']}: the two must be equal; report this as a bug"
+                f"{without['token_ids']}, but they must be equal: report this as a bug"
             )
         rates = [statistics.median(one["tokens_per_second"]) for one in (with_cache, without)]
         ratios.append(rates[0] / rates[1])
@@ -524,8 +524,8 @@ def _llama_cpp(request: dict[str, Any]) -> Continue:
     (path,) = Path(request["folder"]).iterdir()
     size, largest = request["vocab_size"], max(request["batch_sizes"])
     settings = library.llama_model_default_params()
-    # Weights are repacked for the processor's kernels, as users of llama.cpp have it. Where GCC 12
-    # built the kernels for AMX, which crash, the row has no result.
+    # Weights are repacked for the processor's kernels, as by default in llama.cpp. AMX kernels
+    # built with GCC 12 crash, so the row then has no result.
     settings.n_gpu_layers = 0
     longest = request["prompt_tokens"] + request["new_tokens"]
     options = library.llama_context_default_params()

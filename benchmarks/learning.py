@@ -58,8 +58,8 @@ class LearningRow:
         changes: values of the recipe by key (`section.key`).
         of: name of the row to which the changes are applied; "" for a complete recipe.
         about: description of the recipe or of the change.
-        successor_of: name of the row that a complete recipe replaced as the default, with which it
-            is compared where both were measured; "" for all others.
+        successor_of: name of the row that this complete recipe replaced as the default, with which
+            it is compared if both were measured; "" for all others.
     """
 
     changes: Mapping[str, Any]
@@ -191,12 +191,14 @@ ROWS: dict[str, LearningRow] = {
         BEFORE,
         "an untied head at a fifth of the embedding's rate",
     ),
-    "half-batch": LearningRow({"batch.micro_batch_size": 4}, BEFORE, "4 rows per step, not 8"),
+    "half-batch": LearningRow(
+        {"batch.micro_batch_size": 4}, BEFORE, "4 rows per step instead of 8"
+    ),
     "half-rows": LearningRow(
         {"batch.micro_batch_size": 16, "data.seq_len": 128}, BEFORE, "16 rows of 128 tokens"
     ),
     "zero-init": LearningRow(
-        {"init.residual_projections": "zero"}, BEFORE, "layers that begin as the identity"
+        {"init.residual_projections": "zero"}, BEFORE, "layers that start as the identity"
     ),
     "low-adamw": LearningRow({"optimizer.learning_rate": 0.01}, BEFORE, "AdamW at 0.01"),
     "high-muon": LearningRow({"optimizer.muon_learning_rate": 0.01}, BEFORE, "Muon at 0.01"),
@@ -207,7 +209,9 @@ ROWS: dict[str, LearningRow] = {
         {"optimizer.cautious_weight_decay": True}, BEFORE, "cautious weight decay"
     ),
     "polar-express": LearningRow(
-        {"optimizer.muon_coefficients": "polar_express"}, BEFORE, "Muon by the Polar Express"
+        {"optimizer.muon_coefficients": "polar_express"},
+        BEFORE,
+        "Muon with Polar Express coefficients",
     ),
     "normuon": LearningRow({"optimizer.muon_beta2": 0.95}, BEFORE, "NorMuon"),
 }
@@ -366,7 +370,7 @@ class LearningCase:
         """Return the values of the recipe of a run, without its folder."""
         values = self.values
         seq_len = values["data"]["seq_len"]
-        # All points together are then evaluated on little more tokens than the final figure.
+        # All points together are then evaluated on only a few more tokens than the final figure.
         point_tokens = min(_POINT_TOKENS, (self.held_out_tokens or sys.maxsize) // 8)
         evaluation = {
             "every_steps": max(max_steps // _POINTS, 1),
@@ -437,7 +441,7 @@ def learning_cases(bench: LearningBench) -> dict[str, LearningCase]:
             "--tokens and --minutes both set the length of a run: use only one of them"
         )
     if bench.minutes is not None and not bench.minutes > 0:
-        raise ConfigError(f"--minutes is {bench.minutes}: it must be above 0")
+        raise ConfigError(f"--minutes is {bench.minutes}: it must be greater than 0")
     tokens = None if bench.minutes is not None else bench.tokens or _TOKENS
     rows = choose_rows(bench.rows, bench.variants)
     folder = bench.folder / "corpora"
@@ -800,7 +804,8 @@ def draw(result: Mapping[str, Any]) -> bytes:
     figure = new_figure(13, 3.6 * max(len(groups), 1))
     axes = figure.subplots(max(len(groups), 1), 2, squeeze=False)
     for places, group in zip(axes, groups, strict=False):
-        # Only the best rows and those they are compared with; more could not be distinguished.
+        # Only the best rows and those with which they are compared: more lines could not be
+        # distinguished.
         best = sorted(group.rows[1:], key=lambda row: row.bits_per_byte)[:_BEST]
         names = {group.rows[0].name, *(row.name for row in best), *(row.over for row in best)}
         shown = [row for row in group.rows if row.name in names]
@@ -816,7 +821,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
         middle = [bits for row in shown for _, _, seeds in row.curve()[:3][-1:] for bits in seeds]
         for place, label in zip(places, ("tokens", "training seconds"), strict=True):
             place.set(xlabel=label, ylabel="held-out bits per byte")
-            # The axis ends at the third points: the first two are far above all others.
+            # The axis ends at the third points, because the first two are far above all others.
             if middle and max(middle) > min(ends):
                 place.set_ylim(min(ends) - 0.02, max(middle))
             place.set_title(group.title, loc="left", fontsize="medium", parse_math=False)

@@ -25,7 +25,7 @@ _MORE_MODELS: dict[str, dict[str, Any]] = {
     "tiny-llama": llama(
         96, 256, 2, 4, num_key_value_heads=2, vocab_size=2000, max_position_embeddings=512
     ),
-    # Models of `benchmarks planner`'s memory.
+    # Models for the memory part of `benchmarks planner`.
     "gpt2 small": gpt2(128, 3, 4, 4000),
     "gpt2 medium": gpt2(256, 6, 8, 4000),
     "gpt2 large": gpt2(512, 4, 8, 4000),
@@ -189,7 +189,7 @@ def _generation(dtype: str, sequences: int) -> dict[str, Any]:
 
 
 def _first() -> Iterator[PlannerCase]:
-    """Yield twenty configurations that differ from each other as much as possible."""
+    """Yield twenty configurations that are as different from each other as possible."""
     yield PlannerCase("gpt2-124m", 8, 1024, fitted=True)
     yield PlannerCase("gpt2-124m", 16, 1024, _BF16)
     yield PlannerCase("llama-110m", 16, 1024, _BF16, fitted=True)
@@ -264,7 +264,7 @@ def _second() -> Iterator[PlannerCase]:
 
 
 def gpu_grid() -> tuple[PlannerCase, ...]:
-    """Return all configurations: twenty that differ most, then those that compile, then the
+    """Return all configurations: twenty very different ones, then those that compile, then the
     rest."""
     return (*_first(), *_compiled(), *_second())
 

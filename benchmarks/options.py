@@ -30,11 +30,11 @@ class LoadingBench:
     Attributes:
         parameters: approximate number of the model's parameters.
         dtype: number format of the file: bfloat16 or float32.
-        repeats: turns of all ways.
+        repeats: turns of all rows.
         ways: only these rows: auto, sequential, mmap, straight, sharded, per-tensor,
             per-tensor-sequential, cast, transformers, transformers-huge-pages, transformers-cast.
         no_transformers: skip transformers' rows.
-        folder: make the checkpoint here, keep it and use it again. [a temporary folder]
+        folder: create the checkpoint here, keep it and reuse it. [a temporary folder]
         device: device to load to: auto, cpu, cuda or cuda:1.
     """
 
@@ -55,14 +55,14 @@ class TrainingBench(StepsBench):
         model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or
             the model, optimizer and efficiency sections of a recipe. [gpt2-124m; small with
             --quick]
-        programs: compare with: reference (a bare loop: bf16 autocast, compiled), reference-fp32,
-            pure-bf16 (no master weights, no clipping), trainer (transformers, bf16, compiled).
-            [reference; reference-fp32 too where bf16 is no faster]
+        programs: programs to compare with: reference (a bare loop: bf16 autocast, compiled),
+            reference-fp32, pure-bf16 (no master weights, no clipping), trainer (transformers, bf16,
+            compiled). [reference; also reference-fp32 if bf16 is not faster]
         variants: one more row of firstlight with these keys of its recipe; may be given several
             times.
-        same_environment: run the other programs in the environment of `firstlight train` (spinning
-            threads), too.
-        profile: time by operator, of two further steps of each run by torch.profiler.
+        same_environment: also run the other programs in the environment of `firstlight train`
+            (spinning threads).
+        profile: measure time by operator, with torch.profiler in two further steps of each run.
         quick: a small model, one turn.
     """
 
@@ -140,15 +140,14 @@ class LearningBench(FolderBench):
         corpora: the source of Python's standard library; a text; or a text whose tokens are bytes.
             May be given several times.
         sizes: only these: 0.8m, 2.6m, 11m, 30m, 88m, which are parameters. [2.6m]
-        rows: only these recipes, or `changes` for all single changes; the first one is the
-            baseline of tokens and seconds. [nanogpt, nanogpt-tuned, nanogpt-cpu, nanochat, before,
-            new]
+        rows: only these recipes, or `changes` for all single changes; the first one is the baseline
+            for tokens and seconds. [nanogpt, nanogpt-tuned, nanogpt-cpu, nanochat, before, new]
         variants: one more row: a row with these keys of its recipe; may be given several times.
         seeds: runs of each row.
         tokens: tokens of a run. [1.5 million, without --minutes]
         minutes: minutes of training of a run, instead of tokens.
-        held_out_tokens: held-out tokens of a run's last figure, drawn once for all runs; the
-            points of its curve are of an eighth of them. [all]
+        held_out_tokens: held-out tokens for a run's final figure, drawn once for all runs; each
+            point of the curve uses an eighth of them. [all]
     """
 
     corpora: Sequence[str] = ("stdlib",)
@@ -168,7 +167,7 @@ class BudgetBench(FolderBench):
     Attributes:
         corpora: the source of Python's standard library, or texts. May be given several times.
         budgets: wall-clock time of each run: 3m, 1h. May be given several times.
-        trials: random settings beside the chosen ones.
+        trials: number of random settings in addition to the chosen ones.
     """
 
     corpora: Sequence[str] = ("stdlib",)
@@ -181,11 +180,11 @@ class GPUBench(FolderBench):
     """Options of `benchmarks gpu`.
 
     Attributes:
-        seconds: maximum duration of the call, beside its imports; items that would not end in time
-            are left for the next.
-        items: only these, such as A,C,D-124m; D stands for all whose names begin with D.
+        seconds: maximum duration of the call, not counting imports; items that would not end in
+            time are left for the next call.
+        items: only these items, such as A,C,D-124m; D selects all whose names start with D.
         device: cuda; or cpu, a dry run of every item with tiny shapes.
-        commit: name of the commit, for a machine without git. [that of git]
+        commit: name of the commit, for a machine without git. [from git]
     """
 
     seconds: float = 530.0

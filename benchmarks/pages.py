@@ -1,22 +1,22 @@
-"""Measures the pages of docs/benchmarks anew, and continues where an earlier call stopped.
+"""Measures the pages of docs/benchmarks again, and resumes where an earlier call stopped.
 
     make benchmarks                             or:  python -m benchmarks.pages [NAME...]
     make benchmarks NAMES=learning
 
-A page has its figures in blocks, and each block names the command that makes it:
+The figures of a page are in blocks, and each block names the command that creates it:
 
     <!-- benchmark NAME, 20 minutes: python -m benchmarks ... -->
     ...
     <!-- end -->
 
-The command's output replaces what stands between the two comments, and its picture
-docs/images/NAME.png. docs/benchmarks/learning.md and budget.md are written as a whole by their own
+The command's output replaces the text between the two comments, and its picture replaces
+docs/images/NAME.png. docs/benchmarks/learning.md and budget.md are written as a whole by separate
 commands, which take hours and are called by name: learning and budget, or one of learning-NAME and
 budget-NAME. Each command's results are in bench-results/NAME, those of these two pages in
-bench-results/learning and bench-results/budget. A finished command has a file `done` in
-bench-results/NAME, and is not called again before that file is removed. A command that was stopped
-continues if its benchmark can.
-The text around a block is a person's: read it again beside the new figures.
+bench-results/learning and bench-results/budget. A finished command leaves a file `done` in
+bench-results/NAME, and is not called again until that file is removed. A command that was stopped
+resumes if its benchmark supports it. The text around a block is written by hand: check it against
+the new figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, IMAGES = ROOT / "docs" / "benchmarks", ROOT / "docs" / "images"
 RESULTS = ROOT / "bench-results"
-#: Texts of the pages on learning and on budgets.
+#: Texts used for the pages on learning and on budgets.
 SHAKESPEARE, WIKITEXT = (
     ROOT.parent / "shared" / "data" / name
     for name in ("tinyshakespeare.txt", "wikitext2-valid.txt")
@@ -56,11 +56,11 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """The figures that one command makes.
+    """The figures created by one command.
 
     Attributes:
         name: name of the block, of its results and of its picture.
-        minutes: estimate of its time on two cores.
+        minutes: estimated duration on two cores.
         command: the command without --out.
         page: file of the page; None for a command that writes its page itself.
     """
@@ -82,7 +82,7 @@ class Block:
 
     @property
     def is_done(self) -> bool:
-        """True if this very command is finished."""
+        """True if exactly this command has finished."""
         done = self.folder / "done"
         return done.is_file() and done.read_text(encoding="utf-8") == self.command
 
@@ -105,7 +105,8 @@ def blocks() -> list[Block]:
 
 
 def _learning() -> list[tuple[str, int, str]]:
-    """Name, minutes and options of the commands of the page on learning; the last writes it."""
+    """Return name, minutes and options of the commands for the page on learning; the last one
+    writes it."""
     texts, by_bytes = f"--corpus stdlib --corpus {WIKITEXT}", f"--corpus bytes:{SHAKESPEARE}"
     rows, sample = "--rows nanogpt-tuned,before,nanochat,new", "--held-out-tokens 16384"
     equal_tokens = f"--sizes 2.6m --tokens 150000 {sample}"
@@ -115,7 +116,7 @@ def _learning() -> list[tuple[str, int, str]]:
         ("bytes", 4, f"{by_bytes} {rows} {equal_tokens}"),
         ("changes", 34, f"{texts} {rows},changes {equal_tokens}"),
         ("30m", 21, f"{texts} {by_bytes} --rows before,new {large}"),
-        # The changes that gain at 2.6m, and are part of the settings of new models.
+        # Changes that reduce the loss at 2.6m and are part of the settings of new models.
         ("30m-changes", 14, f"{texts} --rows before,qk-norm,untied-head {large}"),
         (
             "minute",
@@ -127,8 +128,8 @@ def _learning() -> list[tuple[str, int, str]]:
 
 
 def _budget() -> list[tuple[str, int, str]]:
-    """Name, minutes and options of the commands of the page on budgets. Each measures the runs of
-    one more budget, and writes the page of all so far."""
+    """Return name, minutes and options of the commands for the page on budgets. Each measures the
+    runs of one more budget, and writes a page of all runs so far."""
     options = f"--corpus stdlib --corpus {SHAKESPEARE} --corpus {WIKITEXT}"
     commands = []
     for budget, minutes in (("3m", 100), ("10m", 200), ("30m", 400)):
@@ -143,18 +144,18 @@ def others_share() -> float:
 
 
 def measure(block: Block) -> None:
-    """Run the command of a block to its end, and put its figures into its page.
+    """Run the command of a block, and insert its figures into the page.
 
     Raises:
         SystemExit: other programs are busy, or the command failed or was stopped.
     """
     busy = others_share()
     if busy > _MOST_BUSY:
-        sys.exit(f"{busy:.0%} of the processors are busy: call again on a quiet machine")
+        sys.exit(f"{busy:.0%} of the processors are busy: call again on an idle machine")
     words = [*shlex.split(block.command), "--out", str(block.results)]
     print(f"$ {shlex.join(words)}", file=sys.stderr, flush=True)
     is_of_one_thread = "learning" in words
-    # This Python's own firstlight, whatever command is first on PATH.
+    # The firstlight of this Python, not the first one on PATH.
     words = ["-m", *words] if words[0] == "firstlight" else words[1:]
     done = subprocess.run(
         [sys.executable, *words],
@@ -167,7 +168,7 @@ def measure(block: Block) -> None:
     )
     print(done.stdout, end="", flush=True)
     if done.returncode:
-        sys.exit(f"stopped at {block.name}: the same command goes on there")
+        sys.exit(f"stopped at {block.name}: the same command resumes there")
     if block.page is not None:
         publish(block, done.stdout, busy)
     block.folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,7 @@ def publish(block: Block, output: str, busy: float) -> None:
     Args:
         block: the block.
         output: the tables that the command printed.
-        busy: share of the processors that other programs used before it was started.
+        busy: share of the processors that other programs used before the command was started.
     """
     assert block.page is not None
     lines = [line for line in output.splitlines() if not line.startswith("written: ")]
@@ -202,22 +203,22 @@ def publish(block: Block, output: str, busy: float) -> None:
 
 
 def _named(known: Sequence[Block], name: str) -> list[Block]:
-    """Return the block of a name, or else those whose names begin with it and a hyphen."""
+    """Return the block with this name, or the blocks whose names start with it and a hyphen."""
     return [one for one in known if one.name == name] or [
         one for one in known if one.name.startswith(f"{name}-")
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is left of the blocks in pages, or of those that are named."""
-    parser = argparse.ArgumentParser(description="Measure docs/benchmarks anew, or go on with it.")
+    """Measure the remaining blocks of all pages, or only the named ones."""
+    parser = argparse.ArgumentParser(description="Measure docs/benchmarks again, or resume it.")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these blocks, or those of NAME-..."
     )
-    parser.add_argument("--list", action="store_true", help="show what is left, and stop")
+    parser.add_argument("--list", action="store_true", help="list the remaining commands, and stop")
     options = parser.parse_args(arguments)
     known = blocks()
-    # The pages on learning and on budgets take hours: they are measured by name only.
+    # The pages on learning and on budgets take hours, so they are only measured if they are named.
     wanted = [one for one in known if one.page is not None]
     if options.names:
         named = {name: _named(known, name) for name in options.names}

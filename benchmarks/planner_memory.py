@@ -97,8 +97,8 @@ _TOGETHER = (
 def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
     """Return the configurations, or every eighth of them if `quick`.
 
-    They are each method alone for GPT-2 and Llama, each shape, random combinations of methods,
-    compiled steps of several lengths, blockwise attention, evaluations and generations.
+    The grid consists of each method alone for GPT-2 and Llama, each shape, random combinations of
+    methods, compiled steps of several lengths, blockwise attention, evaluations and generations.
     """
     cases = list(_cases())
     return cases[::8] if quick else cases
@@ -106,7 +106,7 @@ def memory_grid(*, quick: bool = False) -> list[PlannerCase]:
 
 def _cases() -> Iterator[PlannerCase]:
     for number, (name, changes) in enumerate(_METHODS.items()):
-        # The configurations without a method are those of each shape below.
+        # Configurations without a method are covered by the shapes below.
         for family in ("gpt2", "llama") if changes else ():
             size = ("small", "medium")[number % 2]
             yield _case(f"{family} {size}", _SHAPES[number % 6], [name], changes)
@@ -224,7 +224,7 @@ def draw_memory(results: Sequence[Mapping[str, Any]]) -> bytes:
     figure = new_figure(11, 4.6)
     draw_peaks(figure.add_subplot(1, 2, 1), good)
     draw_memory_errors(figure.add_subplot(1, 2, 2), good, "error, % of the measured peak")
-    figure.suptitle(f"memory: {len(good)} configurations; green is what is allowed")
+    figure.suptitle(f"memory: {len(good)} configurations; green: allowed range")
     return png_of(figure)
 
 
@@ -361,7 +361,8 @@ def _generation(recipe: ResolvedRecipe, options: Mapping[str, Any]) -> MeasuredM
     if options["dtype"] == "int8":
         quantize_int8(model)
     use_few_rows(model)
-    # The decoder would call it inside the measurement, and free weights that are counted in `held`.
+    # Otherwise the decoder would call it inside the measurement, and free weights counted in
+    # `held`.
     lay_out(model)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     with measured_memory() as found, torch.inference_mode():
@@ -501,7 +502,7 @@ def draw_peaks(axes: Any, results: Sequence[Any]) -> None:
     axes.scatter(measured, predicted, s=14, color="tab:blue")
     axes.set(xscale="log", yscale="log", xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
     for axis in (axes.xaxis, axes.yaxis):
-        # With all labels of a logarithmic axis, some cover others.
+        # With all labels of a logarithmic axis, some would overlap.
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")

@@ -7,10 +7,10 @@ Each configuration has three errors:
 
 - `error`: the median prediction against the wall-clock time of the steps.
 - `error_worked`: the median prediction against the processor time of the thread that starts the
-  operators. On a machine that other programs use too, `error` says more about those programs than
-  about the prediction.
+  operators. On a machine shared with other programs, `error` depends more on those programs than on
+  the prediction.
 - `error_first`: the first prediction alone against the wall-clock time, which is the error of a
-  plan that is made once.
+  single plan.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def speed_case(model: str, seq_len: int, rows: int, **changes: Any) -> PlannerCa
 
 def speed_grid() -> tuple[PlannerCase, ...]:
     """Return the configurations: widths, lengths, batches, number formats, and methods. The last
-    four take so long that less than a step is timed."""
+    four take so long that less than one step is timed."""
     bf16 = {"efficiency__precision": "bf16"}
     return (
         speed_case("small", 256, 4),
@@ -196,7 +196,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
         ConfigError: there are no values.
     """
     if not ordered:
-        raise ConfigError("a percentile of no values: nothing was measured")
+        raise ConfigError("there are no values for a percentile: nothing was measured")
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -243,8 +243,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         - "plan_seconds": time of the first prediction
         - "predictions": `SpeedPrediction.to_json` of each turn
         - "step_seconds": wall-clock seconds of each timed step
-        - "thread_seconds": seconds of each timed step in which the thread that starts the operators
-          worked; in the rest it waited, or other programs ran
+        - "thread_seconds": processor seconds of the thread that starts the operators, for each
+          timed step; during the rest of the step it waited, or other programs ran
 
     Raises:
         FirstlightError: the recipe is invalid.

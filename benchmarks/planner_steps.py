@@ -11,12 +11,12 @@ REQUEST is a JSON object:
 
 Random weights are made on the device, and the tokens are random. For each recipe on a GPU:
 
-1. The memory of the recipe before is released: Python's garbage, the allocator's cache, cuBLAS's
-   workspaces. The bytes still allocated are `left_bytes`, which `peak_bytes` leaves out.
+1. The memory of the previous recipe is released: Python's garbage, the allocator's cache, cuBLAS
+    workspaces. The bytes still allocated are `left_bytes`, which `peak_bytes` does not include.
 2. The weights are made (frozen and quantized if the recipe says so); the allocator's peak is reset.
-3. Optimizer and loss function are made as `firstlight train` makes them, and three steps are
-   trained. For a recipe that compiles, the peak is reset again after the first step, because the
-   memory of compiling is not part of a step.
+3. Optimizer and loss function are created as in `firstlight train`, and three steps are trained.
+   For a recipe that compiles, the peak is reset again after the first step, because the memory of
+   compiling is not part of a step.
 4. `peak_bytes` and `reserved_bytes` are the allocator's peaks of allocated and reserved memory.
    `driver_bytes` is the growth of the GPU's used memory since before this process used the GPU.
 5. `step_seconds` of each timed step, from the batch on the device to the updated parameters.
@@ -48,7 +48,7 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Maximum bytes left by the recipe before, for cuBLAS's handles and tables of libraries.
+#: Maximum bytes left by the previous recipe, for cuBLAS handles and tables of libraries.
 _MOST_LEFT = 16 * 2**20
 
 #: Number of steps before the timed ones.
@@ -101,7 +101,7 @@ class _Peaks:
         found: the figures of steps 1 and 4 in the module's docstring.
 
     Raises:
-        RuntimeError: the recipe before left more than `_MOST_LEFT` bytes.
+        RuntimeError: the previous recipe left more than `_MOST_LEFT` bytes.
     """
 
     def __init__(self, idle: int | None) -> None:
@@ -116,7 +116,7 @@ class _Peaks:
         self.found: dict[str, Any] = {"left_bytes": left}
         self._idle = idle
         if left > _MOST_LEFT:
-            raise RuntimeError(f"{left:,} bytes of the recipe before are still allocated")
+            raise RuntimeError(f"{left:,} bytes of the previous recipe are still allocated")
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Programs for comparison in benchmarks: bare loops for GPT-2, and transformers' Trainer.
 
-Each loop is an efficient training program of one file, without this library: a model of linear
-layers and torch's fused attention, compiled as a whole, its vocabulary padded to a multiple of 64,
-and torch's fused AdamW.
+Each loop is an efficient single-file training program that does not use this library: a model of
+linear layers and torch's fused attention, compiled as a whole, with its vocabulary padded to a
+multiple of 64, and torch's fused AdamW.
 
 - "reference", like nanoGPT's train.py: fp32 parameters, matrix products in bf16 by autocast, weight
   decay on matrices only, gradients clipped to a norm of 1.

@@ -4,8 +4,8 @@ and number of processes.
 Each row is a run of several processes on this machine with the same micro-batch size, so a step of
 n processes has n times the tokens ("weak scaling"). With the engines tensor and pipeline, the
 processes compute the same sequences together, so a step has the tokens of one process. On a CPU, n
-processes share its cores evenly; on GPUs, each process has its own. The rows take turns; numbers
-are medians over the turns.
+processes share the cores evenly; on GPUs, each process has a separate GPU. The rows take turns;
+numbers are medians over the turns.
 
 A rank trains a model with random weights on random tokens, first with the row's engine, and then
 alone, all ranks at the same time. The step with the engine takes more time, for exchanging
@@ -115,7 +115,7 @@ def bench_scaling(bench: ScalingBench, on_run: Keep) -> Result:
     if hardware.device.type == "cuda" and bench.nproc > torch.cuda.device_count():
         raise ConfigError(
             f"{bench.nproc} processes need as many GPUs, but this machine has "
-            f"{torch.cuda.device_count()}"
+            f"{torch.cuda.device_count()}: lower --nproc"
         )
     model = meta_model(find_model(bench.model))
     head = {
@@ -205,8 +205,8 @@ def summarize(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Return a PNG of each row's tokens per second, and its peak memory of the rank that has
-    most."""
+    """Return a PNG of each row's tokens per second, and of the highest peak memory among its
+    ranks."""
     rows = [row for row in result["rows"] if "tokens_per_second" in row]
     names = [f"{row['engine']}, {row['processes']}" for row in rows]
     rates = [row["tokens_per_second"] for row in rows]

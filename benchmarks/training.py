@@ -195,8 +195,8 @@ def _decided(recipe: Recipe, values: Mapping[str, Any], hardware: Hardware) -> R
     seq_len, tokens = values["data"]["seq_len"], values["batch"]["global_batch_tokens"]
     if (recipe.data.seq_len, recipe.batch.global_batch_tokens) != (seq_len, tokens):
         raise ConfigError(
-            f"every row trains {tokens} tokens a step in rows of {seq_len}: use --seq-len and "
-            "--micro-batch-size, and only batch.micro_batch_size to cut the step otherwise"
+            f"every row trains {tokens} tokens per step in rows of {seq_len}: use --seq-len and "
+            "--micro-batch-size, and only batch.micro_batch_size to split the step differently"
         )
     if recipe.batch.micro_batch_size == "auto":
         recipe = recipe.with_keys("batch", micro_batch_size=1)
@@ -224,11 +224,12 @@ def choose_programs(
     for name in names:
         if name != "trainer" and not is_gpt2:
             raise ConfigError(
-                f"program '{name}' is a loop for GPT-2, and {model} is none: use --programs trainer"
+                f"program '{name}' is a loop for GPT-2, but {model} is another model: use "
+                "--programs trainer"
             )
     missing = [name for name in ("transformers", "accelerate") if not has_package(name)]
     if "trainer" in names and missing:
-        say(f"{' and '.join(missing)} not installed: the row 'trainer' is left out")
+        say(f"{' and '.join(missing)} not installed: the row 'trainer' is skipped")
     return [name for name in dict.fromkeys(names) if name != "trainer" or not missing]
 
 
@@ -487,7 +488,7 @@ def library_corpus(folder: Path, vocab_size: int, source: str | Path = "stdlib")
 
 PHASES = ("forward", "backward", "update")
 
-#: Smallest share of the time with which an operator is in the table of --profile.
+#: Minimum share of the time for an operator to be listed by --profile.
 _LEAST_SHARE = 0.005
 
 
@@ -607,8 +608,8 @@ def phase_shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def operator_shares(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the operators over the profiled steps of all turns, the slowest first; without those
-    of less than `_LEAST_SHARE`.
+    """Return the operators over the profiled steps of all turns, slowest first, without those below
+    `_LEAST_SHARE`.
 
     Returns:
         For each operator "operator", its name; "share", its fraction of the time of all operators;

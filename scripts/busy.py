@@ -1,6 +1,6 @@
-"""Keep cores busy, to run tests beside it: python scripts/busy.py [PROCESSES] [SECONDS]
+"""Keep cores busy while tests run: python scripts/busy.py [PROCESSES] [SECONDS]
 
-Four processes compute for 1800 s, or until this one ends, however it ends.
+By default, four processes compute for 1800 s, or until this process ends for any reason.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import time
 
 
 def compute(parent: int, seconds: float) -> None:
-    """Compute until the time is over or the parent is another process."""
+    """Compute until the time is over or the parent process has changed."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and os.getppid() == parent:
         sum(number * number for number in range(200_000))
 
 
 def main(processes: int = 4, seconds: float = 1800.0) -> None:
-    """Start the processes and wait for them."""
+    """Start the processes, and wait for them."""
     here = os.getpid()
     children = []
     for _ in range(processes):

@@ -1,9 +1,9 @@
-"""Pages of the documentation site that are made from the code: a hook of mkdocs (`mkdocs.yml`).
+"""Generate pages of the documentation site from the code: a hook of mkdocs (`mkdocs.yml`).
 
-Keys of a recipe come from its schema, commands from click, Python names from the package's list;
-the first paragraphs of these pages stand in docs/reference/, where readers of the repository find
-them. README.md, CHANGELOG.md and SECURITY.md become pages of the site, and CITATION.cff becomes a
-BibTeX entry; links between them and docs/ are changed to the site's paths.
+Recipe keys come from the schema, commands from click, and Python names from the package's list of
+public names. The first paragraphs of these pages are in docs/reference/, for readers of the
+repository. README.md, CHANGELOG.md and SECURITY.md become pages of the site, and CITATION.cff
+becomes a BibTeX entry; links between them and docs/ are changed to the site's paths.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Version that brought a key. All came with the first one; a later key gets an entry of its own.
+#: Version in which a key was added. All keys are from the first version; a later key gets an entry.
 SINCE = {"": "0.1.0"}
 
-#: Titles of the public names' packages, in the order of the page.
+#: Titles of the packages with public names, in the order of the page.
 _TITLES = {
     "from_texts": "From texts to a model",
     "tokenizer": "Tokenizers",
@@ -47,7 +47,7 @@ _TITLES = {
     "errors": "Errors",
 }
 
-#: What a training loop of one's own is made of (examples/parts.py), by title.
+#: Parts of a custom training loop (examples/parts.py), by title.
 PARTS = {
     "Models": [
         "models.empty_model",
@@ -69,7 +69,7 @@ PARTS = {
     "A step": ["training.step.train_step"],
 }
 
-#: Pages of the site that are made of the repository's other files, by file.
+#: Pages of the site made from other files of the repository, by file.
 ROOT_PAGES = {
     "README.md": "overview.md",
     "CHANGELOG.md": "changelog.md",
@@ -77,11 +77,12 @@ ROOT_PAGES = {
     "CITATION.cff": "citing.md",
 }
 
-#: Begins the part of a page in docs/reference/ that says where the list is without the site.
+#: Start of the part of a page in docs/reference/ that is omitted on the site: where to find the
+#: list.
 _WITHOUT_SITE = "<!-- without the site -->"
 
-#: Pages that name many subjects or many words, and that the search shows after those that explain
-#: them: their weights. Others have 1.
+#: Search weights of pages that mention many subjects or many words, and that the search lists after
+#: pages that explain them. Other pages have weight 1.
 _SEARCH_WEIGHTS = {
     "architecture.md": 0.3,
     "changelog.md": 0.3,
@@ -94,9 +95,10 @@ _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def github_markdown(text: str) -> str:
-    """A page in GitHub's Markdown as Python-Markdown, mkdocs' reader, needs it.
+    """Convert GitHub's Markdown to the form that Python-Markdown, used by mkdocs, needs.
 
-    A list or table gets the empty line before it, and bars in code of tables lose their backslash.
+    An empty line is inserted before a list or table, and vertical bars in code within tables lose
+    their backslash.
     """
     lines: list[str] = []
     in_fence = False
@@ -114,14 +116,14 @@ def github_markdown(text: str) -> str:
 
 
 def _block(line: str) -> str:
-    """ "list", "table" or "" by how a line begins."""
+    """Return "list", "table" or "", depending on the start of a line."""
     if re.match(r"(?:[-*] |\d+\. )", line):
         return "list"
     return "table" if line.startswith("|") else ""
 
 
 def type_text(annotation: Any) -> str:
-    """A key's type in words: `int or null`, the values of a Literal."""
+    """Return a key's type in words: `int or null`, or the values of a Literal."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (None, types.NoneType):
         return "null"
@@ -139,7 +141,7 @@ def type_text(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """The bounds of a number: ", above 0", or nothing."""
+    """Return the bounds of a number, such as ", above 0", or ""."""
     found = [
         f"{word} {getattr(one, name)}"
         for one in field.metadata
@@ -150,7 +152,7 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """A field's default as JSON in code, or "required"."""
+    """Return a field's default as JSON in code, or "required"."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -160,13 +162,13 @@ def _default(field: FieldInfo) -> str:
 
 
 def _text(field: FieldInfo) -> str:
-    """A field's documentation as one sentence."""
+    """Return a field's documentation as one sentence."""
     text = " ".join((field.description or "").split())
     return text[:1].upper() + text[1:]
 
 
 def keys() -> dict[str, dict[str, list[tuple[type, FieldInfo]]]]:
-    """Every key of a recipe by section and name, with each class that has it."""
+    """Return every key of a recipe by section and name, with each class that has it."""
     from firstlight.recipe import recipe_fields
 
     found: dict[str, dict[str, list[tuple[type, FieldInfo]]]] = {}
@@ -177,7 +179,7 @@ def keys() -> dict[str, dict[str, list[tuple[type, FieldInfo]]]]:
 
 
 def _entry(name: str, owners: list[tuple[type, FieldInfo]], families: int) -> Iterator[str]:
-    """The lines of a key; keys of a model say which families have them."""
+    """Return the lines of a key; keys of a model list the families that have them."""
     types_ = " or ".join(dict.fromkeys(type_text(f.annotation) + _bounds(f) for _, f in owners))
     yield f"### `{name}` {{#{name}}}\n"
     defaults: dict[str, list[str]] = {}
@@ -196,7 +198,7 @@ def _entry(name: str, owners: list[tuple[type, FieldInfo]], families: int) -> It
 
 
 def _head(name: str) -> str:
-    """The beginning of docs/reference/NAME.md, which the page of the site has, too."""
+    """Return the start of docs/reference/NAME.md, which the site's page has, too."""
     text = (ROOT / "docs" / "reference" / f"{name}.md").read_text(encoding="utf-8")
     head, mark, _ = text.partition(_WITHOUT_SITE)
     assert mark, f"docs/reference/{name}.md lacks {_WITHOUT_SITE}"
@@ -204,7 +206,7 @@ def _head(name: str) -> str:
 
 
 def recipe_page() -> str:
-    """The page of all sections but `model`."""
+    """Return the page of all sections except `model`."""
     from firstlight.recipe import Recipe
 
     lines = [_head("recipe")]
@@ -221,7 +223,7 @@ def recipe_page() -> str:
 
 
 def model_page() -> str:
-    """The page of the `model` section: the keys of all families."""
+    """Return the page of the `model` section, with the keys of all families."""
     entries = keys()["model"]
     families = max(len(owners) for owners in entries.values())
     lines = [_head("model"), "## model {#model}\n"]
@@ -231,7 +233,7 @@ def model_page() -> str:
 
 
 def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
-    """(full name, command) of a command and of all below it."""
+    """Yield (full name, command) for a command and all its subcommands."""
     yield name, command
     if isinstance(command, click.Group):
         for verb, below in command.commands.items():
@@ -241,7 +243,7 @@ def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Com
 
 
 def commands_page() -> str:
-    """The page of all commands with all options."""
+    """Return the page of all commands with all options."""
     from firstlight.cli.main import firstlight
 
     lines = [_head("commands")]
@@ -251,7 +253,7 @@ def commands_page() -> str:
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
-    """The lines of one command."""
+    """Return the lines of one command."""
     context = click.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## {name} {{#{name.replace(' ', '-')}}}\n"
@@ -274,7 +276,7 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
 
 
 def _option(option: click.Option, context: click.Context) -> str:
-    """An option's names with its metavar, in code."""
+    """Return an option's names with its metavar, in code."""
     names = ", ".join(option.opts)
     if option.secondary_opts:
         names += f" / {', '.join(option.secondary_opts)}"
@@ -284,12 +286,12 @@ def _option(option: click.Option, context: click.Context) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for a cell of a table."""
+    """Return text for a table cell."""
     return text.replace("<", "&lt;").replace("|", "&#124;").replace("*", "&#42;")
 
 
 def python_page() -> str:
-    """The page of the names that `import firstlight` has."""
+    """Return the page of the names that `import firstlight` provides."""
     import firstlight
 
     by_title: dict[str, list[str]] = {title: [] for title in _TITLES.values()}
@@ -304,7 +306,7 @@ def python_page() -> str:
 
 
 def parts_page() -> str:
-    """The page of the parts of a training loop of one's own."""
+    """Return the page of the parts of a custom training loop."""
     lines = [_head("parts")]
     for title, names in PARTS.items():
         lines += [f"## {title}\n", *(f"::: firstlight.{name}\n" for name in names)]
@@ -312,7 +314,7 @@ def parts_page() -> str:
 
 
 def _root_page(name: str) -> str:
-    """A Markdown file of the repository's root with its links as seen from docs/."""
+    """Return a Markdown file of the repository's root, with its links relative to docs/."""
     text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
     return re.sub(
         r"\]\(([\w.]+)(?=[)#])", lambda link: f"]({ROOT_PAGES.get(link[1], link[1])}", text
@@ -320,7 +322,7 @@ def _root_page(name: str) -> str:
 
 
 def site_links(text: str) -> str:
-    """A page of docs/ whose links to README.md and other files of the root lead to their pages."""
+    """Change a page's links to README.md and other files of the root to links to their pages."""
     files = "|".join(re.escape(name) for name in ROOT_PAGES)
     # The repository's root is one folder above docs/, where the site has these pages.
     return re.sub(
@@ -331,7 +333,7 @@ def site_links(text: str) -> str:
 
 
 def citing_page() -> str:
-    """The page of CITATION.cff, with the BibTeX entry of its fields."""
+    """Return the page of CITATION.cff, with a BibTeX entry."""
     import yaml
 
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
@@ -346,7 +348,7 @@ def citing_page() -> str:
 
 
 def pages() -> dict[str, str]:
-    """Text of each made page by its path."""
+    """Return the text of each generated page by its path."""
     return {
         "overview.md": _root_page("README.md"),
         "changelog.md": _root_page("CHANGELOG.md"),
@@ -361,14 +363,14 @@ def pages() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Name headings' anchors as GitHub does."""
+    """Create the anchors of headings like GitHub."""
     from pymdownx.slugs import slugify
 
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the made pages, in place of those of docs/reference/."""
+    """Add the generated pages, in place of those of docs/reference/."""
     from mkdocs.structure.files import File
 
     for path, text in pages().items():
@@ -378,7 +380,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def titled_links(text: str, folder: Path) -> str:
-    """A page whose links that show a page's path, `[chat.md](chat.md)`, show its title instead.
+    """Change links that show a page's path, such as `[chat.md](chat.md)`, to show its title.
 
     Args:
         text: the page.
@@ -396,8 +398,9 @@ def titled_links(text: str, folder: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Read each page as GitHub does, name pages by their titles, and let the search find guides
-    before pages for developers."""
+    """Read each page like GitHub, name pages by their titles, and let the search list guides before
+    pages for developers.
+    """
     page.meta["search"] = {"boost": _SEARCH_WEIGHTS.get(page.file.src_uri, 1)}
     text = site_links(github_markdown(markdown))
     return titled_links(text, ROOT / "docs" / Path(page.file.src_uri).parent)

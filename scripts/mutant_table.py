@@ -1,4 +1,4 @@
-"""The known bugs that `mutants.py` puts into the source, and the tests that must notice them."""
+"""The known bugs that `mutants.py` inserts into the source, and the tests that must detect them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class Mutant(NamedTuple):
     """One bug.
 
     Attributes:
-        name: of the bug.
-        file: in `src`.
-        old: text that stands there exactly once.
-        new: what it becomes.
-        tests: pytest's names of those that fail then.
+        name: name of the bug.
+        file: path in `src`.
+        old: text that occurs exactly once in the file.
+        new: its replacement.
+        tests: pytest names of the tests that then fail.
     """
 
     name: str

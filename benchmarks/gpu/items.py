@@ -33,7 +33,7 @@ from firstlight.generation.batch import BatchDecoder
 from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Chosen, Continuation
 from firstlight.generation.engine import first_tokens, next_tokens
-from firstlight.generation.few_rows import Int8Linear, rounded
+from firstlight.generation.few_rows import Int8Linear, rounded, use_few_rows
 from firstlight.hardware.device import Hardware, synchronize
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.methods.memory import chunked_head_loss
@@ -54,7 +54,7 @@ class Bench:
 
     Attributes:
         hardware: device that is measured.
-        dry: True for tiny shapes and one call of each: figures without a meaning.
+        dry: True for tiny shapes and one call of each, whose figures are meaningless.
         out: folder of the results, for files of an item; None keeps none.
     """
 
@@ -96,10 +96,10 @@ class Item:
     Attributes:
         name: letter of the item in the plan, and its part.
         title: heading of its table.
-        seconds: expected duration; without compiled code in the cache where it compiles.
+        seconds: expected duration, including compilation if the item compiles.
         rows: function that measures.
-        of_machine: True if the figures don't depend on the package: another source measures nothing
-            anew.
+        of_machine: True if the figures do not depend on the package and need not be measured again
+            for other source code.
     """
 
     name: str
@@ -212,13 +212,30 @@ def attention(bench: Bench) -> Iterator[Row]:
         for way, function in ways.items():
             yield attempt(
                 f"8 texts, a token, {kind}: {way}",
-                functools.partial(_token_times, bench, function, backends),
+                functools.partial(_token_times, bench, function, backends, (8, 32, 8, 1024)),
             )
         for way in ("enable_gqa", "expanded keys"):
             yield attempt(
                 f"training, Llama 1B, {kind}: {way}",
                 functools.partial(_kernel_times, bench, "training, Llama 1B", backends, ways[way]),
             )
+
+    #: GPT-2 124M.
+    for way, function in (("one kernel", _attend), ("two products", _two_products)):
+        yield attempt(
+            f"1 text, a token, {way}",
+            functools.partial(
+                _token_times, bench, function, list(_BACKENDS.values()), (1, 12, 12, 192)
+            ),
+        )
+
+
+def _two_products(q_BHTD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute attention as two products with a softmax in between."""
+    assert mask is not None
+    scores = q_BHTD @ k.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
+    out: Tensor = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    return out
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -267,12 +284,17 @@ def _kernel_times(
 
 @torch.no_grad()
 def _token_times(
-    bench: Bench, attend: Callable[..., Tensor], backends: Sequence[SDPBackend]
+    bench: Bench,
+    attend: Callable[..., Tensor],
+    backends: Sequence[SDPBackend],
+    shape: tuple[int, int, int, int],
 ) -> Row:
-    S = bench.pick(1024, 32)
-    q, k = bench.tensor(8, 32, 1, 64), bench.tensor(8, 8, S, 64)
+    """Measure attention of one token for a shape: B, H, K, S."""
+    B, H, K, S = shape
+    S = bench.pick(S, 32)
+    q, k = bench.tensor(B, H, 1, 64), bench.tensor(B, K, S, 64)
     v = torch.randn_like(k)
-    mask = torch.ones(8, 1, 1, S, dtype=torch.bool, device=bench.device)
+    mask = torch.ones(B, 1, 1, S, dtype=torch.bool, device=bench.device)
     with sdpa_kernel(list(backends)):
         ran = kernels(lambda: attend(q, k, v, mask), bench.device)
         replay = recorded(lambda: attend(q, k, v, mask), bench.device)
@@ -294,10 +316,13 @@ def _cudnn(enabled: bool) -> Iterator[None]:
 
 
 def random_bf16_model(bench: Bench, name: str) -> Model:
-    """Return a model in bf16 for generation, with random weights."""
+    """Return a model in bf16 for generation, with random weights, set up as by `engine.load`:
+    otherwise its steps would not be recorded."""
     tiny = "tiny-gpt2" if name.startswith("gpt2") else "tiny-llama"
     config = config_of(model_values(bench.pick(name, tiny)))
-    return random_model(config, bench.device).to(torch.bfloat16).eval()
+    model = random_model(config, bench.device).to(torch.bfloat16).eval()
+    use_few_rows(model)
+    return model
 
 
 def _prompt(bench: Bench, tokens: int) -> list[int]:
@@ -393,7 +418,7 @@ class _Decoding:
         return found
 
     def choose(self) -> None:
-        """Choose the next tokens, which the host reads."""
+        """Choose the next tokens, and read them on the host."""
         self.chosen_B.copy_(self.logits().argmax(-1))
 
     def advance(self, choose: Callable[[Tensor], Tensor]) -> None:
@@ -456,7 +481,7 @@ def _steps(bench: Bench, model: Model, texts: int) -> Iterator[Row]:
     greedy = functools.partial(decoding.advance, functools.partial(torch.argmax, dim=-1))
     sampled = functools.partial(decoding.advance, _sample)
     yield attempt(
-        f"{texts} texts: recorded, tokens by the host",
+        f"{texts} texts: recorded, tokens sent by the host",
         lambda: row(functools.partial(decoding.feed, recorded(decoding.choose, bench.device))),
     )
     for name, step in (("greedy", greedy), ("sampled", sampled)):
@@ -527,7 +552,7 @@ class _Training:
             rows, tokens = 1, 16
             if model.startswith("gpt2"):
                 model, changes = "tiny-gpt2", {**changes, "efficiency.compile_backend": "eager"}
-            else:  # Compiling one model takes long enough.
+            else:  # Compiling one model already takes long.
                 model = "tiny-llama"
                 changes = {k: v for k, v in changes.items() if "compile" not in k}
         self.bench = bench
@@ -587,7 +612,7 @@ def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: 
         bench: the device.
         step: a step of training.
         tokens: tokens of a step.
-        flops: floating-point operations of a step, of which "tflops" are counted.
+        flops: floating-point operations of a step, used for "tflops".
         calls: steps of each of three timed rounds.
     """
     synchronize(bench.device)
@@ -611,10 +636,10 @@ def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: 
 
 
 def training_124m(bench: Bench) -> Iterator[Row]:
-    """Measure compiled steps of GPT-2 124M: as they are, and with less waiting and clipping."""
+    """Measure compiled steps of GPT-2 124M, unchanged and with less waiting and clipping."""
     training = _Training(bench, "gpt2-124m", 32, 1024, _PADDED)
     yield attempt("as it is", training.row)
-    yield attempt("loss read a step late", lambda: training.row(training.step_read_late))
+    yield attempt("loss read one step later", lambda: training.row(training.step_read_late))
     unclipped = functools.partial(training.step_read_late, clips=False)
     yield attempt("read late, not clipped", lambda: training.row(unclipped))
 
@@ -643,7 +668,9 @@ def small_run(bench: Bench, changes: Mapping[str, Any]) -> Iterator[Row]:
     """Measure steps of the model of `firstlight train stdlib --budget 3m`."""
     training = _Training(bench, "stdlib-44m", 8, 512, {**_MUON, **changes})
     yield attempt("as it is", lambda: training.row(calls=10))
-    yield attempt("loss read a step late", lambda: training.row(training.step_read_late, calls=10))
+    yield attempt(
+        "loss read one step later", lambda: training.row(training.step_read_late, calls=10)
+    )
 
 
 def training_1b(bench: Bench, precision: str) -> Iterator[Row]:
@@ -768,7 +795,7 @@ def _chunk_gradient(
 def _chunk(
     x_nC: Tensor, weight_VC: Tensor, labels_n: Tensor, grad_VC: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss [] and the gradient of `x_nC` [n, C]; that of the weight is added to
+    """Return the loss [] and the gradient of `x_nC` [n, C], and add the weight's gradient to
     `grad_VC`."""
     loss, grad_nV, grad_x_nC = _chunk_gradient(x_nC, weight_VC, labels_n)
     grad_VC += grad_nV.T @ x_nC
@@ -827,7 +854,7 @@ def expandable_segments(bench: Bench) -> Iterator[Row]:
         for case in found.get("cases", ()):
             row = case_row(case, f"{value}: ")
             if "driver_bytes" in case:
-                # What the process takes beside torch's allocator: CUDA's context, and kernels.
+                # Memory of the process outside of torch's allocator: the CUDA context and kernels.
                 row["context_mib"] = round((case["driver_bytes"] - case["reserved_bytes"]) / 2**20)
             yield row
 
@@ -858,8 +885,8 @@ def case_row(case: Mapping[str, Any], prefix: str = "") -> Row:
 
 @torch.no_grad()
 def int8(bench: Bench) -> Iterator[Row]:
-    """Yield products of 1, 8 and 64 rows with 8 weights [8192, 2048], more than the GPU's cache
-    holds."""
+    """Yield products of 1, 8 and 64 rows with 8 weights [8192, 2048], which exceed the GPU's
+    cache."""
     layers, out, inner = bench.pick((8, 8192, 2048), (2, 64, 32))
     weights = [bench.tensor(out, inner) for _ in range(layers)]
     quantized = [rounded(weight) for weight in weights]
@@ -904,7 +931,7 @@ def _products(bench: Bench, call: Call, layers: int) -> Row:
 
 
 def planner(bench: Bench, start: int, *, rest: bool = False) -> Iterator[Row]:
-    """Seven configurations of the planner's grid, mixtures of experts first.
+    """Measure seven configurations of the planner's grid, mixtures of experts first.
 
     Args:
         bench: the device.
@@ -933,7 +960,7 @@ _GRAPHS = {**_COMPILE, "efficiency.compile_mode": "reduce-overhead"}
 ITEMS: tuple[Item, ...] = (
     make_item("A", "Facts", 5, facts),
     make_item("B", "Attention kernels", 12, attention),
-    make_item("C", "New lengths, with cuDNN's attention and without", 15, new_lengths),
+    make_item("C", "New lengths, with and without cuDNN attention", 15, new_lengths),
     make_item("D-124m", "Decoding, GPT-2 124M", 15, decoding, "gpt2-124m"),
     make_item("D-1b", "Decoding, Llama 1B", 15, decoding, "llama-1b"),
     make_item("E", "Training GPT-2 124M, 32 x 1,024, compiled", 45, training_124m),

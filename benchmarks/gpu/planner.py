@@ -1,8 +1,9 @@
-"""What the planner predicts beside what the items L have measured, and the fit of its constants.
+"""The planner's predictions compared with the measurements of items L, and the fit of its
+constants.
 
-Memory is compared for every configuration of `models.gpu_grid` that was measured, speed for those
-that train. The constants of the speed model are fitted on some of them, and the error is that of
-the others. Nothing here needs a GPU.
+Memory is compared for every measured configuration of `models.gpu_grid`, speed for those that
+train. The constants of the speed model are fitted on some of them, and the error is measured on the
+others. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from firstlight.recipe import parse_resolved_recipe
 #: Name of the file of constants in the folder of the results.
 MEASURED_NAME = "measured_gpus.json"
 
-#: GPU whose data sheet stands for the CPU of a dry run, so that it runs the same code.
+#: GPU whose data sheet replaces the CPU's in a dry run, so that it runs the same code.
 _DRY_GPU = "H100"
 
 _MIB = 2**20
@@ -67,11 +68,11 @@ class Compared:
 
 
 def compare(lines: Sequence[Mapping[str, Any]], gpu: GPU) -> Iterator[Compared]:
-    """Predict the configurations that were measured, a second or two for each.
+    """Predict the measured configurations, which takes a second or two each.
 
     Args:
-        lines: lines of `quick`; of several rows of a configuration, the last counts.
-        gpu: the GPU that measured them.
+        lines: lines of `quick`; if a configuration has several rows, the last one counts.
+        gpu: the GPU on which they were measured.
     """
     rows = {
         row["row"]: row
@@ -104,11 +105,12 @@ def _compared(case: PlannerCase, row: Mapping[str, Any], target: Target) -> Comp
 def fit(lines: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Fit the constants of the speed model, and write them.
 
-    They go into the folder, to be copied into the package for all users, and into the cache, where
-    the planner of this machine finds them from now on; those of a dry run go into the folder only.
+    They are written to the folder, from which they can be copied into the package, and to the
+    cache, where the planner on this machine finds them from then on. Constants of a dry run are
+    only written to the folder.
 
     Args:
-        lines: lines of `quick`; those of the last one's GPU count.
+        lines: lines of `quick`; only those with the GPU of the last line are used.
         folder: folder of the lines.
 
     Returns:

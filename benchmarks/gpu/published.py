@@ -1,5 +1,5 @@
-"""Further items of `quick`, whose figures docs/gpu.md publishes: the rates that bound all others,
-firstlight beside other programs, a real run, and the ladders of methods. See `items`."""
+"""Further items of `quick`, whose figures docs/gpu.md publishes: the hardware's maximum rates,
+firstlight compared with other programs, a real run, and the ladders of methods. See `items`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _product_rate(bench: Bench, multiply: Call, flops: int) -> Row:
     return {
         "tflops": round(statistics.median(rates), 1),
         "best_tflops": round(max(rates), 1),
-        # As far as the GPU's power allows.
+        # Limited by the GPU's power.
         "sustained_tflops": round(flops / bench.ms(multiply, rounds=1, calls=20 * calls) / 1e9, 1),
     }
 
@@ -102,7 +102,7 @@ def _product_rate(bench: Bench, multiply: Call, flops: int) -> Row:
 def _copies(bench: Bench) -> Iterator[Row]:
     size = bench.pick(2**30, 2**16)
     there = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-    # Written to, because the system assigns pages to allocated memory only when it is written.
+    # The memory is written, because the system assigns pages only then.
     host = torch.ones(size, dtype=torch.uint8)
     # Within the device, bytes are read and written.
     pairs = {"within the device": (torch.empty_like(there), there, 2)}
@@ -172,10 +172,10 @@ def _continuation(
     later = texts * (request["new_tokens"] - 1)
     return {
         "tokens_per_s": round(rate, 1),
-        # What steps must read, beside which the memory's bandwidth is the limit.
+        # The bytes that steps must read, from which the limit by memory bandwidth follows.
         "gb_per_s": round(step_bytes * rate / texts / 1e9, 1),
         "first_ms": round(1000 * first, 2),
-        # With the time until the first tokens.
+        # Includes the time until the first tokens.
         "whole_tokens_per_s": round((later + texts) / (first + later / rate), 1),
         "warm_up_s": round(found["warm_up_seconds"], 2),
     }
@@ -194,7 +194,7 @@ def _transformers(bench: Bench, model: Model, request: Mapping[str, Any]) -> Con
 
 # Q: a real run
 
-#: Files of the run folder that are kept in the folder of the results.
+#: Files of the run folder that are copied to the results folder.
 _KEPT = ("metrics.jsonl", "forecast.json", "report.png", "report.html")
 
 
@@ -254,14 +254,14 @@ def train(command: Sequence[str], folder: Path) -> tuple[dict[str, Any], float]:
     return json.loads(done.stdout), time.perf_counter() - start
 
 
-# R: ladders, in which each rung adds a method to those before it
+# R: ladders, in which each rung adds a method to the previous ones
 
 #: Name of a rung, and the values of the recipe by key that it adds.
 _Rung = tuple[str, Mapping[str, Any]]
 
 _SPEED: Sequence[_Rung] = (
     (
-        "fp32, attention as two products, AdamW parameter by parameter",
+        "fp32, attention as two products, AdamW one parameter at a time",
         {
             "efficiency.attention": "plain",
             "optimizer.implementation": "for-loop",
@@ -294,7 +294,7 @@ _MEMORY: Sequence[_Rung] = (
         {"optimizer.name": "adamw8bit", "optimizer.implementation": "auto"},
     ),
     (
-        "+ Adafactor in place of AdamW",
+        "+ Adafactor instead of AdamW",
         {"optimizer.name": "adafactor", "optimizer.learning_rate": 0.01},
     ),
 )
@@ -309,7 +309,8 @@ def _cases(model: str, rows: int, tokens: int, rungs: Sequence[_Rung]) -> list[P
     return found
 
 
-#: Speed of GPT-2 124M; memory of full fine-tuning of a Llama 3.2 3B, beside torchtune's README.
+#: Speed of GPT-2 124M; memory of full fine-tuning of Llama 3.2 3B, for comparison with torchtune's
+#: README.
 SPEED_CASES = _cases("gpt2-124m", 16, 1024, _SPEED)
 MEMORY_CASES = _cases("llama-3b", 2, 4096, _MEMORY)
 
@@ -326,8 +327,8 @@ def ladder(bench: Bench, cases: Sequence[PlannerCase]) -> Iterator[Row]:
 ITEMS: tuple[Item, ...] = (
     Item("N", "Ceilings: matrix products and copies", 25, ceilings, of_machine=True),
     make_item("O", "GPT-2 124M by a bare loop, 32 x 1,024, compiled", 35, bare_loop),
-    make_item("P-124m", "Generation beside transformers, GPT-2 124M", 30, generation, "gpt2-124m"),
-    make_item("P-1b", "Generation beside transformers, Llama 1B", 30, generation, "llama-1b"),
+    make_item("P-124m", "Generation, and transformers, GPT-2 124M", 30, generation, "gpt2-124m"),
+    make_item("P-1b", "Generation, and transformers, Llama 1B", 30, generation, "llama-1b"),
     make_item("Q", "firstlight train stdlib --budget 3m", 200, real_run),
     make_item(
         "R-memory", "The ladder of memory: Llama 3.2 3B, 2 x 4,096", 50, ladder, MEMORY_CASES

@@ -56,7 +56,7 @@ LINES_NAME, CACHE_NAME = "lines.jsonl", "inductor.cache"
 #: All items, starting with those for optimisation work, which a single call measures.
 ITEMS: tuple[Item, ...] = (*items.ITEMS, *published.ITEMS)
 
-#: An item is stopped after this multiple of its expected seconds, and a minute.
+#: An item is stopped after this multiple of its expected seconds, plus a minute.
 _MOST_EXCESS = 2.0
 
 #: Keys of a row that are not columns of its table.
@@ -64,8 +64,8 @@ _NO_COLUMNS = ("row", "kernels")
 
 
 class OutOfTimeError(BaseException):
-    """An item has exceeded its time. It is not an Exception, because ordinary errors end only their
-    row."""
+    """Raised when an item exceeds its time limit. It is not an Exception, because ordinary errors
+    end only their row."""
 
 
 def source_digest() -> str:
@@ -295,7 +295,7 @@ def _machines(lines: Sequence[dict[str, Any]]) -> str:
 
 def _machine(line: dict[str, Any]) -> str:
     """Return the commit, the machine and the day of a line."""
-    dry = "; a dry run, whose figures mean nothing" if line["dry"] else ""
+    dry = "; a dry run, whose figures are meaningless" if line["dry"] else ""
     return (
         f"- {line['describe'] or line['source']}: {line['device']}, driver "
         f"{line['driver'] or 'none'}, torch {line['torch']}, "
@@ -366,7 +366,7 @@ def bench_gpu(bench: GPUBench) -> Result:
     """
     begun = time.time()
     if bench.seconds <= 0:
-        raise ConfigError(f"--seconds {bench.seconds:g}: must be more than 0")
+        raise ConfigError(f"--seconds {bench.seconds:g}: must be greater than 0")
     require_known("device", [bench.device], ["cuda", "cpu"])
     # "D" selects D-124m and D-1b.
     known = [name for item in ITEMS for name in (item.name, item.name.split("-")[0])]
@@ -378,7 +378,8 @@ def bench_gpu(bench: GPUBench) -> Result:
     ]
     if bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"torch {torch.__version__} finds no CUDA GPU: --device cpu runs every item on the CPU"
+            f"torch {torch.__version__} does not find a CUDA GPU: use --device cpu to run every "
+            "item on the CPU"
         )
     device = Bench(find_hardware(bench.device), dry=bench.device == "cpu", out=bench.folder)
     if not device.dry:

@@ -1,4 +1,4 @@
-"""The fixtures of the package's tests, which the benchmarks' tests share."""
+"""Fixtures of the package's tests, shared with the benchmarks' tests."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ __all__ = [
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmarks_in_processes() -> Iterator[None]:
-    """Processes that measure find the package `benchmarks`, as those of `python -m benchmarks`.
-    Forks find it anyway."""
+    """Let measuring processes import the package `benchmarks`, as in `python -m benchmarks`. Forks
+    can import it anyway.
+    """
     with pytest.MonkeyPatch.context() as patch:
         root = str(Path(__file__).resolve().parents[2])
         patch.setenv("PYTHONPATH", root, prepend=os.pathsep)

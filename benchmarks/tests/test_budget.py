@@ -1,4 +1,4 @@
-"""`python -m benchmarks budget`: chosen settings beside random ones."""
+"""`python -m benchmarks budget`: chosen settings compared with random ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from firstlight.run_log.reader import read_json_lines
 
 
 class FakeRun:
-    """Takes the place of the process of a run; larger models learn more."""
+    """Replaces the process of a run; larger models reach a lower loss."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -70,13 +70,13 @@ def test_budget_bench_results_of_other_machine_are_not_measured_again(
 def test_budget_page_compares_chosen_run_with_best_draw(tmp_path: Path, fake: FakeRun) -> None:
     bench = BudgetBench(tmp_path, ("a.txt",), ("1m",), 8)
     bench_budget(bench, lambda _: None)
-    result = bench_budget(bench, lambda _: None)  # from the results' file
+    result = bench_budget(bench, lambda _: None)  # from the results file
     ends = [run["bits_per_byte"] for run in result["runs"][1:]]
     draws = [bits for bits in ends if bits is not None]
     assert len(draws) < len(ends)
     (row,) = [line for line in page(result, "p.png").splitlines() if line.startswith("| a, 1m")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    # 2.8 is above the expected 2.5 to 2.7.
+    # 2.8 is above the expected range, 2.5 to 2.7.
     assert cells[1:4] == ["2.8000", "2.50 to 2.70, missed", f"{min(draws):.4f} of {len(ends)}"]
     assert cells[4] == f"{len(ends) - len(draws)}"
     assert cells[5] == f"{2.8 / min(draws) - 1:+.1%}"
@@ -101,7 +101,7 @@ def test_budget_page_compares_chosen_run_with_best_draw(tmp_path: Path, fake: Fa
 def test_budget_run_far_above_chosen_settings_is_hopeless(
     share: float, bits: float, is_hopeless: bool
 ) -> None:
-    # Half-way between 2.0 and 1.6 the chosen settings are at 1.8.
+    # Halfway between 2.0 and 1.6, the chosen settings are at 1.8.
     chosen = [(0.25, 3.0), (0.5, 2.0), (1.0, 1.6)]
     assert budget.is_hopeless(share, bits, chosen) is is_hopeless
 
@@ -109,14 +109,15 @@ def test_budget_run_far_above_chosen_settings_is_hopeless(
 @pytest.mark.parametrize(
     ("run", "budget", "is_same"),
     [
-        # 100 s of 3 minutes: ended by its passes; with 2 minutes, the time could have ended it.
+        # 100 s of 3 minutes: the run ended after its passes; with 2 minutes, time could have ended
+        # it.
         ({"bits_per_byte": 2.0, "seconds": 100.0, "curve": [[1.0, 2.0]]}, "10m", True),
         ({"bits_per_byte": 2.0, "seconds": 100.0, "curve": [[1.0, 2.0]]}, "2m", False),
         ({"bits_per_byte": 2.0, "seconds": 170.0, "curve": [[1.0, 2.0]]}, "10m", False),
         # Ended early: all of its steps would have taken 120 s, or 160 s.
         ({"bits_per_byte": None, "seconds": 60.0, "curve": [[0.5, 2.21]]}, "10m", True),
         ({"bits_per_byte": None, "seconds": 80.0, "curve": [[0.5, 2.21]]}, "10m", False),
-        # The chosen settings of the other budget are not so far below it.
+        # The chosen settings of the other budget are not far enough below it.
         ({"bits_per_byte": None, "seconds": 60.0, "curve": [[0.5, 2.19]]}, "10m", False),
     ],
 )
@@ -135,7 +136,7 @@ def test_budget_bench_random_runs_ending_before_both_budgets_run_once(
     runs = bench_budget(bench, lambda _: None)["runs"]
     asked = [one["settings"] for one in fake.requests]
     assert asked.count({}) == 2
-    # A run that was killed has no result, and is tried with each budget.
+    # A killed run has no result, and is tried again with each budget.
     killed = [one for one in asked if one.get("model.hidden_size") == 64]
     assert len(asked) == 2 + 20 + len(killed) / 2
     first, second = ([one for one in runs if one["budget"] == budget] for budget in budgets)
@@ -147,10 +148,11 @@ def test_budget_bench_random_runs_ending_before_both_budgets_run_once(
 @pytest.mark.parametrize(
     ("length", "share"),
     [
-        # By the time, until the steps are decided, unless the limit of epochs comes first.
+        # Measured by time until the number of steps is decided, unless the limit of epochs comes
+        # first.
         ({"predicted_steps": 20}, 0.1),
         ({"predicted_steps": 20, "most_steps": 40}, 0.25),
-        # A decided number may be larger than the one that was predicted.
+        # The decided number may be larger than the predicted one.
         ({"predicted_steps": 20, "most_steps": 90, "max_steps": 50}, 0.2),
     ],
 )
@@ -197,7 +199,7 @@ def test_budget_hopeless_run_is_ended_at_evaluation(tmp_path: Path, is_ended: bo
         split = read_manifest(tmp_path / "run" / "data")["splits"]["train"]
         per_byte = split["tokens"] / split["text_bytes"] / math.log(2)
         assert (shares[0], bits[0]) == pytest.approx((2 / 17, loss * per_byte))
-        # All of the held-out text is evaluated in the run, too.
+        # The run also evaluates all of the held-out text.
         assert found["bits_per_byte"] == pytest.approx(bits[-1], rel=0.02)
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks generation`: what is measured, and what becomes of the numbers."""
+"""`python -m benchmarks generation`: the measurements and their evaluation."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_generation_bench_different_tokens_without_cache_are_an_error() -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Write a model whose tokens are far apart in their logits."""
+    """Write a model whose tokens have very different logits."""
     model = empty_model(TINY)
     with torch.no_grad():
         for parameter in model.parameters():

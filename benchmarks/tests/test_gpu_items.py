@@ -1,4 +1,4 @@
-"""The configurations that `benchmarks gpu` measures, and the fit of the planner's constants."""
+"""Configurations measured by `benchmarks gpu`, and the fit of the planner's constants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from firstlight.planner.speed.gpu import measured_gpu, read_measured
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.conflicts import require_combination
 
-#: Goal for the peak memory in GiB of the last rung of full fine-tuning: torchtune's figure.
+#: Goal for the peak memory in GiB of the last rung of full fine-tuning: torchtune's published
+#: figure.
 _MEMORY_GOAL = 17.6
 
 
@@ -91,8 +92,8 @@ def test_planner_full_fine_tuning_of_3b_is_within_memory_goal() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_planner_4_bit_adapters_of_8b_are_within_7_4_gib() -> None:
     pytest.importorskip("bitsandbytes")
-    # By layers: in a model compiled as a whole, the backward pass would bring all activations back
-    # to the GPU at once. The bound is what torchtune publishes.
+    # Regional compilation: in a fully compiled model, the backward pass would bring all activations
+    # back to the GPU at once. The bound is torchtune's published figure.
     changes = {
         **QLORA,
         "efficiency.compile_regional": True,
@@ -117,7 +118,7 @@ def test_gpu_item_measures_steps_and_records_refused_recipe() -> None:
 
 
 def _lines(device: str, *, dry: bool) -> list[dict[str, Any]]:
-    """Lines of two devices; the steps of `device` take 20, 21, 22 and 23 ms."""
+    """Return lines of two devices; the steps of `device` take 20, 21, 22 and 23 ms."""
     compared = planner.compare(
         [{"item": "L-1", "dry": dry, "rows": [_row(case) for case in dry_grid()[:4]]}],
         find_gpu("H100"),

@@ -1,4 +1,4 @@
-"""`benchmarks gpu`: every item on tiny shapes, continuing, failures, and the tables."""
+"""`benchmarks gpu`: every item on tiny shapes, resuming, failures, and the tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARED = {
 
 
 def _run_folder(folder: Path) -> Row:
-    """Write a run of `firstlight train` into a folder; the result of the command."""
+    """Write a run of `firstlight train` into a folder, and return the result of the command."""
     peaks = {"predicted": {"peak_bytes": 5 * 2**30}, "measured": {"peak_bytes": 2**32}}
     run = folder / "runs" / "stdlib"
     run.mkdir(parents=True)
@@ -80,7 +80,7 @@ def test_gpu_quick_dry_run_has_rows_for_every_item(
     assert [line["item"] for line in lines] == [item.name for item in ITEMS], "each is there once"
     failed = {line["item"]: line["error"] for line in lines if "error" in line}
     assert failed == {}
-    # The CPU has none of these attention kernels, and the dry grid few configurations.
+    # The CPU has none of these attention kernels, and the dry grid contains few configurations.
     empty = [line["item"] for line in lines if not line["rows"]]
     assert empty == ["L-2", "L-3", "L-4", "L-5", "L-6", "L-quantized"]
     missing = ("No available kernel", "No viable backend")
@@ -138,7 +138,7 @@ def test_gpu_quick_call_without_time_for_item_leaves_it_to_next_call(
     lines = quick.read_lines(tmp_path / "lines.jsonl")
     assert [line["item"] for line in lines] == ["A", "C", "B"]
     assert lines[0] == {**SHARED, **lines[0], "rows": [{"row": "one", "ms": 2.0}]}
-    # Figures of another source are measured anew, except those of the machine alone.
+    # Figures of other source code are measured again, except those that depend only on the machine.
     changed = {**SHARED, "source": "s2"}
     both = [three[0], replace(three[2], of_machine=True)]
     quick.measure(both, BENCH, tmp_path, 60.0, changed, clock=lambda: 0.0)
@@ -209,7 +209,7 @@ def test_gpu_quick_failed_run_raises_with_last_words(tmp_path: Path) -> None:
 
 
 class _Graph:
-    """Stands for torch.cuda.CUDAGraph: a replay makes the recorded call again."""
+    """Replaces torch.cuda.CUDAGraph: a replay runs the recorded call again."""
 
     call: Callable[[], object]
     replays = 0
@@ -281,7 +281,7 @@ def test_gpu_profile_overlapping_kernels_count_as_busy_once() -> None:
         (["--out", "a", "--report", "b"], "needs --out DIR to measure, --report DIR to print"),
         (["--out", "a", "--items", "A,G-egaer"], "item 'G-egaer' is unknown (did you mean 'G-eag"),
         (["--out", "a", "--device", "gpu"], "device 'gpu' is unknown"),
-        (["--out", "a", "--seconds", "0"], "--seconds 0: must be more than 0"),
+        (["--out", "a", "--seconds", "0"], "--seconds 0: must be greater than 0"),
         (["--report", "missing"], "missing has no lines.jsonl"),
     ],
 )

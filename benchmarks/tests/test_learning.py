@@ -1,4 +1,4 @@
-"""`python -m benchmarks learning`, with a model of some thousand parameters."""
+"""`python -m benchmarks learning`, with a model of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bench(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> LearningBench:
-    """Two rows with two seeds of three steps each."""
+    """Return two rows with two seeds of three steps each."""
     monkeypatch.setitem(SIZES, "tiny", _TINY)
     return LearningBench(
         tmp_path / "out",
@@ -59,7 +59,7 @@ def bench(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Learni
 
 
 class FakeRun:
-    """Takes the place of the process of a run, and notes its requests."""
+    """Replaces the process of a run, and records its requests."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -195,7 +195,7 @@ def test_learning_bench_time_budget_is_paced_once_per_row(
     bench_learning(timed, lambda _: None)
     assert [request["pace"] for request in fake.requests] == [True, False] * 2 + [False] * 2
     runs = [parse_recipe(one["recipe"]) for one in fake.requests if not one["pace"]]
-    # A tenth of a minute at half a second a step.
+    # A tenth of a minute at half a second per step.
     assert [one.schedule.max_steps for one in runs] == 4 * [12]
 
 
@@ -208,7 +208,7 @@ def test_learning_bench_held_out_sample_is_separate_result(
     sampled = LearningBench(**{**vars(bench), "held_out_tokens": 16384})
     result = bench_learning(sampled, lambda _: None)
     assert [request["held_out_tokens"] for request in fake.requests] == 4 * [16384]
-    # An eighth of it, in rows of 256.
+    # An eighth of the tokens, in rows of 256.
     assert {request["recipe"]["evaluation"]["max_rows"] for request in fake.requests} == {8}
     titles = [group.title for group in learning_groups(result["runs"])]
     assert titles == [
@@ -221,7 +221,7 @@ def test_learning_bench_second_call_measures_missing_or_changed_runs(
     bench: LearningBench, fake: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench_learning(LearningBench(**{**vars(bench), "seeds": 1}), lambda _: None)
-    # What a kill left of a line.
+    # The incomplete line that a kill leaves behind.
     with open(bench.folder / "results.jsonl", "a") as file:
         file.write('{"digest": "')
     fake.requests.clear()
@@ -259,7 +259,7 @@ def test_learning_bench_failed_run_ends_no_other(
 def test_learning_bench_command_trains_and_writes_page(
     bench: LearningBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # One real run; what it says is checked against the run's own figures.
+    # One real run, whose results are compared with the run's own figures.
     place = bench.folder / "docs" / "benchmarks" / "learning.md"
     command = (
         f"learning --out {bench.folder} --sizes tiny --corpus {bench.corpora[0]} --rows {BEFORE} "
@@ -271,7 +271,7 @@ def test_learning_bench_command_trains_and_writes_page(
     assert run["tokens"] == 3 * 2048
     assert [point[0] for point in run["curve"]] == [2048, 4096, 6144]
     assert run["curve"][-1][1] == pytest.approx(run["seconds"])
-    # The curve's points are of a sample in bf16, the last figure of all of it.
+    # The curve's points are measured on a sample in bf16, the final figure on all of the text.
     assert run["curve"][-1][2] == pytest.approx(run["bits_per_byte"], rel=0.02)
     assert 1 < run["bits_per_byte"] < 8.1
     assert f"{run['bits_per_byte']:.4f}" in place.read_text()
@@ -303,7 +303,7 @@ def test_learning_bench_figures_are_means_over_seeds_with_paired_gains() -> None
     found = figures(runs)
     assert found[BEFORE].bits_per_byte == pytest.approx(1.6)
     assert found[BEFORE].gains == pytest.approx([0.5, 0.4, 0.3])
-    # Seed by seed, and compared with the row that it changes, not with the baseline.
+    # Compared seed by seed with the row that it changes, not with the baseline.
     assert found[_CHANGE].gains == pytest.approx([0.3, 0.35, 0.4])
     assert found[_CHANGE].gain_in_spreads == pytest.approx(0.35 / 0.05)
     assert found["nanogpt"].gains == []
@@ -311,7 +311,7 @@ def test_learning_bench_figures_are_means_over_seeds_with_paired_gains() -> None
 
 def test_learning_bench_baseline_loss_is_interpolated_between_points() -> None:
     found = figures([line("nanogpt", 0, 2.0), line(BEFORE, 0, 1.0)])
-    # From 3.0 at 100 tokens to 1.0 at 200: 2.0 is half way.
+    # From 3.0 at 100 tokens to 1.0 at 200: 2.0 is halfway.
     assert found[BEFORE].to_goal() == (150, 20)
     assert found["nanogpt"].to_goal() == (200, 30)
     assert figures([line("nanogpt", 0, 1.0), line(BEFORE, 0, 2.0)])[BEFORE].to_goal() is None
@@ -332,7 +332,7 @@ def test_learning_bench_change_is_kept_for_gains_on_two_corpora_and_sizes(
 ) -> None:
     runs = []
     for (corpus, size), gain in gains.items():
-        # Seeds differ much, and the gain of one seed little from that of another.
+        # The seeds differ much, but the gain varies little between seeds.
         for seed, noise in enumerate((-0.01, 0.0, 0.01)):
             runs.append(line("nanogpt", seed, 9.0 + seed, corpus, size))
             runs.append(line(BEFORE, seed, 2.0 + seed, corpus, size))

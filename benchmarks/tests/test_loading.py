@@ -60,7 +60,7 @@ _MEASURED = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two million parameters in bfloat16, as one file and in shards."""
+    """Create a checkpoint of two million parameters in bfloat16, as one file and in shards."""
     folder = tmp_path_factory.mktemp("checkpoint")
     make_checkpoints(_TINY, "bfloat16", folder, LAYOUTS)
     return folder
@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, ours alone."""
+    """Return a separate folder for temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -199,7 +199,7 @@ def test_loading_bench_reuses_only_its_own_kept_checkpoint(tmp_path: Path) -> No
 def test_loading_bench_too_little_space_raises_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = 2 * 2 * _TINY  # both folders' bytes, without the twentieth that is to stay
+    free = 2 * 2 * _TINY  # the bytes of both folders, without the twentieth that must remain free
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     message = r"the checkpoint needs 0\.008 GB, but .* has only 0\.008 GB free: choose another"
     with pytest.raises(StorageError, match=message):

@@ -1,4 +1,4 @@
-"""benchmarks/pages.py: blocks of pages, their replacement, and what a second call does."""
+"""benchmarks/pages.py: blocks of pages, their replacement, and a second call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ The end.
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a page, in which `pages` works; the machine is quiet."""
+    """Return a folder with a page, in which `pages` works on an idle machine."""
     docs = tmp_path / "docs"
     for name in ("benchmarks", "images"):
         (docs / name).mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_benchmark_pages_update_replaces_blocks_and_resumes(
 
     monkeypatch.setattr(subprocess, "run", run)
     page, images = pages.PAGES / "page.md", pages.IMAGES
-    with pytest.raises(SystemExit, match="stopped at two: the same command goes on there"):
+    with pytest.raises(SystemExit, match="stopped at two: the same command resumes there"):
         pages.main(["one", "two"])
     text = page.read_text(encoding="utf-8")
     assert "```text\nfigures of one \\g<0>\n```\n\n![one](../images/one.png)\n" in text

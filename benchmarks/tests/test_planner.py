@@ -1,4 +1,4 @@
-"""`benchmarks planner`: the grid of memory, what is made of it, and real configurations."""
+"""`benchmarks planner`: the grid of memory, its evaluation, and real configurations."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_planner_bench_summary_has_largest_errors_and_shortage() -> None:
 
 
 def test_planner_bench_predictions_match_real_steps() -> None:
-    """In processes of their own; exact but for what kernels take inside."""
+    """In separate processes; exact except for memory allocated inside kernels."""
     short = {"prompt_tokens": 256, "max_new_tokens": 32, "sequences": 1, "dtype": "int8"}
     cases = [
         PlannerCase("llama small", 1, 256, {"batch.gradient_accumulation_steps": 3}),
         PlannerCase("gpt2 small", 2, 256, kind="evaluation"),
         PlannerCase("llama small", 1, 256, kind="generation", generation=short),
-        # Whose weights are laid out anew for the kernel for few rows.
+        # Its weights are copied into another layout for the kernel for few rows.
         PlannerCase(
             "gpt2 small", 1, 256, kind="generation", generation=short | {"dtype": "float32"}
         ),
@@ -133,7 +133,7 @@ def test_planner_bench_results_are_printed_and_written_immediately(
     monkeypatch.setattr(planner_speed, "bench_speed", speed)
     monkeypatch.setattr(planner_speed, "draw_speed", lambda _: b"")
     found = CliRunner().invoke(planner_command, ["--out", str(tmp_path)])
-    # Not an assertion of those above.
+    # This is not implied by the assertions above.
     assert isinstance(found.exception, SystemExit)
     assert "1/83  x  1 MiB  1 MiB  +1.23%" in found.stderr
     assert "2/83  y  failed: it broke" in found.stderr
@@ -141,7 +141,7 @@ def test_planner_bench_results_are_printed_and_written_immediately(
     assert f"{tmp_path / 'planner-memory.png'}" in found.stdout
 
 
-# The memory of generation
+# Memory of generation
 
 _CONFIGS: dict[str, ModelConfig] = {
     "gpt2": GPT2Config.model_validate(GPT2),
@@ -150,7 +150,9 @@ _CONFIGS: dict[str, ModelConfig] = {
 
 
 def real_generation(config: ModelConfig, dtype: torch.dtype, sequences: int) -> None:
-    """What `predict_generation` traces, on real tensors, with prompts of 40 and 20 new tokens."""
+    """Run what `predict_generation` traces on real tensors, with prompts of 40 tokens and 20 new
+    tokens.
+    """
     with torch.device("meta"):
         model = build_model(config)
     model.to(dtype).to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""The fit of the constants of the speed model of GPUs."""
+"""Fitting the constants of the GPU speed model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _attention(tokens: int) -> Operator:
 
 
 def _steps() -> list[tuple[MemoryPrediction, Workload]]:
-    """Steps of which each depends most on another constant."""
+    """Return steps that each depend mostly on a different constant."""
     eager, compiled = Workload(1, 1.0), Workload(1, 1.0, compiled=True)
     counts = [
         ([(_mm(8192, 8192, 8192), 10)], eager),

@@ -1,4 +1,4 @@
-"""`python -m benchmarks scaling`: which rows there are, what is made of them, and one real run."""
+"""`python -m benchmarks scaling`: the rows, their evaluation, and one real run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_scaling_bench_measures_two_processes(tmp_path: Path, engines: list[str]
     assert [row["reason"] for row in result["rows"]] == [""] * len(result["rows"])
     first, *others = result["rows"]
     assert len(first["peak_bytes"]) == 1
-    # Groups of two of two processes are fsdp itself.
+    # With two processes, groups of two are the same as fsdp.
     assert [row["engine"] for row in others] == [name for name in engines if name != "hybrid"]
     for row in others:
         assert len(row["peak_bytes"]) == 2

@@ -1,4 +1,4 @@
-"""`python -m benchmarks training`, with a model of some ten thousand parameters."""
+"""`python -m benchmarks training`, with a model of about ten thousand parameters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _TINY = GPT2Config(
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A recipe with the tiny model, which is not compiled."""
+    """Write a recipe with the tiny model, without compilation."""
     path = tmp_path / "tiny.yaml"
     values = {
         "data": {"dir": "x"},
@@ -71,7 +71,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Other work on the machine makes two threads wait for each other."""
+    """With other load on the machine, two threads would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -134,7 +134,7 @@ def test_training_bench_rates_are_medians_and_ratios_relative_to_reference() -> 
     assert (ours["total_peak_bytes"], ours["peak_bytes"]) == (200, 190)
     assert (ours["final_loss"], ours["first_step_seconds"]) == (3.5, 30.0)
     assert reference["tokens_per_second"] == 10.0
-    # The first turn was 4 s to 2 s, the second 4 s to 1 s.
+    # The first turn is 4 s to 2 s, the second 4 s to 1 s.
     assert ours["speed_ratio"] == 2.0
     assert (ours["speed_ratio_min"], ours["speed_ratio_max"]) == (2.0, 4.0)
     assert (ours["memory_ratio"], variant["memory_ratio"]) == (0.5, 0.125)
@@ -222,7 +222,7 @@ def test_training_bench_each_variant_is_row_with_only_its_keys(model: str) -> No
         ({"programs": ["x"]}, "program 'x' is unknown: use reference, reference-fp32, pure-bf16"),
         (
             {"model": "llama-110m", "programs": ["pure-bf16"]},
-            "program 'pure-bf16' is a loop for GPT-2, and llama-110m is none",
+            "program 'pure-bf16' is a loop for GPT-2, but llama-110m is another",
         ),
         ({"variants": ["precision"]}, "--set precision: 'precision' is not section.key=value"),
         ({"variants": ["model.hidden_size=8"]}, "of one of the sections batch, data, efficiency"),
@@ -232,9 +232,9 @@ def test_training_bench_each_variant_is_row_with_only_its_keys(model: str) -> No
         ),
         (
             {"variants": ["batch.global_batch_tokens=8192"]},
-            "every row trains 4096 tokens a step in rows of 1024: use --seq-len",
+            "every row trains 4096 tokens per step in rows of 1024: use --seq-len",
         ),
-        ({"variants": ["data.seq_len=512"]}, "every row trains 4096 tokens a step"),
+        ({"variants": ["data.seq_len=512"]}, "every row trains 4096 tokens per step"),
         ({"variants": ["batch.micro_batch_size=3"]}, "4096 is not a multiple of"),
         (
             {"variants": ["efficiency.optimizer_in_backward=true,batch.micro_batch_size=1"]},
@@ -273,7 +273,7 @@ def test_training_bench_trainer_is_omitted_if_packages_are_missing(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_programs(list(PROGRAMS), _CPU, True, "m") == list(PROGRAMS[:3])
     said = capsys.readouterr().err
-    assert said == "transformers and accelerate not installed: the row 'trainer' is left out\n"
+    assert said == "transformers and accelerate not installed: the row 'trainer' is skipped\n"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choose_programs(["trainer", "trainer"], _CPU, False, "m") == ["trainer"]
 
@@ -282,7 +282,7 @@ def test_training_bench_trainer_is_omitted_if_packages_are_missing(
 
 
 def weights_of(plain: PlainGPT2) -> dict[str, torch.Tensor]:
-    """The same model's weights under firstlight's names."""
+    """Return the same model's weights under firstlight's names."""
     names = {
         "attention_norm": "ln_1",
         "qkv": "attn.c_attn",
@@ -317,7 +317,7 @@ def test_training_bench_bare_loop_in_fp32_matches_firstlight_step(
 ) -> None:
     torch.manual_seed(5)
     theirs = PlainGPT2(_TINY)
-    # Gradients so large that they are clipped, each step by another factor.
+    # Gradients that are large enough to be clipped, by a different factor in each step.
     nn.init.normal_(theirs.head.weight, 0.0, 0.5)
     monkeypatch.setattr("benchmarks.programs.PlainGPT2", lambda config: theirs)
     loop = autocast_loop(_TINY, _CPU.device, bf16=False, compile_model=False)
@@ -366,7 +366,7 @@ def test_training_bench_loops_learn_and_differ_only_in_rounding() -> None:
 
 # One run.
 
-#: Learning that shows within a few steps, in bf16 too.
+#: A learning rate that shows progress within a few steps, in bf16 too.
 _FAST = {"optimizer": {"learning_rate": 5e-3}}
 
 
@@ -385,11 +385,11 @@ def request_of(tmp_path: Path) -> dict[str, Any]:
 
 
 def record_compilation(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """What would be compiled, which is left as it is."""
+    """Record the functions to be compiled, without compiling them."""
     compiled: list[nn.Module] = []
 
     def compile_nothing(module: nn.Module, **_: Any) -> nn.Module:
-        # What libraries compile when they are imported are functions.
+        # Functions that libraries compile during their import are ignored.
         if isinstance(module, nn.Module):
             compiled.append(module)
         return module
@@ -398,7 +398,7 @@ def record_compilation(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return compiled
 
 
-# torch's compiler warns of torch's own scripts where it is imported.
+# torch's compiler warns about torch's own scripts when it is imported.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.usefixtures("one_thread")
 def test_training_bench_programs_train_on_same_rows(
@@ -463,7 +463,7 @@ def test_training_bench_profiled_steps_are_split_by_phase_and_operator(
     assert all(share > 0 for share in shares.values())
     assert sum(shares.values()) == pytest.approx(1)
     (counted,) = run["operators"]
-    # Two layers with four products each and the head: once forward, twice backward.
+    # Two layers with four products each, and the head: once forward, twice backward.
     products = ("aten::mm", "aten::addmm", "aten::bmm")
     assert sum(counted[name]["calls"] for name in products if name in counted) >= 3 * 9
     rows = operator_shares([run])
@@ -479,7 +479,7 @@ def test_training_bench_phases_separate_forward_backward_and_update(
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     cut = tiny_recipe(batch={"micro_batch_size": 1, "global_batch_tokens": 128})
     run = training_once({**request_of, "recipe": cut.model_dump(), "phase_steps": 1})
-    # The clock is asked at the begin and end of the step and of each of its four passes.
+    # The clock is read at the start and end of the step and of each of its four passes.
     assert run["phases"] == [{"forward": 4.0, "backward": 4.0, "update": 1.0}]
 
 
@@ -487,7 +487,9 @@ def test_training_bench_phases_separate_forward_backward_and_update(
 
 
 class FakeProcesses:
-    """Stands for `ask`: notes each request and environment; answers with a run, or as told."""
+    """Replaces `ask`: records each request and environment, and answers with a run, or as
+    configured.
+    """
 
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self.answers = answers
@@ -508,7 +510,7 @@ class FakeProcesses:
 
 @pytest.fixture
 def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that no machine has: the second measurement of bf16 is its best."""
+    """Rates that no machine reaches: the second measurement of bf16 is the best one."""
     rates = {"torch.float32": [3e9, 2e9], "torch.bfloat16": [4e9, 6e9]}
     monkeypatch.setattr(
         training, "measured_matmul_flops", lambda device, dtype: rates[str(dtype)].pop(0)
@@ -545,7 +547,7 @@ def test_training_bench_alternates_rows_in_their_environments(
         ("firstlight", "fp32", "5000"),
         ("reference", "auto", None),
     ]
-    # What has failed is not tried again.
+    # A failed row is not tried again.
     assert shown == [*turn, ("pure-bf16", "auto", None), *turn]
     assert [result["complete"] for result in results] == [False] * 7 + [True]
     assert done["machine"]["ceilings"] == {"float32": 3e9, "bfloat16": 6e9}

@@ -908,7 +908,7 @@ def test_convert_into_empty_folder_writes_model(tmp_path: Path, folder: Folder) 
         ("source/config.json", InputError, "only one file of a model: use .*source$"),
         ("model.GGUF", ModelError, "this is not a GGUF file"),
         ("notes.txt", ModelError, "is not a PyTorch checkpoint"),
-        ("empty", ModelError, "is not a model folder: it has no config.json"),
+        ("empty", ModelError, "is not a model folder: it does not contain config.json"),
     ],
 )
 def test_convert_invalid_source_raises(

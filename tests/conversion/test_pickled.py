@@ -163,10 +163,13 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
     "save, message",
     [
         (cut, rf"{BIN} is damaged, truncated or not a checkpoint with only weights"),
-        (one_shard_gone, rf"{TWO} is missing but is listed in .*"),
-        (shards_changed_places, rf"has tensor .*, which {INDEX} puts {TWO}"),
+        (one_shard_gone, rf"{TWO} is missing, although .* lists it"),
+        (shards_changed_places, rf"contains tensor .*, which {INDEX} places in {TWO}"),
         (shard_elsewhere, rf"{INDEX} names a file outside its folder: \.\./{TWO}"),
-        (lambda folder, _: (folder / INDEX).write_text("[]"), f"{INDEX} has no weight_map"),
+        (
+            lambda folder, _: (folder / INDEX).write_text("[]"),
+            f"{INDEX} does not have a weight_map",
+        ),
         (lambda folder, _: torch.save([1], folder / BIN), "contains a list, not a model's"),
         (
             lambda folder, sound: torch.save({"state_dict": sound}, folder / BIN),

@@ -1,5 +1,6 @@
-"""Steps of a model that DeepSpeed shares, each beside one process' own: gradients, clipped updates,
-refused steps, state. Prints one JSON line a case."""
+"""Steps of a model with DeepSpeed, compared with those of one process: gradients, clipped updates,
+skipped steps, and state. Prints one JSON line per case.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from firstlight.training.program import TrainingProgram
 
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "learning_rate": 0.01, "max_grad_norm": 0.5},
-    # A group for each role, and the decay before DeepSpeed's step.
+    # One group for each role, and the decay before DeepSpeed's step.
     "groups": {
         "name": "adamw",
         "learning_rate": 0.01,
@@ -47,7 +48,9 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def _large() -> Model:
-    """A model whose pieces are large enough for DeepSpeed to put them into files: a megabyte."""
+    """Return a model whose shards are large enough (a megabyte) for DeepSpeed to write them to
+    files.
+    """
     model = empty_model(
         LlamaConfig(
             vocab_size=V,
@@ -104,7 +107,7 @@ def gradients_of(program: TrainingProgram) -> dict[str, Tensor]:
 
 
 class Trial:
-    """One program, and what it says of its steps."""
+    """A training program, and the records of its steps."""
 
     def __init__(self, case: dict[str, Any], engine: Engine | None, batches: list[Batch]) -> None:
         self.program = program_of(case, engine)
@@ -123,7 +126,7 @@ class Trial:
         )
 
     def step(self, *, accepted: bool = True) -> bool:
-        """Make a step; return whether it was skipped."""
+        """Take a step, and return True if it was skipped."""
         result = self.program.step(self.batches, 1.0, lambda *_: accepted)
         if accepted:
             self.losses.append(result.loss)
@@ -133,7 +136,7 @@ class Trial:
         return result.skipped
 
     def overflowing_step(self) -> bool:
-        """With fp16, make a step whose gradients overflow; return whether it was skipped."""
+        """With fp16, take a step whose gradients overflow, and return True if it was skipped."""
         scaler = self.program.scaler
         if scaler is None:
             return True
@@ -154,7 +157,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def beside(case: dict[str, Any], world: World) -> dict[str, Any]:
-    """Three steps of one process and of all; of the latter, one more in between is refused."""
+    """Compare three steps of one process with three of all processes, between which a further step
+    is skipped.
+    """
     config, device = DistributedConfig(**case["distributed"]), torch.device("cpu")
     engine = make_engine(config, world, device)
     micro, accumulation = case["micro"], case["accumulation"]

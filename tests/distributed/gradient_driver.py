@@ -1,8 +1,8 @@
-"""Gradients of one global batch, cut over processes and micro-batches in many ways, each beside
-that of one process. Prints one JSON line a case: the largest relative difference.
+"""Gradients of one global batch, split over processes and micro-batches in many ways, each compared
+with the gradient of one process. Prints one JSON line per case: the largest relative difference.
 
-RANKS_DEVICE is where all processes compute: cpu, or cuda, where they share one GPU, which NCCL
-refuses: gloo sends its tensors."""
+RANKS_DEVICE is the device of all processes: cpu, or cuda for a single GPU shared by all of them.
+NCCL does not support this, so gloo sends the tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from firstlight.training.program import TrainingProgram
 T, V = 12, 61
 DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"))
 
-#: Llamas with four heads, most of them with two for keys and values.
+#: Llamas with four heads, most of them with two key-value heads.
 _GROUPED: dict[str, dict[str, Any]] = {
     "grouped": {},
     "grouped-tied": {"tie_word_embeddings": True},
@@ -144,7 +144,7 @@ def recipe_of(case: dict[str, Any]) -> ResolvedRecipe:
 
 
 def global_batch(rows: int, masks: str) -> tuple[Tensor, Tensor]:
-    """Rows with unequally many labels; of the last ones, with "partial", none."""
+    """Return rows with different numbers of labels. With "partial", the last rows have none."""
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(V, (rows, T + 1), generator=generator)
     labels = ids[:, 1:].clone()
@@ -156,7 +156,7 @@ def global_batch(rows: int, masks: str) -> tuple[Tensor, Tensor]:
 
 
 def cut(ids: Tensor, labels: Tensor, micro: int, rank: int, size: int) -> list[Batch]:
-    """One rank's micro-batches, as the loader hands them out."""
+    """Return one rank's micro-batches, as the loader yields them."""
     starts = range(rank * micro, len(ids), micro * size)
     parts = [(ids[s : s + micro], labels[s : s + micro]) for s in starts]
     batches = (Batch(i, target, int((target != IGNORE_INDEX).sum())) for i, target in parts)
@@ -166,9 +166,9 @@ def cut(ids: Tensor, labels: Tensor, micro: int, rank: int, size: int) -> list[B
 def gradients(
     case: dict[str, Any], batches: list[Batch], engine: Engine | None
 ) -> tuple[dict[str, Tensor], float, float]:
-    """The whole gradients of one step, its loss and its gradient's norm.
+    """Return the full gradients of one step, its loss and its gradient norm.
 
-    Other processes than the main one may have some of the gradients only.
+    Processes other than the main one may have only some of the gradients.
     """
     recipe = recipe_of(case)
     multiple, dtype = recipe.efficiency.vocab_multiple, getattr(torch, case["dtype"])
@@ -196,10 +196,10 @@ def gradients(
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of a parameter's gradients, relative to the largest of its entries.
+    """Return the largest difference of a parameter's gradients, relative to its largest entry.
 
     Args:
-        other: may have fewer.
+        other: gradients of the same parameters, or of some of them.
     """
     assert one.keys() >= other.keys()
     return max(
@@ -230,7 +230,7 @@ def main(cases: list[dict[str, Any]]) -> None:
             expected = gradients(case, cut(ids, labels, rows, 0, 1), None)
             own = cut(ids, labels, case["micro"], engine.rank, engine.size)
             assert len(own) == case["accumulation"]
-            # torch takes ten times as long to list what it has seen as the steps take.
+            # Creating torch's list of events takes ten times as long as the steps.
             watched = torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True)
             with watched if case.get("count") else contextlib.nullcontext() as profile:
                 found = gradients(case, own, engine)

@@ -1,5 +1,6 @@
-"""What one process of several holds of a model, its gradients and moments, in bytes: one JSON line
-an engine and model."""
+"""Bytes of a model, its gradients and its moments in one of several processes. Prints one JSON line
+per engine and model.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +23,25 @@ from firstlight.parallel.engine_choice import make_engine
 
 
 def held(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of this process' pieces of tensors, or of the whole ones."""
+    """Return the bytes of this process's shards of tensors, or of the full tensors if they are not
+    sharded.
+    """
     pieces = (t.to_local() if is_sharded(t) else t for t in tensors if t is not None)
     return sum(piece.numel() * piece.element_size() for piece in pieces)
 
 
 def whole_gradients(model: torch.nn.Module) -> int:
-    """Bytes of gradients that FSDP2 keeps whole until they are sent."""
+    """Return the bytes of gradients that FSDP2 keeps unsharded until they are reduced."""
     total = 0
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            group: Any = part._get_fsdp_state()._fsdp_param_group  # no other place tells
+            group: Any = part._get_fsdp_state()._fsdp_param_group  # not available elsewhere
             total += held(one.unsharded_param.grad for one in group.fsdp_params)
     return total
 
 
 def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
-    """Bytes by the names of `RankMemory`'s fields, in a step of two micro-batches."""
+    """Return the bytes in a step of two micro-batches, keyed by the fields of `RankMemory`."""
     model = empty_model(config)
     model.init_weights(torch.Generator().manual_seed(0))
     forward = engine.share(model, "fp32")
@@ -56,7 +59,7 @@ def measured(config: LlamaConfig, engine: Engine) -> dict[str, int]:
     found["gradients"] = held(parameter.grad for parameter in model.parameters())
     states = optimizer._states().values()
     found["moments"] = held(t for state in states for key, t in state.items() if key != "step")
-    # At a save, processes other than the main one keep nothing of what is gathered.
+    # During a save, only the main process keeps gathered tensors.
     assert optimizer.state_tensors(keep=False) == {}
     with full_parameters(model, keep=False):
         assert held(model.parameters()) == found["weights"]

@@ -1,6 +1,7 @@
-"""Steps of Muon, in several processes and in one. Prints one JSON line a case: the largest
-differences of weights and state at the end, the least movement of a weight, and the matrices that
-the main process orthogonalised beside others and alone."""
+"""Muon steps in several processes and in one. Prints one JSON line per case: the largest
+differences of the final weights and state, the smallest change of a weight, and the number of
+matrices that the main process orthogonalizes with others and alone.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from firstlight.training.program import TrainingProgram
 def trained(
     case: dict[str, Any], engine: Engine | None, rows: int, steps: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights and the optimizer's state after some steps of so many rows. Without an engine, in
-    one process."""
+    """Return the weights and the optimizer's state after some steps of this many rows. Without an
+    engine, use one process.
+    """
     model = model_of(case["family"], torch.float64, 1)
     recipe = plain_recipe(
         {
@@ -60,7 +62,9 @@ def trained(
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """A list that gets an entry for each matrix, or stack of them, that is orthogonalised."""
+    """Yield a list that gets an entry for each matrix, or stack of matrices, that is
+    orthogonalized.
+    """
     calls: list[int] = []
     original = muon.orthogonalised
 
@@ -73,17 +77,18 @@ def counted() -> Iterator[list[int]]:
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference of two numbers with the same place."""
+    """Return the largest difference of two elements at the same position."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def main() -> None:
     world = find_world()
-    # Two for each process: all have as many micro-batches.
+    # Two per process, so all processes have the same number of micro-batches.
     rows = 2 * world.size
     cases, steps = json.loads(sys.argv[1]), int(sys.argv[2])
-    #: The weights, state and orthogonalised matrices of one process, for each family and settings.
+    #: The weights, state and number of orthogonalized matrices of one process, for each family and
+    #: settings.
     references: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], int]] = {}
     with process_group(world, DEVICE, 120):
         for case in cases:

@@ -1,4 +1,4 @@
-"""Resolved recipes of tests, also of those in processes of their own."""
+"""Resolved recipes for tests, including tests in separate processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
 
 
 def plain_recipe(values: Mapping[str, Any]) -> ResolvedRecipe:
-    """A recipe with plain choices for the keys that `values` leaves open."""
+    """Return a recipe with simple values for the keys that `values` leaves open."""
     sections = {
         name: keys | {k: v for k, v in values.get(name, {}).items() if v not in (None, "auto")}
         for name, keys in _PLAIN.items()

@@ -1,5 +1,6 @@
-"""`ShardedSaver` as one process of a run, with a disk and numbers that go wrong on one of them.
-Prints one JSON line a scenario."""
+"""`ShardedSaver` in one process of a run, with disk errors and non-finite values in one of the
+processes. Prints one JSON line per scenario.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe import CheckpointConfig
 
-#: Rows that don't divide evenly, fewer than processes, one dimension.
+#: Rows that are not evenly divisible, fewer rows than processes, and one dimension.
 SHAPES = {"seven": (7, 3), "one": (1, 4), "vector": (5,), "stack": (4, 2, 3)}
 
 
@@ -36,7 +37,7 @@ def wholes(seed: int) -> dict[str, Tensor]:
 
 
 class BrokenDisk(disk.Disk):
-    """Has no room for tensors."""
+    """A disk without space for tensors."""
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
         if "shard" in str(file.name):
@@ -45,7 +46,7 @@ class BrokenDisk(disk.Disk):
 
 
 class Scenarios:
-    """Each method is one; it returns what it found."""
+    """Scenarios, one per method, which returns the results."""
 
     def __init__(self, folder: Path, world: World) -> None:
         self.folder, self.world = folder, world
@@ -72,7 +73,7 @@ class Scenarios:
         return ShardedSaver(self.folder / name, config, self.engine, lambda step: step == 99)
 
     def said(self, saver: ShardedSaver, step: int, checkpoint: Checkpoint) -> str:
-        """The error of a save."""
+        """Return the error of a save."""
         try:
             saver.save(step, lambda: checkpoint)
             saver.wait()
@@ -81,7 +82,9 @@ class Scenarios:
         return "nothing"
 
     def whole(self) -> dict[str, Any]:
-        """Tensors come back bit for bit, in any cut, and later values don't reach the disk."""
+        """Tensors are restored bit for bit with any sharding, and values changed later are not
+        written.
+        """
         found: dict[str, Any] = {}
         for mesh in self.meshes:
             for asynchronous in (False, True):
@@ -126,8 +129,9 @@ class Scenarios:
         return wrong
 
     def faults(self) -> dict[str, Any]:
-        """What goes wrong on the last process is said by all, and leaves nothing; then the next
-        one is saved."""
+        """All processes report an error of the last process, which leaves no files; the next save
+        succeeds.
+        """
         found: dict[str, Any] = {}
         is_last = self.world.rank == self.world.size - 1
         for asynchronous in (False, True):
@@ -152,8 +156,8 @@ class Scenarios:
             saver.wait()
             barrier()
             verify_checkpoint(folder / "step-00000003")
-            # An end in the middle: no checkpoint appears. What it had written may be left, as by a
-            # kill, where one process writes on while another clears away.
+            # If a run ends during a save, no checkpoint appears. Partial files may remain, as after
+            # a kill, if one process still writes while another one deletes.
             if asynchronous:
                 saver.save(4, lambda good=good: good)  # type: ignore[misc]
             saver.close()

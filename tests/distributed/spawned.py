@@ -1,4 +1,4 @@
-"""Processes of one world, started by a test."""
+"""Start the processes of one world from a test."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment, and that no connection is given by the system
-    until a process listens on it."""
+    """Return a free port that the system does not give to other connections until a process listens
+    on it.
+    """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as server, contextlib.suppress(OSError):
@@ -23,7 +24,9 @@ def free_port() -> int:
 
 
 def world_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun would set; and a process that crashes says where."""
+    """Return the variables that torchrun would set, plus one that makes a crashing process print a
+    traceback.
+    """
     return {
         **os.environ,
         "RANK": str(rank),
@@ -40,7 +43,7 @@ def world_environment(rank: int, size: int, port: int) -> dict[str, str]:
 def run_ranks(
     driver: Path, arguments: list[str], size: int, timeout: float = 300
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a Python file as so many ranks; the results in the order of ranks."""
+    """Run a Python file as this many ranks, and return the results in the order of ranks."""
     port = free_port()
     processes: list[subprocess.Popen[str]] = []
     try:

@@ -1,5 +1,6 @@
-"""Runs that were started in different ways, one after another in one process that a launcher has
-given nothing: `firstlight train` with the variables of each way alone. Prints the exit codes."""
+"""Runs started in different ways, one after another, in one process without a launcher: `firstlight
+train` with only the variables of each launcher. Prints the exit codes.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ _OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def variables(way: str, rank: int, size: int, port: int) -> dict[str, str]:
-    """What the launcher of a way tells a process.
+    """Return the variables that a launcher sets for a process.
 
     Args:
-        port: free; ways that don't tell one derive theirs from a job's id, which this is then.
+        port: a free port. Launchers that do not pass a port derive it from a job id, and this
+            becomes the job id.
     """
     place = (str(rank), str(size), str(rank), str(size))
     meeting_point = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -58,7 +60,7 @@ def variables(way: str, rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def run(rank: int, size: int, starts: list[dict[str, Any]]) -> None:
-    """Make each start; what it leaves in the environment is reported."""
+    """Run each start, and report the environment variables that it leaves behind."""
     torch.set_num_threads(1)
     setattr(firstlight.training.loop, "draw_report", lambda _: None)  # noqa: B010 - mypy
     clean = {

@@ -1,4 +1,6 @@
-"""What the steps of one process of several take at their peak, in bytes: one JSON line a recipe."""
+"""Peak memory of the steps of one of several processes, in bytes. Prints one JSON line per
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,15 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.forecast import ForecastComparison
 from firstlight.training.program import TrainingProgram
 
-# A process that torchrun or a test starts finds the package of the benchmarks only by this path.
+# In a process started by torchrun or a test, the benchmarks package can only be imported from this
+# path.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.memory import measured_memory
 
 
 def held(program: TrainingProgram) -> int:
-    """Bytes of this process' pieces of weights and the optimizer's state."""
+    """Return the bytes of this process's shards of the weights and the optimizer state."""
     found: dict[int, Tensor] = {}
     tensors: list[Tensor] = [*program.model.parameters(), *program.model.buffers()]
     for optimizer in program.optimizer._torch_optimizers:
@@ -46,8 +49,8 @@ def held(program: TrainingProgram) -> int:
 
 
 def measured(recipe: ResolvedRecipe, engine: Engine) -> list[int]:
-    """The peaks of some steps, once one has made the optimizer's state."""
-    # DeepSpeed's buffers are in no list of tensors.
+    """Return the peaks of some steps after a first step has created the optimizer state."""
+    # DeepSpeed's buffers are not in any list of tensors.
     counts_all = engine.updates_itself
     generator = torch.Generator().manual_seed(0)
     model = engine.new_model(recipe.model, 1, generator=generator)
@@ -60,7 +63,7 @@ def measured(recipe: ResolvedRecipe, engine: Engine) -> list[int]:
     comparison = ForecastComparison(program.hardware)
     peaks = []
     for _ in range(2 if counts_all else 5):
-        # Tensors that only wait for the garbage collector do not count.
+        # Tensors waiting for the garbage collector do not count.
         gc.collect()
         level = comparison.tensor_bytes() if counts_all else held(program) + 2 * ids.nbytes
         with measured_memory() as found:
@@ -84,7 +87,7 @@ def measure_one(values: dict[str, Any]) -> None:
 def main(request: list[dict[str, Any]]) -> None:
     if any(values["distributed"].get("engine") == "deepspeed" for values in request):
         import_deepspeed(torch.device("cpu"))
-        # DeepSpeed imports it at the first step, which takes seconds.
+        # DeepSpeed imports it in the first step, which takes seconds.
         importlib.import_module("torch._inductor.compile_fx")
     for values in request:
         # DeepSpeed and gloo keep a few tensors of one run until the next.

@@ -1,4 +1,6 @@
-"""DeepSpeed around a plain model makes the steps of one process, and its state is ours."""
+"""With DeepSpeed, a model takes the same steps as in one process, and its state is saved in
+firstlight's format.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from firstlight.parallel.engine import DistributedConfig
 from firstlight.parallel.engine_choice import make_engine
 from firstlight.recipe.conflicts import require_combination
 
-# It is imported by the processes that the tests start.
+# The processes started by the tests import it.
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed"),
     pytest.mark.usefixtures("forked_processes"),
@@ -47,11 +49,11 @@ def _case(stage: int, **more: Any) -> dict[str, Any]:
 def _lines(
     cases: list[dict[str, Any]], size: int, timeout: float = 400
 ) -> list[list[dict[str, Any]]]:
-    """What each rank found."""
+    """Return the output of each rank."""
     found = []
     for result in run_ranks(_DRIVER, [json.dumps(cases)], size, timeout=timeout):
         assert result.returncode == 0, result.stderr
-        # Nothing else reaches stdout.
+        # Nothing else is printed to stdout.
         found.append([json.loads(line) for line in result.stdout.splitlines()])
         assert len(found[-1]) == len(cases)
     return found
@@ -69,8 +71,9 @@ def _require_equal_lines(lines: list[dict[str, Any]]) -> None:
         assert line["gradients"] < 1e-5, line
         assert line["norms"] < 1e-5, line
         assert line["losses"] < 1e-6, line
-        # AdamW divides by gradients: of those near zero, little is certain. One process alone,
-        # with the same rows in other micro-batches, ends 2e-4 apart, and its moments 6e-5.
+        # AdamW divides by gradients, so the result for gradients near zero is uncertain. In one
+        # process, splitting the same rows into other micro-batches changes weights by 2e-4 and
+        # moments by 6e-5.
         assert line["weights"] < 1e-3, line
         assert line["state"] < 1e-3, line
         for name in ("refused", "restored", "goes_on"):
@@ -78,7 +81,9 @@ def _require_equal_lines(lines: list[dict[str, Any]]) -> None:
 
 
 def _require_equal_in_fp16(line: dict[str, Any]) -> None:
-    """The steps are those of fp16 without DeepSpeed; one whose gradients overflow is skipped."""
+    """Check that the steps are those of fp16 without DeepSpeed, and that a step whose gradients
+    overflow is skipped.
+    """
     assert line["gradients"] < 1e-2, line
     assert line["norms"] < 1e-3, line
     assert line["losses"] < 1e-3, line
@@ -93,7 +98,7 @@ def test_deepspeed_two_processes_match_one_process() -> None:
         _case(2, family="llama", optimizer="groups"),
     ]
     fp16 = _case(3, efficiency={"precision": "fp16"}, distributed={"offload": "cpu"})
-    # In one world: importing DeepSpeed takes longer than the steps.
+    # In one world, because importing DeepSpeed takes longer than the steps.
     for *lines, last in _lines([*cases, fp16], 2):
         _require_equal_lines(lines)
         _require_equal_in_fp16(last)
@@ -135,7 +140,7 @@ def test_deepspeed_one_process_scales_fp16_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_deepspeed_below_fp32_matches_one_process(precision: str) -> None:
-    """Products in bf16 differ by their rounding, and no more than that from one process'."""
+    """Products in bf16 differ from those of one process only by rounding."""
     less = {"precision": precision}
     cases = [_case(stage, efficiency=less, masks="unequal") for stage in (2, 3)]
     for line in _lines(cases, 2)[0]:
@@ -153,7 +158,7 @@ def test_deepspeed_below_fp32_matches_one_process(precision: str) -> None:
 def test_deepspeed_optimizer_state_may_be_offloaded_to_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The library is compiled for this; a build that is killed would leave a lock behind.
+    # The library is compiled for this test. A killed build would leave a lock file.
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     nvme = {"offload": "nvme", "nvme_path": str(tmp_path / "disk")}
     cases = [_case(3, family="large", distributed=nvme)]

@@ -1,5 +1,6 @@
-"""Runs with distributed.engine deepspeed: the losses of other engines, the same checkpoints, and
-each goes on from those of the other."""
+"""Runs with distributed.engine deepspeed: the same losses and checkpoints as with other engines,
+and each resumes from the other's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from spawned import free_port, run_ranks
 from firstlight.data.prepare import prepare
 from firstlight.tokenizer import Tokenizer
 
-# It is imported by the processes that the tests start.
+# The processes started by the tests import it.
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed"),
     pytest.mark.usefixtures("forked_processes"),
@@ -57,14 +58,14 @@ def _recipe(shards: Path, run: Path, **distributed: Any) -> dict[str, Any]:
 
 
 def _train(requests: list[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
-    """Each run's metrics."""
+    """Run trainings and return the metrics of each."""
     requests = [{**request, "port": free_port()} for request in requests]
     results = run_ranks(_DRIVER, [json.dumps(requests)], size)
     for rank, result in enumerate(results):
         assert result.returncode == 0, f"rank {rank}: {result.stderr}"
     runs: list[list[dict[str, Any]]] = [[]]
     for line in results[0].stdout.splitlines():
-        record = json.loads(line)  # nothing else reaches stdout
+        record = json.loads(line)  # nothing else is printed to stdout
         if "end" in record:
             runs.append([])
         else:
@@ -84,7 +85,7 @@ def _whole(folder: Path) -> dict[str, torch.Tensor]:
         f"{name} {key}": tensor
         for name in names
         for key, tensor in safetensors.torch.load_file(folder / name).items()
-        # Of a rank that was not there they are new.
+        # They are new for a rank that did not exist before.
         if not key.startswith("rng.rank")
     }
 
@@ -108,7 +109,7 @@ def _require_close(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> No
 
 _ZERO: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
 
-#: How the runs begin, and how each goes on, after "-".
+#: How the runs start and, after "-", how each is resumed.
 _STARTS: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},
     "three": _ZERO,
@@ -125,8 +126,9 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 def _require_elastic(tmp_path: Path, shards: Path, starts: list[str], ways: list[str]) -> None:
-    """What each way begins with is what was saved, to the last bit, and its losses are those of
-    the run that was not stopped."""
+    """Check that each run resumes with exactly the saved state and has the losses of an
+    uninterrupted run.
+    """
     requests: list[dict[str, Any]] = [
         {"recipe": _recipe(shards, tmp_path / name, **_STARTS[name])} for name in starts
     ]

@@ -1,5 +1,6 @@
-"""However a global batch is cut over processes and micro-batches, its gradient is that of one
-process."""
+"""The gradient of a global batch does not depend on how it is split over processes and
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _ENGINES: dict[str, dict[str, Any]] = {
 
 
 def _cases(engines: list[str], families: list[str]) -> list[dict[str, Any]]:
-    """Each engine with each cut and mask, families and dtypes taking turns."""
+    """Return each engine with each split and mask, with alternating families and dtypes."""
     cuts = [(1, 1), (1, 3), (2, 2), (3, 1)]
     return [
         {
@@ -50,7 +51,7 @@ def _require_equal(cases: list[dict[str, Any]], size: int) -> None:
         for line in lines:
             bound = 1e-12 if line["dtype"] == "float64" else 1e-5
             assert line["difference"] < bound, line
-            # Sums of fp64 losses and norms, and of fp32 ones.
+            # Tolerances for sums of fp64 losses and norms, and of fp32 ones.
             assert line["loss"] < bound, line
             assert line["norm"] < bound, line
 
@@ -81,10 +82,10 @@ def _methods(count: int) -> list[dict[str, Any]]:
 def test_gradient_of_two_processes_equals_that_of_one() -> None:
     families = ["llama", "gpt2", "tied"]
     cases = _cases(["ddp", "fsdp"], families)
-    # They differ from fsdp in where parameters lie, and not in how a batch is cut.
+    # They differ from fsdp only in the location of parameters, not in how a batch is split.
     cases += _cases(["fsdp-offload", "fsdp-kept"], families)[2::3]
     assert {case["distributed"].get("offload") for case in cases} == {None, "cpu"}
-    # In one world: starting one takes longer than all the steps.
+    # In one world, because starting one takes longer than all the steps.
     _require_equal([*cases, *_cases(["fsdp"], ["moe"])[:1], *_methods(2)], 2)
 
 
@@ -104,7 +105,7 @@ def test_gradient_is_sent_only_in_last_pass_of_step() -> None:
     ]
     lines = run_ranks(_DRIVER, [json.dumps(cases)], 2)[0].stdout.splitlines()
     sent = [json.loads(line)["sent"] for line in lines if line[:1] == "{"]
-    # Three of them are the sums of tokens, loss and (fsdp) the gradient's norm.
+    # Three of them are the sums of tokens, loss and (fsdp) the gradient norm.
     assert sent[0] == sent[1] > 2
     assert sent[2] == sent[3] > 3
 

@@ -1,4 +1,4 @@
-"""`firstlight train --nproc`: which command is started how often, and what is refused."""
+"""`firstlight train --nproc`: the command that is started, the number of processes, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = tuple[list[str], Launch, list[str]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """What would be started, in a process that no launcher has started."""
+    """Record the processes that would be started, in a process without a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     made: list[Call] = []
@@ -63,7 +63,7 @@ def test_launch_single_process_runs_in_place(
         assert main(["train", "missing.yaml", "--nproc", count]) != 75
         assert "missing.yaml" in capfd.readouterr().err
     assert calls == []
-    # Restarts need somebody who restarts.
+    # Restarts require torchrun.
     assert main(["train", "missing.yaml", "--nproc", "1", "--max-restarts", "1"]) == 75
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     assert main(["train", "missing.yaml", "--nproc", "auto"]) == 75

@@ -1,4 +1,4 @@
-"""Muon in several processes: its steps are those of one."""
+"""Muon in several processes takes the same steps as in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _DRIVER = Path(__file__).with_name("muon_driver.py")
 
-#: More than the steps of the momentum's warm-up, and as many as the slow tests make.
+#: More than the steps of the momentum warm-up, and as many as in the slow tests.
 _FEW, _MANY = 12, 50
 
 _PLAIN: dict[str, Any] = {}
@@ -47,17 +47,18 @@ def _require_equal(cases: list[dict[str, Any]], size: int, steps: int) -> None:
         assert line["state"] < 1e-6, (case, line)
         assert line["moved"] > 1e-3, (case, line)
         if case["distributed"] in ({"engine": "ddp"}, _FSDP, _TENSOR):
-            # Each matrix by one of them; the first process has one of those that are left over.
+            # Each matrix is computed by one process; the first process takes one of the remaining
+            # ones.
             own, alone = (count / steps for count in line["orthogonalised"])
             assert own == math.ceil(alone / size)
 
 
-#: In two processes.
+#: Cases for two processes.
 _CASES = _cases(
     ({"engine": "ddp"}, "llama", _PLAIN),
     ({"engine": "ddp"}, "moe", _EVERYTHING),
-    # Shards of rows: GPT-2's are inputs, Llama's outputs; 3 key-value heads of 8 rows and experts
-    # come out uneven or whole.
+    # Sharded rows: inputs for GPT-2, outputs for Llama. 3 key-value heads of 8 rows and the experts
+    # are sharded unevenly or not at all.
     (_FSDP, "llama", _PLAIN),
     (_FSDP, "llama", _EVERYTHING),
     (_FSDP, "gpt2", _EVERYTHING),
@@ -80,7 +81,8 @@ def test_muon_fifty_steps_of_two_processes_equal_those_of_one() -> None:
 
 @pytest.mark.slow
 def test_muon_three_processes_with_fewer_matrices_equal_one() -> None:
-    # Llama has 14 matrices: the third process has none of the last two, and its shards are shorter.
+    # Llama has 14 matrices: the third process computes none of the last two, and its shards are
+    # shorter.
     _require_equal(
         _cases((_FSDP, "llama", _PLAIN), (_FSDP, "llama", _EVERYTHING), (_FSDP, "gpt2", _PLAIN)),
         3,

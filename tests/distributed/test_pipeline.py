@@ -1,5 +1,6 @@
-"""Processes with some of a Llama's layers each give the gradients of one process, and hold no more
-than their part."""
+"""With pipeline parallelism, processes with some of a Llama's layers each compute the gradients of
+one process, and store only their part.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_pipeline_two_stages_match_gradient_of_one_process() -> None:
     cases = [
         _case("grouped", 2),
         _case("qwen3", 2, micro=1, accumulation=4, masks="partial"),
-        # Fewer micro-batches than stages: another schedule.
+        # Fewer micro-batches than stages, which requires another schedule.
         _case("mistral", 2, accumulation=1),
         _case("biases", 2, dtype="float32", efficiency=methods),
         *(_case(family, 2) for family in ("smollm3", "phi3", "olmo3", "arcee", "glm4")),
@@ -106,7 +107,8 @@ def test_pipeline_stages_start_with_values_of_whole_model() -> None:
         state = model.state_dict()
         assert engine.absent_parameters(model) == expected.keys() - state.keys()
         assert not found.keys() & state.keys()
-        # Of the layers no stage has more than two, and no memory is shared with what is elsewhere.
+        # No stage has more than two layers, and no tensor shares memory with parameters of other
+        # stages.
         assert len({name.split(".")[2] for name in state if ".layers." in name}) in (1, 2)
         for tensor in state.values():
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -151,7 +153,10 @@ def test_pipeline_impossible_stages_raise_config_error(
             Qwen3NextConfig(**_SIZES, head_dim=8),
             "the model is qwen3_next: .* distributed.engine to fsdp",
         ),
-        (LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}), "is more than model.num_hidden_layers"),
+        (
+            LlamaConfig(**{**_SIZES, "num_hidden_layers": 1}),
+            "is greater than model.num_hidden_layers",
+        ),
         (LlamaConfig(**_SIZES, tie_word_embeddings=True), "tie_word_embeddings to false"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Preparing on a Ray cluster: the bytes of one process, whoever is killed meanwhile.
+"""Preparing on a Ray cluster gives the same bytes as one process, even if processes are killed
+meanwhile.
 
 The cluster is real: two nodes of one processor each, on this machine.
 """
@@ -30,10 +31,10 @@ from firstlight.tokenizer import Tokenizer, formats
 
 ray = pytest.importorskip("ray")
 
-# Ray's own code uses what it has deprecated itself.
+# Ray itself uses functions that it has deprecated.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
-    # Ray ends a thread that still waits for a cluster which a test has shut down.
+    # Ray ends a thread that still waits for a cluster that a test has shut down.
     "ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning",
 )
 
@@ -41,7 +42,7 @@ _NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 
 
 class Prepare(Protocol):
-    """`prepare` with an engine chosen already."""
+    """`prepare` with a fixed engine."""
 
     def __call__(self, inputs: Any, tokenizer: Any, out: Path, **options: Any) -> dict[str, Any]:
         """See `prepare`."""
@@ -58,7 +59,8 @@ def names(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     utilities = pytest.importorskip("ray.cluster_utils")
-    # A node that this process starts, and a connection, end it on SIGTERM in a way of their own.
+    # A node started by this process, and a connection to it, install a handler of their own for
+    # SIGTERM.
     before = signal.getsignal(signal.SIGTERM)
     cluster = utilities.Cluster(
         initialize_head=True, head_node_args={**_NODE, "include_dashboard": False}
@@ -74,7 +76,9 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def connection(cluster: Any) -> Iterator[None]:
-    """One connection for all tests: each starts processes on the nodes, which takes seconds."""
+    """Return one connection for all tests. Each connection starts processes on the nodes, which
+    takes seconds.
+    """
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
@@ -82,7 +86,7 @@ def connection(cluster: Any) -> Iterator[None]:
 
 @pytest.fixture
 def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """`prepare` on the cluster: small pieces and blocks, eight blocks at a time."""
+    """Run `prepare` on the cluster with small chunks and blocks, eight blocks at a time."""
     monkeypatch.setattr(encoding, "_BLOCK_CHARACTERS", 1000)
     monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 100)
 
@@ -94,7 +98,7 @@ def on_ray(connection: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
 
 @pytest.fixture
 def mixed(tmp_path: Path, texts: list[str]) -> Path:
-    """Files of all kinds, with documents that are refused, and pieces of a long one."""
+    """Write files of all kinds, with rejected documents and chunks of a long one."""
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
     folder = tmp_path / "in"
@@ -165,10 +169,12 @@ def test_prepare_on_ray_out_of_order_blocks_are_reordered(
 
 
 def waiting(folder: Path, blocks: int) -> Callable[..., Any]:
-    """Encoding of the first block that waits until so many others have been encoded."""
+    """Return an encoding function whose first block waits until this many others have been
+    encoded.
+    """
     encode_block = encoding._encode_block
 
-    # A function inside another travels as it is: the nodes can't import a test.
+    # A nested function is pickled by value: the nodes can't import a test.
     def encode(*arguments: Any) -> Any:
         number = 0
         while True:
@@ -178,7 +184,7 @@ def waiting(folder: Path, blocks: int) -> Callable[..., Any]:
             except FileExistsError:
                 number += 1
         if number == 0:
-            # Opening one end of a pipe waits for who opens the other.
+            # Opening one end of a pipe waits until the other end is opened.
             open(folder / "pipe", "rb").close()
         encoded = encode_block(*arguments)
         if number == blocks:
@@ -189,15 +195,16 @@ def waiting(folder: Path, blocks: int) -> Callable[..., Any]:
     return encode
 
 
-# Killed in the middle
+# Killed during preparation
 
 
 def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[..., Any]:
-    """Encoding that is killed by SIGKILL at some of the blocks.
+    """Return an encoding function that kills a process with SIGKILL at some of the blocks.
 
     Args:
-        folder: an empty one, that gets a file for each block that is begun, by when that was.
-        blocks: at which of them; the others are encoded.
+        folder: an empty folder, in which each block creates a file when its encoding starts, named
+            by the time.
+        blocks: numbers of the blocks at which to kill; the others are encoded.
         node: kill its raylet, which runs all of a node's processes and holds what they have made,
             at the first of `blocks` or a later one that runs there; blocks of other nodes wait for
             that, each a second at most: Ray may have given all blocks that are waiting to one node.
@@ -205,7 +212,7 @@ def dying(folder: Path, blocks: tuple[int, ...], node: str | None) -> Callable[.
     """
     encode_block = encoding._encode_block
 
-    # A function inside another travels as it is: the nodes can't import a test.
+    # A nested function is pickled by value: the nodes can't import a test.
     def encode(*arguments: Any) -> Any:
         number = 0
         while True:
@@ -275,7 +282,7 @@ def test_prepare_on_ray_killed_node_changes_no_byte(
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
 
 
-# Refusals
+# Errors
 
 
 def test_prepare_on_ray_tokenizer_error_matches_one_process(
@@ -364,11 +371,11 @@ def test_prepare_on_ray_existing_connection_with_address_raises(
     assert names(tmp_path) == []
 
 
-# From the command line, with a cluster of its own
+# On the command line, with a separate cluster
 
 
 def run_alone(arguments: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run Python, and see that no process that it has started outlives it."""
+    """Run Python, and check that no process that it started outlives it."""
     mark = f"test-{os.urandom(8).hex()}"
     environment = {**os.environ, "FIRSTLIGHT_TEST_MARK": mark, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -381,7 +388,7 @@ def run_alone(arguments: list[str], **options: Any) -> subprocess.CompletedProce
         **options,
     )
     left = [process for process in psutil.process_iter() if has_mark(process, mark)]
-    # What Ray has told to end may still be on its way.
+    # Processes that Ray has told to exit may not have exited yet.
     _, alive = psutil.wait_procs(left, timeout=300)
     for process in alive:
         process.kill()
@@ -415,7 +422,7 @@ def test_prepare_on_ray_command_output_matches_run_without_ray(
     assert contents(tmp_path / "data") == files
 
 
-# Sends itself the signal once blocks are worked on.
+# Sends itself the signal once blocks are being encoded.
 _DRIVER = """
 import os, signal, sys
 import firstlight.data.prepare as prepare

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scaling.md beside what processes really hold."""
+"""The memory calculations of docs/scaling.md, compared with the memory of real processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from firstlight.planner.memory.recipe import trace_memory
 from firstlight.recipe import parse_resolved_recipe
 from scaling_table import rank_memory
 
-# torch's allocations are counted, not the processes' memory.
+# Only torch's allocations are counted, not all memory of the processes.
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 _DRIVER = Path(__file__).with_name("memory_driver.py")
 _STEPS_DRIVER = Path(__file__).with_name("step_memory_driver.py")
 
-#: Nothing divides evenly by 2, so that pieces have to be rounded up.
+#: Nothing is divisible by 2, so the sizes of shards have to be rounded up.
 _MODEL: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 18,
@@ -58,7 +58,8 @@ _WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": 2},
     "pipeline": {"pipeline": 2},
 }
-#: Of a step. With tensor parallel, what gloo's threads free hides what several really take.
+#: Micro-batches per step. With tensor parallelism, memory freed by gloo's threads hides the effect
+#: of several.
 _MICRO_BATCHES = {
     "ddp": (1, 3),
     "fsdp": (1, 3),
@@ -67,18 +68,18 @@ _MICRO_BATCHES = {
     "pipeline": (4,),
 }
 
-#: Where the vocabulary is what counts, and where the layers are.
+#: Dominated by the vocabulary, and by the layers.
 _WIDE = {"vocab_size": 4001, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 _DEEP = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
 
-#: Where weights, gradients and moments are what counts, with 64 tokens per process.
+#: Dominated by weights, gradients and moments, with 64 tokens per process.
 _LARGE = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 
 
 def steps(
     way: str, model: dict[str, Any], accumulation: int = 1, tied: bool = False, **efficiency: Any
 ) -> dict[str, Any]:
-    """A recipe of rows of 128 tokens."""
+    """Return a recipe with rows of 128 tokens."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     return {
         "model": {"model_type": "llama", **model, **heads, "tie_word_embeddings": tied},
@@ -96,7 +97,7 @@ def steps(
 
 
 def require_planned(cases: list[dict[str, Any]], above: float, below: float, size: int = 2) -> None:
-    """The plan of the process that needs most is what its steps take."""
+    """Check that the plan for the process with the highest peak matches the memory of its steps."""
     results = run_ranks(_STEPS_DRIVER, [json.dumps(cases)], size, timeout=1700)
     for result in results:
         assert result.returncode == 0, result.stderr
@@ -108,12 +109,12 @@ def require_planned(cases: list[dict[str, Any]], above: float, below: float, siz
         recipe = parse_resolved_recipe(case)
         part = trace_memory(own_part(recipe, size))
         planned = of_one_rank(part, recipe, size, on_cpu=True).peak_bytes
-        # What gloo's threads free, nobody counts: the least of some steps.
+        # Memory freed by gloo's threads is not counted, so use the minimum over some steps.
         taken = max(min(ranks[number]) for ranks in found)
         if engine_of(recipe, size).keeps_buckets:
-            # Its buckets were there before, and are as large as the model.
+            # The buckets, which are as large as the model, were allocated before the measurement.
             taken += 4 * parameters_of(recipe.model)
-        # The figures of docs/planning.md: pytest -s shows them.
+        # `pytest -s` prints the figures of docs/planning.md.
         sys.stdout.write(f"{case['distributed']}: planned {planned:,}, measured {taken:,}\n")
         assert -below < planned / taken - 1 < above, (case, planned, taken)
 
@@ -158,8 +159,9 @@ def test_plans_of_all_engines_match_measured_steps(way: str) -> None:
 def zero(
     stage: int, offload: str, model: dict[str, Any], *more: Any, **keys: Any
 ) -> dict[str, Any]:
-    """A recipe of `steps` for DeepSpeed's ZeRO. Stage 0, which a DeepSpeed file is refused for, is
-    plain training: ddp with several processes."""
+    """Return a recipe of `steps` for DeepSpeed ZeRO. Stage 0, which can't be combined with a
+    DeepSpeed file, is plain training: ddp with several processes.
+    """
     case = steps("ddp", model, *more, **keys)
     if model is _LARGE:
         case["data"] = {"dir": "-", "seq_len": 32}

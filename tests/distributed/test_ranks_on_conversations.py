@@ -1,4 +1,6 @@
-"""Processes that share a run on conversations prepare them once, and learn what one learns."""
+"""The processes of a run on conversations prepare the data once, and train the same model as a
+single process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _TEMPLATE = (
 
 
 def train(recipe: dict[str, Any], processes: int, **options: Any) -> list[dict[str, Any]]:
-    """The metrics of all steps."""
+    """Return the metrics of all steps."""
     results = run_ranks(_DRIVER, [json.dumps({"recipe": recipe, **options})], processes)
     for rank, result in enumerate(results):
         assert result.returncode == 0, f"rank {rank}: {result.stderr}"
@@ -37,7 +39,7 @@ def write_lines(path: Path, records: list[dict[str, str]]) -> Path:
 
 @pytest.fixture
 def conversations(tmp_path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A recipe."""
+    """Return a recipe."""
     tokenizer.extended([], _TEMPLATE).save_pretrained(tmp_path / "tok")
     records = [
         {"instruction": f"the light {n}", "output": " ".join(["dawn", "star"] * (n % 5 + 1))}
@@ -70,7 +72,7 @@ def test_conversation_losses_of_two_processes_equal_those_of_one(
 ) -> None:
     found = []
     for name, processes in (("none", 1), ("ddp", 2), ("fsdp", 2)):
-        # Each has to prepare them, all of its processes at the same moment.
+        # Every run prepares the conversations, with all of its processes starting at the same time.
         monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / f"cache-{name}"))
         found.append(train({**conversations, **way(tmp_path, name)}, processes))
         assert len([p for p in (tmp_path / f"cache-{name}" / "chat").iterdir() if p.is_dir()]) == 1
@@ -96,7 +98,7 @@ def test_preference_losses_of_two_processes_equal_those_of_one(
     del recipe["model"]
     found = []
     for name, processes in (("none", 1), ("ddp", 2), ("fsdp", 2)):
-        # The reference's log-probabilities too.
+        # This includes the reference's log-probabilities.
         monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / f"cache-{name}"))
         run = {**recipe, **way(tmp_path, name)}
         found.append(train(run, processes, init_from=str(tmp_path / "base")))
@@ -110,13 +112,13 @@ def test_preference_losses_of_two_processes_equal_those_of_one(
 
 
 def way(folder: Path, name: str) -> dict[str, Any]:
-    """The sections of a run by an engine."""
+    """Return the recipe sections of a run with an engine."""
     run = {"run": {"dir": str(folder / name), "device": "cpu"}}
     return {**run, "distributed": {"engine": name}} if name in ("ddp", "fsdp") else run
 
 
 def require_same(found: list[list[dict[str, Any]]]) -> None:
-    """All runs have the first one's losses."""
+    """Check that all runs have the losses of the first one."""
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert one["tokens_seen"] == two["tokens_seen"]

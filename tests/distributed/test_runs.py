@@ -1,5 +1,6 @@
-"""A run of several processes is the run of one: losses, samples, checkpoints, and going on with
-another number of processes and another engine."""
+"""A run of several processes equals one of a single process: losses, samples, checkpoints, and
+resuming with another number of processes and another engine.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def _recipe(shards: Path, run: Path, processes: int, **sections: Mapping[str, An
             "max_position_embeddings": 16,
         },
         "data": {"dir": str(shards), "seq_len": 16},
-        # Eight rows a step, however many share them.
+        # Eight rows per step, for any number of processes.
         "batch": {"micro_batch_size": 1, "global_batch_tokens": 128},
         "schedule": {"max_steps": 12},
         "evaluation": {"every_steps": 5, "max_rows": 7, "train_rows": 5, "sample_tokens": 8},
@@ -66,7 +67,7 @@ def _recipe(shards: Path, run: Path, processes: int, **sections: Mapping[str, An
 
 
 def _train(recipe: Any, processes: int, **options: Any) -> list[dict[str, Any]]:
-    """The metrics of all steps; every rank's end is asserted."""
+    """Return the metrics of all steps, and check how every rank ended."""
     request = json.dumps({"recipe": recipe, **options})
     results = run_ranks(_DRIVER, [request], processes)
     for rank, result in enumerate(results):
@@ -94,7 +95,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "tensor-fsdp": {"engine": "fsdp", "tensor_parallel": 2},
     "pipeline": {"pipeline": 2},
 }
-#: Two rows a step at first, and eight from step 8 on.
+#: Two rows per step at first, and eight from step 8 on.
 _RAMP = {"batch": {"ramp_start_tokens": 32, "ramp_steps": 7}}
 
 
@@ -116,7 +117,7 @@ def test_timed_run_processes_make_steps_decided_by_main_one(tmp_path: Path, shar
     length = read_length(tmp_path / "both")
     ends = [json.loads(result.stdout.splitlines()[-1]) for result in results]
     assert ends == [{"end": length["max_steps"], "stopped": None}] * 2
-    # As if the number of steps, which may have been corrected, had been in the recipe.
+    # As if the recipe had contained the number of steps, which may have been corrected.
     config = ScheduleConfig.model_validate(minutes["schedule"])
     schedule = resolve_schedule(config, 1e-3, 100, BatchSchedule(4, 4), 32, length_of(length))
     found = [json.loads(line) for line in results[0].stdout.splitlines()[:-1]]
@@ -155,7 +156,7 @@ def test_run_with_model_parallelism_supports_bf16_and_document_masking(
             if "val/loss" in one:
                 assert other["val/loss"] == pytest.approx(one["val/loss"], rel=2e-3)
         found = _files(_checkpoint(tmp_path / name, 6))["optimizer.safetensors"]
-        # Processes that compute the same rows draw the same random numbers.
+        # Processes that compute the same rows use the same random numbers.
         ranks = {key for key in found if key.startswith("rng.rank")}
         assert ranks == ({"rng.rank1.cpu"} if name == "tensor-fsdp" else set())
 
@@ -211,8 +212,9 @@ def test_batch_ramp_resumes_in_pipeline(tmp_path: Path, shards: Path) -> None:
 def _require_elastic(
     tmp_path: Path, shards: Path, ways: list[tuple[int, str]], **more: Mapping[str, Any]
 ) -> None:
-    """Four steps in each way: as if one process had made them all; and what each way begins with
-    is, to the last bit, what the one before it saved."""
+    """Check that four steps with different engines and numbers of processes equal those of one
+    process, and that each resumes with exactly the state that the previous one saved.
+    """
     more = {"schedule": {"max_steps": 4 * len(ways)}, **more}
     whole = _train(_recipe(shards, tmp_path / "whole", 1, **more), 1)
     run, parts = tmp_path / "run", []
@@ -227,7 +229,7 @@ def _require_elastic(
         if number:
             expected, found = _files(copy), _files(captured)
             for name in expected:
-                # Random numbers of ranks that were not there are new.
+                # Ranks that did not exist before get new random states.
                 for key in (key for key in expected[name] if not key.startswith("rng.")):
                     assert torch.equal(found[name][key], expected[name][key]), (number, key)
             state = json.loads((copy / "trainer_state.json").read_text(encoding="utf-8"))
@@ -279,8 +281,9 @@ def _deaths(steps: range) -> list[Any]:
 def _require_restart(
     tmp_path: Path, shards: Path, deaths: list[tuple[int, int, str]], engine: str
 ) -> None:
-    """Whichever rank ends at whichever step: torch elastic starts the run again by itself, and it
-    ends with the bits of the one that nothing happened to."""
+    """Check that torch elastic restarts a run whose rank ends at any step, and that the final
+    weights are bitwise equal to those of an undisturbed run.
+    """
     distributed = {**_WAYS[engine], "timeout_seconds": 6}
     _train(_recipe(shards, tmp_path / "whole", 2, distributed=distributed), 2)
     expected = _files(_checkpoint(tmp_path / "whole", 12))

@@ -1,4 +1,6 @@
-"""Each process writes its pieces of a checkpoint; together they are one, or nothing appears."""
+"""Each process writes its shards of a checkpoint. A checkpoint appears only if all of them are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _DRIVER = Path(__file__).with_name("sharded_driver.py")
 
 
 def _scenarios(folder: Path, size: int) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Return the results of each rank."""
     results = run_ranks(_DRIVER, [str(folder)], size, timeout=200)
     found = []
     for result in results:
@@ -29,7 +31,7 @@ def _require_sound(folder: Path, size: int, meshes: list[str]) -> None:
     last = f"rank {size - 1}"
     for found in _scenarios(folder, size):
         names = [f"{mesh}-{asynchronous}" for mesh in meshes for asynchronous in (False, True)]
-        # Of the two that were saved, the last is kept, and is what it was when it was saved.
+        # Of two saved checkpoints, only the last is kept, with the values at the time of saving.
         assert found["whole"] == {name: ["step-00000002", [], []] for name in names}
         for full, infinite, left, names in found["faults"].values():
             assert full.startswith(f"StorageError: {last}: the disk is full")

@@ -1,5 +1,6 @@
-"""Runs whose checkpoints are in pieces: the same run, the same numbers on the disk, and any engine
-goes on from them."""
+"""Runs with sharded checkpoints: the same training, the same values on disk, and any engine can
+resume from them.
+"""
 
 from __future__ import annotations
 
@@ -73,15 +74,15 @@ def _recipe(shards: Path, run: Path, *, sharded: bool, family: str = "llama", **
         "schedule": {"max_steps": 6},
         "evaluation": {"every_steps": 3, "max_rows": 7, "sample_tokens": 4, "on_start": False},
         "checkpoint": {"every_steps": 3, "keep_last": 10, "sharded": sharded},
-        # The vocabulary has rows that pad it.
+        # The vocabulary has padding rows.
         "efficiency": {"precision": "fp32", "compile": False, "vocab_multiple": 64},
         **more,
     }
 
 
 def _train(requests: list[dict[str, Any]], size: int) -> list[list[dict[str, Any]]]:
-    """Each run's metrics, by the main process."""
-    # Whoever is quick must not come to the meeting before.
+    """Return the metrics of each run, from the main process."""
+    # Each run has its own port: a fast process must not join the rendezvous of the run before.
     requests = [{**request, "port": free_port()} for request in requests]
     results = run_ranks(_DRIVER, [json.dumps(requests)], size)
     for rank, result in enumerate(results):
@@ -102,7 +103,7 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 
 def _without_last(run: Path, copy: Path) -> Path:
-    """A run that was stopped after its first checkpoint."""
+    """Copy a run as if it had been stopped after its first checkpoint."""
     shutil.copytree(run, copy)
     shutil.rmtree(_checkpoint(copy, 6))
     return copy
@@ -114,10 +115,10 @@ def _whole(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _consolidated(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint in pieces: the weights put together by torch."""
+    """Return all tensors of a sharded checkpoint, with the weights merged by torch."""
     parts = out.with_name(f"{out.name}-parts")
     parts.mkdir()
-    # The random-number states among the others are integers, which torch's can't.
+    # torch's function does not support integers, such as the random states among the other tensors.
     for path in folder.glob("model.shard-*"):
         shutil.copy(path, parts)
     out.mkdir()
@@ -134,7 +135,7 @@ def _require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 
 def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, torch.Tensor]]:
-    """What one process has loaded, as its checkpoint would have it."""
+    """Return the state that one process has loaded, in the format of its checkpoint."""
     found = {}
 
     def open_and_look(run: Run, *, shown: bool) -> Any:
@@ -143,7 +144,7 @@ def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[st
             found[f"{name}.safetensors"] = {n: t.clone() for n, t in tensors.items()}
         return open_run(run, shown=shown)
 
-    # Its loader stands at the beginning only once it is open.
+    # The loader is at its start position only after it has been opened.
     class Loader:
         rows_per_epoch = 1
 
@@ -161,7 +162,7 @@ def _captured(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[st
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shards: Path
 ) -> tuple[Path, str]:
-    """The same run with checkpoints in pieces and whole ones, on two processes."""
+    """Train the same run with sharded and with regular checkpoints, in two processes."""
     folder, family = tmp_path_factory.mktemp("runs"), request.param
     fsdp = {"distributed": {"engine": "fsdp"}, "family": family}
     pieces = _recipe(shards, folder / "pieces", sharded=True, **fsdp)
@@ -185,7 +186,7 @@ def test_sharded_checkpoint_holds_same_state_as_whole_one(
         for kind in ("model", "optimizer")
         for n in (1, 2)
     }
-    # The last one is a model folder beside.
+    # For the last checkpoint, a model folder is saved, too.
     for step, model in ((3, None), (6, last)):
         expected = _whole(_checkpoint(folder / "whole", step))
         if model is None:
@@ -197,7 +198,7 @@ def test_sharded_checkpoint_holds_same_state_as_whole_one(
         moments = _consolidated(_checkpoint(folder / "pieces", step), tmp_path / str(step))
         for name, tensor in expected["optimizer.safetensors"].items():
             assert torch.equal(moments.pop(name), tensor), name
-        if family == "llama":  # whose tensors have the same names in a file
+        if family == "llama":  # its tensors have the same names in a file
             for name, tensor in expected["model.safetensors"].items():
                 assert torch.equal(moments.pop(name)[: len(tensor)], tensor), name
             assert not moments
@@ -246,7 +247,7 @@ def test_sharded_checkpoint_resumes_on_same_processes(
         ],
         2,
     )
-    # With the same engine the run is the one that was not stopped.
+    # With the same engine, the run is identical to one that was not interrupted.
     _require_same(
         _consolidated(_checkpoint(folder / "pieces", 6), tmp_path / "one"),
         _consolidated(_checkpoint(again, 6), tmp_path / "two"),
@@ -290,7 +291,9 @@ def test_sharded_last_checkpoints_are_averaged_by_every_engine(
 def test_sharded_muon_run_resumes(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its moments are pieces, the second moments of neurons and the counters whole on each rank."""
+    """Momentum is sharded; the neurons' second moments and the counters are replicated on each
+    rank.
+    """
     muon = {
         "name": "muon",
         "learning_rate": 2e-3,
@@ -319,7 +322,7 @@ def test_sharded_muon_run_resumes(
     )
     last = [_whole(_checkpoint(run, 6)) for run in (tmp_path / "whole", other)]
     _require_same(last[0]["model.safetensors"], last[1]["model.safetensors"])
-    # One process reads the same moments from the pieces.
+    # A single process reads the same moments from the shards.
     alone = _without_last(tmp_path / "pieces", tmp_path / "alone")
     found = _captured(_recipe(shards, alone, sharded=False, optimizer=muon), monkeypatch)
     for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""Every engine starts in every way that docs/scaling.md names, or is refused in one line."""
+"""Every engine starts in every way that docs/scaling.md lists, or gives a one-line error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from firstlight.planner.plan import estimate as estimating
 from firstlight.planner.plan.machine import find_machine, resolve_for
 from firstlight.recipe import load_recipe
 
-# It is imported by the processes that the tests start.
+# The processes started by the tests import it.
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="no deepspeed"),
     pytest.mark.usefixtures("forked_processes"),
@@ -27,10 +27,10 @@ pytestmark = [
 
 _DRIVER = Path(__file__).with_name("starts_driver.py")
 
-#: The launcher's name, options, and the engine's name.
+#: The name of the launcher, its options, and the name of the engine.
 Way = tuple[str, tuple[str, ...], str]
 
-#: How one process is started: variables of a way, and options.
+#: Ways to start one process: the launcher whose variables are set, and options.
 _ONE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("plain", ()),
     ("plain", ("--nproc", "1")),
@@ -64,7 +64,7 @@ def recipe_file(tmp_path: Path, recipe: dict[str, Any]) -> Path:
     recipe["efficiency"] = {"precision": "fp32", "compile": False}
     recipe["schedule"] = {"max_steps": 1}
     recipe["evaluation"] |= {"max_rows": 1, "sample_prompts": []}
-    # A start that fails on one process ends on the other.
+    # If a start fails in one process, the timeout ends the other process, too.
     recipe["distributed"] = {"timeout_seconds": 60}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
@@ -72,7 +72,9 @@ def recipe_file(tmp_path: Path, recipe: dict[str, Any]) -> Path:
 
 
 def _start(recipe_file: Path, ways: list[Way], size: int) -> list[tuple[list[int], str]]:
-    """The exit codes of all processes of each start, and what the first of them said last."""
+    """Return the exit codes of all processes for each start, and the last message of the first
+    process.
+    """
     starts = [
         {
             "way": way,
@@ -96,13 +98,14 @@ def _start(recipe_file: Path, ways: list[Way], size: int) -> list[tuple[list[int
         for rank in range(size)
     ]
     try:
-        # Together: one that is not read waits for that, and the others wait for it.
+        # Read all outputs at the same time: a process whose output is not read blocks, and the
+        # others wait for it.
         with ThreadPoolExecutor(size) as pool:
             said = list(pool.map(lambda process: process.communicate(timeout=400), processes))
     finally:
         for process in processes:
             process.kill()
-    # Results go to stdout as well.
+    # Results are printed to stdout, too.
     found = [
         [json.loads(line) for line in out.splitlines() if line.startswith('{"code"')]
         for out, _ in said
@@ -117,7 +120,7 @@ def _start(recipe_file: Path, ways: list[Way], size: int) -> list[tuple[list[int
 
 
 def _offered(recipe_file: Path) -> tuple[str, ...]:
-    """The options of what `plan` offers for a GPU where nothing fits."""
+    """Return the options that `plan` suggests for a GPU on which nothing fits."""
     machine = find_machine("V100 16GB")
     recipe = resolve_for(load_recipe(recipe_file, [("model.vocab_size", "320")]), machine)
     ways = {name: changes for name, changes, _ in estimating._fallbacks(recipe, machine)}
@@ -144,7 +147,7 @@ def test_start_one_process_with_multi_process_engine_fails_with_advice(recipe_fi
 
 
 def test_start_two_processes_succeeds_with_every_launcher(recipe_file: Path) -> None:
-    # DeepSpeed, whose import takes longer than all of these starts, is in the slow tests.
+    # DeepSpeed's import takes longer than all of these starts, so it is tested in the slow tests.
     ways: list[Way] = [(way, (), "auto") for way in _TWO]
     ways += [("torchrun", (), engine) for engine in ("ddp", "fsdp", "tensor parallel", "pipeline")]
     for way, (codes, said) in zip(ways, _start(recipe_file, ways, 2), strict=True):

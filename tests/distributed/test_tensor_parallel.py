@@ -1,5 +1,6 @@
-"""Processes that compute each layer of a Llama together give the gradients, losses, texts and
-checkpoints of one process."""
+"""Tensor parallelism: processes that compute each layer of a Llama together give the same
+gradients, losses, texts and checkpoints as one process.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_tensor_parallel_two_processes_match_gradient_of_one() -> None:
     cases[0] |= {"micro": 1, "accumulation": 3, "masks": "partial"}
     cases[1] |= {"efficiency": {"vocab_multiple": 64}}
     cases[2] |= {"dtype": "float32", "efficiency": {"activation_checkpointing": "selective"}}
-    # What bf16 with larger heads comes to on CPUs.
+    # Tolerance of bf16 with larger heads on CPUs.
     cases[3] |= {"efficiency": {"attention": "blockwise"}}
     cases.append(_case("gemma2", {}, efficiency={"attention": "plain"}))
     _require_equal(cases, 2)
@@ -137,7 +138,7 @@ def test_tensor_parallel_group_members_read_same_rows() -> None:
         (
             2,
             {"tensor_parallel": 2, "engine": "fsdp"},
-            "are one group: .* --nproc 4 or another multiple",
+            "form only one group: .* --nproc 4 or another multiple",
         ),
         (6, {"tensor_parallel": 2, "shard": 2}, "does not divide the 3 groups evenly"),
     ],

@@ -1,4 +1,4 @@
-"""Which process this is, as launchers say it; what they say by halves is refused."""
+"""Rank and size from the variables of launchers; incomplete variables raise an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_NODELIST": "node[07-08]",
 }
-#: What a batch script, and a shell in an allocation, have of it.
+#: The variables in a batch script, and in a shell within an allocation.
 ALLOCATION = {
     "SLURM_JOB_ID": "4711",
     "SLURM_NTASKS": "8",
@@ -45,10 +45,10 @@ ALLOCATION = {
     "variables, world",
     [
         ({}, PLAIN),
-        # What scripts export for those that they start.
+        # Exported by scripts for the processes that they start.
         (MEETING, PLAIN),
         (TORCH, World(3, 4, 1, 2, "node1", 29500)),
-        # One process a machine, as Kubernetes' PyTorchJob sets it.
+        # One process per machine, as set by Kubernetes' PyTorchJob.
         ({"RANK": "1", "WORLD_SIZE": "2"} | MEETING, World(1, 2, 0, 1, "node1", 29500)),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"} | MEETING,
@@ -64,13 +64,13 @@ ALLOCATION = {
         (SLURM | MEETING, World(5, 8, 1, 4, "node1", 29500)),
         (ALLOCATION, PLAIN),
         (ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, PLAIN),
-        # salloc's shell may be a step of its own.
+        # salloc's shell may be a separate step.
         (ALLOCATION | {"SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFF_FFFA)}, PLAIN),
         (
             SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"},
             PLAIN,
         ),
-        # torchrun, started once a machine by srun: its variables are nearer.
+        # torchrun, started once per machine by srun: its variables take precedence.
         (
             SLURM
             | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "x"}
@@ -125,9 +125,11 @@ def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
     world = find_world(job)
     assert (world.host, world.rank, world.size) == ("127.0.0.1", 1, 2)
     assert find_world(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-2@1"}).port != world.port
-    with pytest.raises(ConfigError, match=r"the rendezvous is not known: set MASTER_ADDR .* -x "):
+    with pytest.raises(
+        ConfigError, match=r"the rendezvous address is unknown: set MASTER_ADDR .* -x "
+    ):
         find_world(job | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
-    with pytest.raises(ConfigError, match="the rendezvous is not known"):
+    with pytest.raises(ConfigError, match="the rendezvous address is unknown"):
         find_world(OPEN_MPI)
 
 
@@ -142,7 +144,7 @@ def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
             "RANK is 4, but WORLD_SIZE is 4: the ranks of 4 processes are 0 to",
         ),
         (TORCH | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
-        (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "more processes on one machine than on all"),
+        (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "have more processes than all machines together"),
         (TORCH | {"RANK": "-1"}, "RANK is '-1': it must be a whole number"),
         (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         (TORCH | {"WORLD_SIZE": "0"}, "RANK is 3, but WORLD_SIZE is 0"),
@@ -156,7 +158,7 @@ def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without MASTER_ADDR and MASTER_PORT"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK is 1, but no variable gives the number"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is not"),
-        # What is left in a profile would silently make many runs of one process.
+        # Variables left in a shell profile would silently start many runs of one process each.
         (
             SLURM | {"RANK": "0", "WORLD_SIZE": "1"},
             "WORLD_SIZE is 1, but Slurm started 8 processes, of which this is 5",

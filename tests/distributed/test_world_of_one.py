@@ -1,5 +1,4 @@
-"""What ranks say to each other costs a plain process nothing; what they say of themselves is
-compared."""
+"""Communication between ranks costs a plain process nothing, and states of ranks are compared."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def test_world_of_one_error_passes_through() -> None:
 def test_world_timeout_must_be_positive() -> None:
     for seconds in (0.0, -1.0, float("nan")):
         with (
-            pytest.raises(ConfigError, match="must be more than 0"),
+            pytest.raises(ConfigError, match="must be greater than 0"),
             process_group(TWO, torch.device("cpu"), seconds),
         ):
             pass
@@ -67,7 +66,7 @@ def test_own_device_gives_each_process_its_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert own_device(second, "cuda") == torch.device("cuda", 1)
     assert own_device(PLAIN, "cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="'cuda:1' can't be the device of all 2 processes"):
+    with pytest.raises(ConfigError, match="'cuda:1' can't be used by all 2 processes"):
         own_device(second, "cuda:1")
     with pytest.raises(ConfigError, match="local rank 2 has no GPU on this machine, which has 2"):
         own_device(World(2, 4, 2, 4, "h", 1), "cuda")
@@ -138,8 +137,9 @@ def test_find_world_invalid_launches_raise_config_error(
 
 
 def test_ddp_reducer_at_exit_is_freed_before_process_group() -> None:
-    """As the last owner of a gloo group it would free that with the interpreter's lock held, which
-    gloo's threads may need to end."""
+    """As the last owner of a gloo group, the reducer would free it while holding the interpreter's
+    lock, which gloo's threads may need to exit.
+    """
     cpu = torch.device("cpu")
     engine = DDPEngine(DistributedConfig(engine="ddp"), PLAIN, cpu)
     with group_of_one(cpu):

@@ -1,5 +1,6 @@
-"""`firstlight.train` as one process of a run; prints each step's loss, and the run's end. With
-`until`, the run gets SIGTERM after that step."""
+"""`firstlight.train` in one process of a run. Prints each step's loss and the end of the run. With
+`until`, the run gets SIGTERM after that step.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def main(request: dict[str, Any]) -> None:
         _die_at(**request["dies"])
     result = firstlight.train(
         request["recipe"],
-        # What the launcher adds to a restart.
+        # The launcher adds this option when it restarts a run.
         resume=request.get("resume", False) or "--resume" in sys.argv,
         init_from=request.get("init_from"),
         on_step=tell,
@@ -48,13 +49,15 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _note_report(run: Path) -> None:
-    """Write which process has come to draw the report, which takes longer than these runs."""
+    """Record the process that draws the report, without drawing it: that would take longer than
+    these runs.
+    """
     with open(run / "drawn-by", "a", encoding="utf-8") as file:
         file.write(os.environ.get("RANK", "0"))
 
 
 def _die_at(rank: int, step: int, how: str) -> None:
-    """Have one rank end, or stand still, when it is about to make a step."""
+    """Make one rank exit or hang when it is about to take a step."""
     plain = Run.begin_step
 
     def stepped(run: Run) -> float:
@@ -68,7 +71,7 @@ def _die_at(rank: int, step: int, how: str) -> None:
 
 
 def _capture_first(folder: Path) -> None:
-    """Have what was loaded written down, as a checkpoint would be, before the first step."""
+    """Write the loaded state to a file before the first step, like a checkpoint."""
 
     @contextlib.contextmanager
     def opened(run: Run, *, shown: bool) -> Iterator[None]:

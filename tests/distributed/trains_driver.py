@@ -1,4 +1,4 @@
-"""`train_driver` for one run after another, in the same process."""
+"""Run `train_driver` several times in the same process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ if __name__ == "__main__":
     for request in json.loads(sys.argv[1]):
         os.environ["MASTER_PORT"] = str(request["port"])
         train_driver.main(request)
-        # It puts its own in their place.
+        # `train_driver` has replaced these functions.
         for owner, name, function in plain:
             setattr(owner, name, function)

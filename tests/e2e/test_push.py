@@ -288,14 +288,14 @@ def test_push_disallowed_by_hub_or_model_prints_one_line(
     hub.add("bob/tiny", run / "checkpoints" / "step-00000002")
     hub.add("ada/public", run / "checkpoints" / "step-00000002")
     said = refusal(capfd, "push", str(run), "tiny")
-    assert "'tiny' has no owner: use USER/tiny" in said
+    assert "'tiny' does not have an owner: use USER/tiny" in said
     for taken in ("bob/tiny", "bob/new"):
         said = refusal(capfd, "push", str(run), taken)
         assert f"{taken} can't be uploaded: the token has no write permission there" in said
     said = refusal(capfd, "push", str(run), "ada/public", "--private")
     assert "ada/public already exists and is public" in said
     said = refusal(capfd, "push", str(run), "ada/tiny", "--license", "none at all")
-    assert "the hub refuses the card: " in said
+    assert "the hub rejected the model card: " in said
     assert '"license" must be one of [apache-2.0, ' in said
     (tmp_path / "empty").mkdir()
     assert "empty" in refusal(capfd, "push", str(tmp_path / "empty"), "ada/empty")

@@ -202,7 +202,7 @@ def test_positions_unsupported_by_model_raise_config_error(
     gpt2 = write_model(tmp_path / "gpt2", GPT2Config(**_SIZES), tokenizer)
     with pytest.raises(ConfigError, match="is a gpt2 model, whose positions are learned"):
         train(longer(recipe), init_from=gpt2)
-    with pytest.raises(ConfigError, match=r"checkpoints of lora refer to .* remove the lora"):
+    with pytest.raises(ConfigError, match=r"LoRA checkpoints refer to .* remove the lora"):
         train(parse_recipe(longer(recipe) | {"lora": {"rank": 2}}), init_from=llama)
     values = longer(recipe)
     values["model"]["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}

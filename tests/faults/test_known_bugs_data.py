@@ -270,5 +270,7 @@ def test_dataset_with_other_tokenizer_raises_data_error(
     shutil.copytree(data, copy)
     words(320).save_pretrained(copy)
     recipe["data"]["dir"] = str(copy)
-    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer of the shards"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json is not the tokenizer with which the shards"
+    ):
         train(recipe)

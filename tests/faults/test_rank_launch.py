@@ -235,7 +235,7 @@ def test_launch_stopped_rank_is_killed_and_restarted(tmp_path: Path, rank: int) 
         ({"kind": "raise", "rank": 1, "step": 2}, 1, "failed: row 7 of shard 3 is damaged"),
         # Before the ranks meet: the others do not wait for the timeout.
         ({"kind": "raise", "rank": 1, "step": -1}, 1, "failed: row 7 of shard 3 is damaged"),
-        ({"kind": "exit", "rank": 1, "step": -1}, 1, "failed: it ended with code 3"),
+        ({"kind": "exit", "rank": 1, "step": -1}, 1, "failed: it ended with exit code 3"),
         ({"kind": "kill", "rank": 0, "step": 2}, 1, "failed: it was killed by SIGKILL: most"),
         ({"kind": "stop", "rank": 0, "step": 2}, 1, "has not answered for 5 s"),
     ],

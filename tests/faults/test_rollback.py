@@ -16,7 +16,7 @@ from firstlight.checkpoint.selection import list_checkpoints, newest_checkpoint
 from firstlight.errors import TrainingError
 from firstlight.methods import loss_function
 from firstlight.run_log.reader import read_json_lines
-from firstlight.training.loop import train
+from firstlight.training.loop import RunAhead, train
 from firstlight.training.run import Run
 from firstlight.training.validation import evaluate
 from firstlight.weights.stored import WEIGHTS_NAME
@@ -39,12 +39,11 @@ class BadData:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.last, self.factor = 0, -1, float("nan")
-        self._is_bad = False
+        self._run: Run | None = None
         begin_step = Run.begin_step
 
         def watched(run: Run) -> float:
-            # The rows of the step's batch, counted from 1.
-            self._is_bad = self.first <= run.loader.rows_seen <= self.last
+            self._run = run
             return begin_step(run)
 
         monkeypatch.setattr(Run, "begin_step", watched)
@@ -55,7 +54,10 @@ class BadData:
 
         def spoilt(*batch: Any) -> Tensor:
             loss: Tensor = loss_sum(*batch)
-            return loss * self.factor if self._is_bad else loss
+            assert self._run is not None
+            # The rows of the batch that was read last, counted from 1.
+            is_bad = self.first <= self._run.loader.rows_seen <= self.last
+            return loss * self.factor if is_bad else loss
 
         return spoilt
 
@@ -137,6 +139,32 @@ def test_rollback_after_too_many_bad_steps_skips_their_data(
     assert state["loader"]["rows_seen"] == (_STEPS + 3) * _ROWS
     samples = read_json_lines(tmp_path / "run" / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [6, 12, 18, 20]
+
+
+@pytest.mark.parametrize("ramp_steps", [0, 10])
+def test_rollback_of_passes_run_ahead_changes_no_bit(
+    ramp_steps: int,
+    recipe: dict[str, Any],
+    tmp_path: Path,
+    bad_data: BadData,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The passes of the step after the last bad one have begun when its loss is read."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    bad_data.steps(29, 37)
+    found = []
+    for is_ahead in (True, False):
+        values = guarded(recipe, tmp_path / str(is_ahead), max_skipped_steps=2)
+        tokens = _ROWS * values["data"]["seq_len"]
+        values["batch"]["global_batch_tokens"] = 4 * tokens
+        if ramp_steps:
+            values["batch"] |= {"ramp_start_tokens": tokens, "ramp_steps": ramp_steps}
+        if not is_ahead:
+            monkeypatch.setattr(RunAhead, "begin", lambda _: False)
+        train(values)
+        found.append(final(tmp_path / str(is_ahead)))
+    assert found[0] == found[1]
+    assert found[0][-1][0]["event"] == "rollback"
 
 
 def test_rollback_restores_weights_of_checkpoint(

@@ -126,7 +126,7 @@ def test_choose_model_accounts_for_minimum_step_time() -> None:
     ("seconds", "given", "way"),
     [
         (30.0, {}, (False, False)),
-        (110.0, {}, (True, True)),
+        (130.0, {}, (True, True)),
         (110.0, {"efficiency.compile": False}, (False, False)),
         (150.0, {"efficiency.compile_regional": False}, (True, False)),
         (30.0, {"efficiency.compile": True}, (True, False)),

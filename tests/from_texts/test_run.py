@@ -640,7 +640,7 @@ def test_train_texts_failed_plan_leaves_nothing(tmp_path: Path) -> None:
         ({"batch.global_batch_tokens": 1000}, "set it to 1024"),
         ({"model.hidden_size": 96}, "hidden_size 96 is not a multiple"),
         ({"model.vocab_size": 200}, "vocab_size 200 is too small"),
-        ({"optimizer.name": "sgd"}, "no learning rate is known"),
+        ({"optimizer.name": "sgd"}, "there is no default learning rate"),
     ],
 )
 def test_train_texts_invalid_overrides_raise_before_reading_texts(
@@ -939,7 +939,7 @@ def test_train_texts_prompt_for_time_shows_expectations(
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
     assert "'soon' is not a time" in lines[-2]
-    assert lines[-1] == "the time must be more than 0"
+    assert lines[-1] == "the time must be greater than 0"
 
 
 @pytest.mark.slow

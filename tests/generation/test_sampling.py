@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,12 @@ from torch import Tensor
 
 from firstlight.errors import ConfigError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.sampling import draw, filter_probabilities, sample_rows, uniform
+from firstlight.generation.sampling import (
+    draw,
+    filter_probabilities,
+    sample_rows,
+    uniform_numbers,
+)
 from generated import sample
 
 logits_lists = st.lists(st.integers(-400, 400), min_size=1, max_size=12).map(
@@ -199,6 +205,18 @@ def test_sampling_config_range_limits_are_allowed() -> None:
     SamplingConfig(max_new_tokens=1, temperature=0, top_k=0, top_p=1, seed=0)
     SamplingConfig(top_p=5e-324, top_k=10**9, seed=2**63 - 1)
     torch.Generator().manual_seed(2**63 - 1)
+
+
+def uniform(generator: torch.Generator) -> float:
+    """A single draw."""
+    return float(torch.rand((), dtype=torch.float64, generator=generator))
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
+def test_uniform_numbers_drawn_in_blocks_equal_single_draws(seed: int) -> None:
+    alone = torch.Generator().manual_seed(seed)
+    found = list(itertools.islice(uniform_numbers(seed), 150))
+    assert found == [uniform(alone) for _ in range(150)]
 
 
 def drawn_index(weights: torch.Tensor, generator: torch.Generator) -> int:

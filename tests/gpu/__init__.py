@@ -1,1 +1,1 @@
-"""What a GPU does: `make test-gpu`, or with DEVICE=cpu what a CPU can do of it."""
+"""Tests on a GPU: `make test-gpu`, or with DEVICE=cpu the subset that a CPU supports."""

@@ -1,12 +1,12 @@
-"""Compile a training step for an H100 without one, in a process of its own.
+"""Compile a training step for an H100 in a separate process, on a machine without a GPU.
 
     python -m gpu.compile_driver CASE
 
-torch.compile's whole pipeline runs on fake CUDA tensors, inductor's kernels do nothing, and triton
-compiles each of them for compute capability 9.0, with the assembler that comes with it. The one
-line on stdout is a JSON object: "kernels", each kernel's architecture and the bytes of its machine
-code; "buffers", how often compiled code allocates a tensor of a shape and a dtype in a step;
-and "breaks", the reasons why a step is not one graph.
+torch.compile's whole pipeline runs on fake CUDA tensors. inductor's kernels do nothing, and triton
+compiles each of them for compute capability 9.0, with its own assembler. The one line on stdout is
+a JSON object: "kernels", each kernel's architecture and the bytes of its machine code; "buffers",
+how often compiled code allocates a tensor of a shape and a dtype in a step; and "breaks", the
+reasons why a step is not one graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .fake_cuda import fake_cuda
 from .no_gpu import H100, torch_cuda
 from .test_fake_steps import GPT2, LLAMA, MIXTRAL, recipe_of, steps
 
-#: Sizes with which no weight has as many numbers as the residual stream or the logits.
+#: Sizes for which no weight has as many elements as the residual stream or the logits.
 _ODD = {"hidden_size": 96, "max_position_embeddings": 128}
 _RESIDUAL = {"efficiency__bf16_residual": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -49,14 +49,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def main(case: str) -> None:
-    """Write what a case's kernels come to."""
+    """Print the results of a case."""
     model, keys = CASES[case]
     recipe = recipe_of(model, efficiency__precision="bf16", efficiency__compile=True, **keys)
     with _code_for_gpus() as (sources, buffers), fake_cuda() as (cuda, _):
         steps(cuda, recipe)
     with torch_cuda():
         kernels = {name: _machine_code(name, source) for name, source in sources.items()}
-    # `steps` are two.
+    # `steps` runs two steps.
     counts = [(*buffer, count / 2) for buffer, count in buffers.items()]
     breaks = list(torch._dynamo.utils.counters["graph_break"])
     found = {"kernels": kernels, "buffers": counts, "breaks": breaks}
@@ -65,10 +65,11 @@ def main(case: str) -> None:
 
 @contextlib.contextmanager
 def _code_for_gpus() -> Iterator[tuple[dict[str, str], Counter[tuple[tuple[int, ...], str]]]]:
-    """Inside, inductor writes code for an H100, which does nothing; yields its kernels, and how
-    often the code allocates a tensor of a shape and a dtype."""
+    """Context manager in which inductor writes code for an H100 that does nothing. It yields the
+    kernels, and how often the code allocates a tensor of each shape and dtype.
+    """
     triton: Any = importlib.import_module("triton")
-    # What triton asks a driver for, which no machine without a GPU has.
+    # Triton asks a driver for these values, which a machine without a GPU does not have.
     driver = SimpleNamespace(
         get_current_target=_target,
         get_current_device=lambda: 0,
@@ -90,7 +91,7 @@ def _code_for_gpus() -> Iterator[tuple[dict[str, str], Counter[tuple[tuple[int, 
         "size_asserts": False,
         "fx_graph_cache": False,
         "compile_threads": 1,
-        # Both compute on the GPU while they compile.
+        # Both compute on the GPU during compilation.
         "joint_graph_constant_folding": False,
         "shape_padding": False,
     }
@@ -119,7 +120,7 @@ def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Ten
 
 
 def _machine_code(name: str, source: str) -> tuple[str, int]:
-    """The architecture of a kernel's machine code, and its bytes."""
+    """Return the architecture of a kernel's machine code, and its bytes."""
     triton: Any = importlib.import_module("triton.compiler")
     inductor: Any = async_compile
     with replaced(triton_helpers, "set_driver_to_gpu", lambda: None):

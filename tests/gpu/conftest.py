@@ -1,14 +1,14 @@
-"""The frame of the tests on a GPU: their device, the skipped ones by reason, broken CUDA contexts.
+"""Setup of the GPU tests: their device, skipped tests by reason, and broken CUDA contexts.
 
 They run on CUDA, or with FIRSTLIGHT_TEST_DEVICE=cpu on the CPU, where `cuda_only(why)` skips a test
-whose method a CPU does not have. `needs(package, ...)` skips a test whose packages are absent.
-Several processes share one GPU: a test that fills its memory sets a limit of its own first
-(`torch.cuda.set_per_process_memory_fraction`).
-FIRSTLIGHT_TEST_LOG=FILE has each outcome appended to a file as soon as it is known.
+whose method a CPU does not support. `needs(package, ...)` skips a test whose packages are missing.
+Several processes share one GPU: a test that fills its memory first sets a limit
+(`torch.cuda.set_per_process_memory_fraction`). FIRSTLIGHT_TEST_LOG=FILE appends each outcome to a
+file as soon as it is known.
 
-`--record FILE` runs only the tests that, according to that file, have not passed with the present
-source, failed and new ones first, and writes each outcome into it; `--all` runs all. `--within
-SECONDS` starts no test after that time, and the next call continues.
+`--record FILE` runs only the tests that have not passed with the current source according to that
+file, failed and new ones first, and writes each outcome to it; `--all` runs all. `--within SECONDS`
+does not start a test after that time, and the next call continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _START = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the record."""
+    """Add the options of the record."""
     group = parser.getgroup("tests on a GPU")
     group.addoption("--record", type=Path, metavar="FILE", help="run what has not passed yet")
     group.addoption("--all", action="store_true", help="run what has passed by --record, too")
@@ -52,11 +52,12 @@ def _record(config: pytest.Config) -> Record | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say in one line that there is no GPU, before any test has failed for it."""
+    """Report in one line that there is no GPU, before tests fail because of it."""
     record = _record(config)
     if record is not None and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(_Outcomes(record))
-    # cuBLAS reads it when it starts; without it torch's deterministic mode refuses matrix products.
+    # cuBLAS reads it when it starts; without it, torch's deterministic mode rejects matrix
+    # products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.option.markexpr == "gpu" and _ON_CUDA and not torch.cuda.is_available():
         raise pytest.UsageError(
@@ -65,15 +66,17 @@ def pytest_configure(config: pytest.Config) -> None:
             "can run"
         )
     if config.option.markexpr == "gpu" and _ON_CUDA:
-        # Imports while tests are collected warn, too: sentencepiece, which transformers imports, on
-        # Python 3.12. See `pytest_collection_modifyitems` for the tests themselves.
+        # Imports during test collection also warn: for example sentencepiece, imported by
+        # transformers, on Python 3.12. See `pytest_collection_modifyitems` for the tests
+        # themselves.
         config.addinivalue_line("filterwarnings", "default")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test of this folder the mark `gpu`, skip what this machine does not have, and leave
-    out what has passed by the record."""
+    """Mark each test of this folder as `gpu`, skip tests that this machine does not support, and
+    omit tests that have passed according to the record.
+    """
     record = _record(config)
     if record is not None:
         passed = [item for item in items if record.has_passed(item.nodeid)]
@@ -89,8 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if reason := _reason_to_skip(item):
                 item.add_marker(pytest.mark.skip(reason=reason))
             if _ON_CUDA:
-                # Libraries of other versions than the developers' warn of other things. That says
-                # nothing of the results: pytest's summary shows the warnings.
+                # Other library versions than the developers' may give other warnings, which do not
+                # affect the results: pytest's summary shows them.
                 item.add_marker(pytest.mark.filterwarnings("default"))
 
 
@@ -105,21 +108,21 @@ def _reason_to_skip(item: pytest.Item) -> str | None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Succeed if every test has passed by the record before."""
+    """Succeed if every test has already passed according to the record."""
     nothing_left = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
     if nothing_left and session.config.getoption("--record", None) is not None:
         session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that would begin after `--within`."""
+    """Skip a test that would start after `--within`."""
     seconds = item.config.getoption("--within", None)
     if seconds is not None and time.monotonic() - _START > seconds:
         pytest.skip(f"not begun within {seconds:.0f} s")
 
 
 class _Outcomes:
-    """Writes each outcome into the record, in the one process that has all of them."""
+    """Writes each outcome to the record, in the only process that has all of them."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -131,7 +134,8 @@ class _Outcomes:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Append each outcome to the file FIRSTLIGHT_TEST_LOG, if that is set: pytest prints failures
-    at its end only, and a lent machine may end it before."""
+    only at its end, and the machine may stop before.
+    """
     path = os.environ.get("FIRSTLIGHT_TEST_LOG")
     if not path or "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -143,7 +147,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were skipped, and which, by reason."""
+    """Print the number of skipped tests, and their names by reason."""
     names: dict[str, list[str]] = {}
     for report in terminalreporter.stats.get("skipped", []):
         if report.nodeid.startswith("tests/gpu/"):
@@ -172,8 +176,9 @@ def device(hardware: Hardware) -> torch.device:
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Path:
-    """The corpus prepared with 300 tokens, which is not a multiple of 64: the data of runs of
-    `tests/methods`."""
+    """Prepare the corpus with 300 tokens, which is not a multiple of 64: the data of runs of
+    `tests/methods`.
+    """
     folder = tmp_path_factory.mktemp("rows") / "data"
     prepare([corpus], train_tokenizer(texts, 300), folder)
     return folder
@@ -181,13 +186,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str
 
 @pytest.fixture(autouse=True)
 def _fp8_in_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers of tests are smaller than those for which fp8 is worth its casts."""
+    """Lower the minimum size for fp8, because the layers of tests are smaller than those for which
+    fp8 is worthwhile.
+    """
     monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 1)
 
 
 @pytest.fixture(autouse=True)
 def _own_context() -> Iterator[None]:
-    """Each test begins with the GPU's memory free, and a kernel that failed is its own failure.
+    """Start each test with free GPU memory, and attribute a failed kernel to its own test.
 
     After an illegal access or a device-side assertion every later call of a process fails. Such a
     process ends: pytest-xdist reports this test as the one that crashed, and starts another

@@ -1,9 +1,9 @@
-"""A CUDA GPU that is not there: tensors without memory on a device `cuda`, in a torch without CUDA.
+"""A simulated CUDA GPU: tensors without memory on a device `cuda`, in a torch without CUDA.
 
 torch's FakeTensorMode gives each operator's result its shape, dtype and device, and no memory.
-`FakeCuda` stands above it and refuses what CUDA's kernels refuse: operands on two devices, and
-attention kernels that can't take a mask, a dtype or a head size. It writes down what runs, and
-`fake_cuda` what is asked of `torch.cuda`.
+`FakeCuda` is on top of it and rejects what CUDA kernels do not support: operands on two devices,
+and attention kernels that do not support a mask, a dtype or a head dimension. It records the
+operators that run, and `fake_cuda` records the calls of `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
     """An operator that ran.
 
     Attributes:
-        name: torch's, such as "aten.mm.default".
+        name: torch's name, such as "aten.mm.default".
         inputs, outputs: (device type, dtype, shape) of each tensor.
     """
 
@@ -44,7 +44,7 @@ class Call:
     outputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
-#: Operators that may take tensors of two devices.
+#: Operators that accept tensors of two devices.
 _MAY_MIX = (
     "copy_",
     "_to_copy",
@@ -55,7 +55,7 @@ _MAY_MIX = (
 )
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
-#: Operators of our own whose code runs on fake tensors.
+#: Custom operators whose code runs on fake tensors.
 _OWN = (
     "firstlight::blockwise_attention",
     "firstlight::blockwise_attention_backward",
@@ -64,21 +64,21 @@ _OWN = (
     "firstlight::nf4_linear_backward",
 )
 
-#: Values that code reads from tensors without memory: small and finite.
+#: Values returned when code reads from tensors without memory: small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
 class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators on fake tensors as CUDA would, and writes them down.
+    """Runs operators on fake tensors as CUDA would, and records them.
 
     Attributes:
-        calls: the operators that ran.
+        calls: operators that ran.
         reads: how many times code waited for a value of the GPU.
-        last_read: number of calls before the last of these.
+        last_read: number of calls before the last of these reads.
         uploads: number of copies to the GPU.
-        waits: number of those that the host waited for, because they were not from page-locked
+        waits: number of copies for which the host waited, because they were not from page-locked
             memory.
-        truth: what a truth value is that code reads.
+        truth: value returned when code reads a truth value.
     """
 
     def __init__(self) -> None:
@@ -92,13 +92,13 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def recording(self, *_: object, **__: object) -> Iterator[None]:
-        """`torch.cuda.graph`, while which nothing may be read or waited for."""
+        """Simulate `torch.cuda.graph`, during which nothing may be read or waited for."""
         before = self.reads, self.waits
         yield
         assert (self.reads, self.waits) == before, "the host waited while a graph was recorded"
 
     def listed(self, tensor: Tensor) -> Any:
-        """`Tensor.tolist`: the values, for which the host waits once."""
+        """Simulate `Tensor.tolist`, which returns the values after a single wait."""
         self._note_read(tensor)
         value = _READ_VALUES[tensor.is_floating_point()]
         return np.full(tensor.shape, value).tolist()
@@ -109,7 +109,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether torch's compiler may ignore this mode."""
+        """Return True if torch's compiler may ignore this mode."""
         return True
 
     def __torch_dispatch__(
@@ -118,7 +118,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operator.
 
         Raises:
-            RuntimeError: CUDA would refuse it.
+            RuntimeError: CUDA does not support the operator.
         """
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
@@ -132,7 +132,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_read(args[0])
             return True
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
-            # What autograd takes apart elsewhere, before it comes here.
+            # Operators that autograd decomposes elsewhere, before they come here.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         tensors = list(_tensors_in((args, kwargs)))
@@ -140,7 +140,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_upload(func, args, kwargs)
         if (own := _own_code(func)) is not None:
             self._run_inside(own, args, kwargs)
-        # torch's fake tensors do not know this one, which returns nothing.
+        # torch's fake tensors do not support this operator, which returns nothing.
         result = None if func is _aten._fused_sgd_.default else func(*args, **kwargs)
         outputs = list(_tensors_in(result))
         self.calls.append(Call(str(func), _layouts(tensors), _layouts(outputs)))
@@ -159,7 +159,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.waits += not (is_async and getattr(source, "is_page_locked", False))
 
     def _run_inside(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the code of an operator of our own, of which fake tensors know the result alone."""
+        """Run the code of a custom operator, of which fake tensors only know the result."""
         before, self._is_inside = self._is_inside, True
         try:
             with self:
@@ -168,12 +168,13 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_inside = before
 
     def named(self, *parts: str) -> list[Call]:
-        """The calls whose operator has one of these names (the part after the namespace)."""
+        """Return the calls whose operator has one of these names (the part after the namespace)."""
         return [call for call in self.calls if call.name.split(".")[1] in parts]
 
     def on_host(self) -> list[Call]:
-        """The calls that computed on tensors in the host's memory: all but copies to the GPU, and
-        views."""
+        """Return the calls that computed on tensors in host memory, except copies to the GPU, and
+        views.
+        """
         return [
             call
             for call in self.calls
@@ -201,7 +202,7 @@ def _is_composite(func: Any) -> bool:
 
 
 _PLAIN_ATTENTION = F.scaled_dot_product_attention
-#: From this version on, the memory-efficient kernel takes grouped queries.
+#: Since this version, the memory-efficient kernel supports grouped queries.
 TORCH_TAKES_GROUPS = torch.__version__ >= "2.14"
 
 
@@ -215,7 +216,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` by the kernel that CUDA takes (torch's sdp_utils.cpp).
+    """Compute `scaled_dot_product_attention` with the kernel that CUDA selects (torch's
+    sdp_utils.cpp).
 
     A torch without CUDA takes that of no kernel.
 
@@ -262,7 +264,9 @@ def _kernel(
     is_causal: bool,
     learns: bool,
 ) -> str:
-    """The first kernel in torch's order that takes these tensors (`select_sdp_backend`)."""
+    """Return the first kernel in torch's order that supports these tensors
+    (`select_sdp_backend`).
+    """
     enabled = _enabled_kernels()
     capability = torch.cuda.get_device_capability()
     is_ampere, size = capability >= (8, 0), query.shape[-1]
@@ -288,7 +292,7 @@ def _kernel(
         "math": enabled["math"],
     }
     order = ["flash", "efficient", "math", "cudnn"]
-    # `check_prefer_cudnn_attention`, with a cuDNN of 9.15.1 or later.
+    # `check_prefer_cudnn_attention`, with cuDNN 9.15.1 or later.
     if capability[0] in (9, 10):
         order = ["cudnn", "flash", "efficient", "math"]
     for name in order:
@@ -297,10 +301,10 @@ def _kernel(
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-# torch.compile can't trace these calls, of which torch's own choice has none.
+# torch.compile can't trace these calls, which torch's own selection does not contain.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _enabled_kernels() -> dict[str, bool]:
-    """Whether torch may take each kernel."""
+    """Return for each kernel whether torch may select it."""
     cuda: Any = torch.backends.cuda
     return {
         "cudnn": cuda.cudnn_sdp_enabled(),
@@ -312,7 +316,7 @@ def _enabled_kernels() -> dict[str, bool]:
 
 def _require_one_device(func: Any, tensors: list[Tensor]) -> None:
     name = str(func).split(".")[1] if "." in str(func) else str(func)
-    # Single numbers of the host go to the kernels as arguments.
+    # Scalars of the host are passed to kernels as arguments.
     devices = {t.device for t in tensors if t.dim() or t.device.type == "cuda"}
     if name not in _MAY_MIX and len(devices) > 1:
         raise RuntimeError(
@@ -340,7 +344,7 @@ def _layouts(tensors: list[Tensor]) -> list[tuple[str, torch.dtype, tuple[int, .
 def fake_cuda(
     devices: int = 1, capability: tuple[int, int] = (9, 0)
 ) -> Iterator[tuple[FakeCuda, Asked]]:
-    """Inside, tensors are fake, and there is a fake GPU of a compute capability."""
+    """Context manager in which tensors are fake and a fake GPU of a compute capability exists."""
     with (
         pytest.MonkeyPatch.context() as patch,
         torch_cuda(devices, capability) as asked,
@@ -371,8 +375,9 @@ class _Graph:
 
 
 def _swapped(one: Any, other: Any) -> None:
-    """`torch.utils.swap_tensors`, by which `model.to` moves a fake parameter, without its refusal
-    of tensors that something refers to weakly: fake ones always have such references."""
+    """Simulate `torch.utils.swap_tensors`, with which `model.to` moves a fake parameter, but
+    without rejecting tensors that have weak references: fake ones always have some.
+    """
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)

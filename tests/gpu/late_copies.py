@@ -1,9 +1,10 @@
-"""A GPU whose asynchronous copies come as late as CUDA lets them, so that what is read too early is
-noise.
+"""A simulated GPU whose asynchronous copies complete as late as CUDA allows, so that reading too
+early gives noise.
 
-Tensors are real and lie in the host's memory; those made with `device="cpu"` or page-locked count
-as the host's, all others as the GPU's. `copy_` to or from page-locked memory with `non_blocking`
-leaves noise there until the host waits for its stream. Streams are in order, each by itself.
+Tensors are real and in host memory. Those created with `device="cpu"` and page-locked ones count as
+the host's, all others as the GPU's. `copy_` to or from page-locked memory with `non_blocking`
+leaves noise there until the host waits for the stream. Each stream is in order, independent of the
+others.
 """
 
 from __future__ import annotations
@@ -30,46 +31,46 @@ _FACTORIES = (torch.empty, torch.zeros, torch.tensor, *_LIKE)
 
 
 class Stream:
-    """What a stream of the GPU has been given and the host has not waited for."""
+    """The work given to a stream of the GPU for which the host has not waited yet."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.pending: list[Callable[[], object]] = []
 
     def synchronize(self) -> None:
-        """Have all of it done."""
+        """Complete all of its work."""
         pending, self.pending = self.pending, []
         for act in pending:
             act()
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind what was given so far."""
+        """Return an event after the work so far."""
         event = event or Event()
         event.record(self)
         return event
 
     def wait_stream(self, other: Stream) -> None:
-        """What comes from now on comes after what the other has now."""
+        """Make later work wait for the current work of another stream."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        """What comes from now on comes after the event."""
+        """Make later work wait for the event."""
         self.pending.append(event.synchronize)
 
 
 class Event:
-    """A place in a stream."""
+    """A position in a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._before: list[Callable[[], object]] = []
         self._stream: Stream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand behind what the stream has now."""
+        """Record the position after the stream's current work."""
         assert stream is not None
         self._stream, self._before = stream, list(stream.pending)
 
     def synchronize(self) -> None:
-        """Have all before it done."""
+        """Complete all work before it."""
         for act in self._before:
             if self._stream is not None and act in self._stream.pending:
                 self._stream.pending.remove(act)
@@ -77,14 +78,14 @@ class Event:
 
 
 class LateCopies(TorchFunctionMode):
-    """See the module's head.
+    """See the module docstring.
 
     Attributes:
-        device: of tensors that are not the host's.
-        streams: that were made; the first is the default one.
+        device: device of tensors that are not in host memory.
+        streams: streams created so far; the first is the default stream.
         stream: the current one.
-        waits: shapes of tensors whose copies the host waited for one by one.
-        lates: copies to the GPU that the host did not wait for.
+        waits: shapes of tensors for whose copies the host waited one by one.
+        lates: copies to the GPU for which the host did not wait.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -124,15 +125,15 @@ class LateCopies(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the host's memory."""
+        """Return True if a tensor is in host memory."""
         return _address(tensor) in self._host
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in page-locked memory."""
+        """Return True if a tensor is in page-locked memory."""
         return self._host.get(_address(tensor), False)
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for a device; None is the current one."""
+        """Wait for a device, or for the current one if it is None."""
         index = torch.cuda.current_device() if device is None else torch.device(device).index
         if index == self.device.index:
             for stream in self.streams:
@@ -140,7 +141,7 @@ class LateCopies(TorchFunctionMode):
 
     @contextlib.contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
-        """Inside, another stream is the current one."""
+        """Context manager in which another stream is the current one."""
         before, self.stream = self.stream, stream
         if stream not in self.streams:
             self.streams.append(stream)
@@ -172,10 +173,10 @@ class LateCopies(TorchFunctionMode):
         if (target.type == "cpu") == self.is_host(tensor):
             return changed
         if target.type == "cpu":
-            # torch takes page-locked memory for a copy that nobody waits for.
+            # torch allocates page-locked memory for a copy for which nobody waits.
             result = torch.empty_like(changed, memory_format=torch.preserve_format)
             return self._copy(self._as_host(result, pinned=non_blocking), changed, non_blocking)
-        # To the GPU: in the order of the stream. From memory that may be moved, the host waits.
+        # Copies to the GPU follow the order of the stream. For pageable memory, the host waits.
         self.lates += non_blocking and self.is_pinned(tensor)
         self.stream.synchronize()
         return changed.clone()
@@ -184,7 +185,7 @@ class LateCopies(TorchFunctionMode):
         if not self.is_host(target) and non_blocking and self.is_pinned(source):
             self.lates += 1
             target.detach().fill_(math.nan if target.is_floating_point() else 77)
-            # Read when the copy is made, which may be before the source has its own values.
+            # The source is read when the copy is made, which may be before it has its own values.
             self.stream.pending.append(functools.partial(_arrive, target.detach(), source.detach()))
             return target
         if not self.is_host(target) or self.is_host(source):
@@ -210,7 +211,9 @@ def _address(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def late_copies(index: int = 0, devices: int = 1) -> Iterator[LateCopies]:
-    """Inside, tensors are on the GPU of an index, and copies from it come late."""
+    """Context manager in which tensors are on the GPU with an index, and copies from it are
+    late.
+    """
     mode = LateCopies(index)
     with torch_cuda(devices), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", mode.synchronize)

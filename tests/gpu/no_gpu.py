@@ -1,4 +1,4 @@
-"""What torch says of a CUDA GPU that is not there, and a library that autograd takes for one."""
+"""torch's answers for a simulated CUDA GPU, and a library that autograd accepts as one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from firstlight.hardware.device import Hardware
 
 
 def _no_gpu() -> ctypes.CDLL | None:
-    """The library of `no_gpu.cpp`; None where these tests do not run."""
+    """Return the library of `no_gpu.cpp`, or None if these tests do not run."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if os.environ.get("FIRSTLIGHT_TEST_DEVICE") != "cpu" or compiler is None:
         return None
@@ -53,7 +53,7 @@ needs_no_gpu = pytest.mark.skipif(
     reason="fake CUDA tensors: with DEVICE=cpu, torch's build for CPUs and a C++ compiler",
 )
 
-#: An H100 as torch describes it.
+#: An H100 as described by torch.
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     major=9,
@@ -69,14 +69,14 @@ H100 = SimpleNamespace(
 
 
 def hardware(index: int = 0) -> Hardware:
-    """The fake GPU of an index."""
+    """Return the fake GPU with an index."""
     device = torch.device("cuda", index)
     return Hardware(device, H100.name, H100.total_memory, bf16=True, capability=(9, 0))
 
 
 @dataclass
 class Asked:
-    """What was asked of `torch.cuda`.
+    """Calls of `torch.cuda`.
 
     Attributes:
         calls: (function, arguments) in their order.
@@ -89,14 +89,15 @@ class Asked:
     states: list[Tensor] = field(default_factory=list)
 
     def names(self) -> list[str]:
-        """The functions, in the order of their calls."""
+        """Return the functions, in the order of their calls."""
         return [name for name, _ in self.calls]
 
 
 @contextlib.contextmanager
 def torch_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterator[Asked]:
-    """Inside, `torch.cuda` answers for so many H100s that do nothing, with another compute
-    capability if one is given."""
+    """Context manager in which `torch.cuda` simulates this many H100s that do nothing, with another
+    compute capability if one is given.
+    """
     gpu = SimpleNamespace(**{**vars(H100), "major": capability[0], "minor": capability[1]})
     asked = Asked(states=[torch.full((16,), i, dtype=torch.uint8) for i in range(devices)])
 
@@ -138,7 +139,7 @@ def torch_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterat
         "current_device": lambda: asked.current,
         "set_device": set_device,
         "_exchange_device": exchange,
-        # Another function: torch's compiler has a rule for each of the two.
+        # A different function, because torch's compiler has a rule for each of the two.
         "_maybe_exchange_device": lambda index: exchange(index),
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device=None: gpu,
@@ -157,7 +158,7 @@ def torch_cuda(devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterat
         "set_rng_state": set_state,
     }
     with pytest.MonkeyPatch.context() as patch:
-        # Else torch would take the device for one that it can use.
+        # Otherwise torch would take the device for a usable one.
         patch.setattr(
             FakeTensorMode, "avoid_device_init", property(lambda _: True, lambda *_: None)
         )

@@ -1,4 +1,6 @@
-"""Which tests of this folder have passed with the present source: a short call runs the others."""
+"""Tests of this folder that have passed with the current source, so that a short call runs only the
+others.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ T = TypeVar("T")
 
 
 class Record:
-    """A JSON file: device and id of each test that has passed -> digest of what it ran with, which
-    is `src/firstlight`, the test's file, the helpers of this folder, and torch.
+    """A JSON file: device and id of each passed test -> digest of `src/firstlight`, the test's
+    file, the helpers of this folder, and torch.
 
     Args:
         path: file of the record; missing for an empty one.
@@ -48,15 +50,15 @@ class Record:
         return self._digests[file]
 
     def has_passed(self, test: str) -> bool:
-        """True if a test has passed with the present source."""
+        """Return True if a test has passed with the current source."""
         return self._passed.get(f"{self._device} {test}") == self._digest(test)
 
     def has_failed(self, test: str) -> bool:
-        """True if a test failed when it last ran, or has never run."""
+        """Return True if a test failed when it last ran, or has never run."""
         return f"{self._device} {test}" not in self._passed
 
     def note(self, test: str, *, passed: bool) -> None:
-        """Write a test's outcome."""
+        """Record a test's outcome."""
         key = f"{self._device} {test}"
         if passed:
             self._passed[key] = self._digest(test)
@@ -68,8 +70,9 @@ class Record:
 
 
 def first_things_first(tests: Sequence[T], urgent: Sequence[bool], workers: int) -> list[T]:
-    """Order tests so that each worker begins with urgent ones, if each gets the next part of the
-    result, all parts of about one size. Files stay together as far as possible.
+    """Order tests so that each worker starts with urgent ones, assuming that each worker gets the
+    next part of the result and all parts have about the same size. Files stay together as far as
+    possible.
 
     Args:
         tests: the tests.

@@ -27,34 +27,34 @@ from firstlight.training.program import TrainingProgram
 
 from .conftest import DEVICE
 
-# torch's compiler looks at every input's gradient, that of a layer's input included.
+# torch's compiler accesses the gradient of every input, including a layer's input.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    # torch 2.11 makes its own layers of oneDNN so, when the first step is compiled.
+    # torch 2.11 creates its oneDNN layers like this when it compiles the first step.
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
 
 _OTHER = "cpu" if torch.device(DEVICE).type == "cuda" else "cuda"
 _MODELS = ("llama", "gpt2")
-#: bitsandbytes pages the moments of parameters from 100,000 numbers on.
+#: bitsandbytes pages the moments of parameters with at least 100,000 values.
 _WIDE = {"model.intermediate_size": 2048}
 
 
 @pytest.fixture(scope="module")
 def runs(rows: Path, hardware: Hardware) -> Runs:
-    """Runs with the kernels that torch takes unasked."""
+    """Return runs with the kernels that torch selects by default."""
     return Runs(rows, hardware)
 
 
 @pytest.fixture(scope="module")
 def exact_runs(rows: Path, hardware: Hardware) -> Runs:
-    """Runs with kernels whose sums have a fixed order."""
+    """Return runs with kernels whose sums have a fixed order."""
     return Runs(rows, hardware, {"run.deterministic": True})
 
 
 @pytest.fixture(scope="module")
 def cpu_runs(rows: Path) -> Runs:
-    """The same runs on the CPU."""
+    """Return the same runs on the CPU."""
     return Runs(rows)
 
 
@@ -64,8 +64,9 @@ def _alone(switch: Switch, model: str) -> Combination:
 
 
 def _cases(*kinds: str) -> list[ParameterSet]:
-    """Each switch of some kinds with each model. Those of the other device only: of a CPU left
-    out, of a GPU skipped on a CPU."""
+    """Return each switch of some kinds with each model. Switches of another device are omitted
+    (CPU) or skipped on a CPU (GPU).
+    """
     by_name: dict[str, Switch] = {}
     for switch in [*SWITCHES, *ALONE, *ON_CUDA]:
         name = f"{switch.factor}-{switch.value}"
@@ -103,7 +104,7 @@ def test_method_on_device_stays_near_plain_run(runs: Runs, switch: Switch, model
         runs = Runs(runs.data, runs.hardware, _WIDE)
     run, plain = runs.of(combination), runs.plain(combination)
     _require_near(run, plain, switch.loss, switch.weights)
-    # Numbers of fewer bits can't come out the same: the method was at work.
+    # Lower precision changes the result: the method was active.
     assert switch.kind != "approximate" or difference(run, plain).weights > 1e-5
     # torchao compiles its optimizer.
     assert (run.graphs > 0) == (switch.factor == "compile" or "torchao" in switch.value)
@@ -116,7 +117,7 @@ def test_exact_method_on_device_changes_no_bit(
     combination = _alone(switch, model)
     run, plain = exact_runs.of(combination), exact_runs.plain(combination)
     if run.graphs and exact_runs.hardware.device.type == "cuda":
-        # While it is traced, torch may take other kernels than where it runs at once.
+        # During tracing, torch may select other kernels than in eager mode.
         _require_near(run, plain, 1e-5, 1e-3)
     else:
         assert same_bits(run, plain)
@@ -128,7 +129,7 @@ def test_method_on_device_matches_cpu(
 ) -> None:
     combination = _alone(switch, model)
     run, on_cpu = runs.of(combination), cpu_runs.of(combination)
-    # Kernels of another device add up in another order.
+    # Kernels of another device sum in a different order.
     _require_near(run, on_cpu, 1e-5 * switch.amplifies, 1e-3 * switch.amplifies)
 
 
@@ -212,13 +213,13 @@ def test_fp16_overflow_on_device_halves_scale_and_changes_no_bit(
 
 
 def _everything(program: TrainingProgram) -> dict[str, torch.Tensor]:
-    """Weights and moments, on the CPU."""
+    """Return weights and moments on the CPU."""
     tensors = {**program.model.state_dict(), **program.optimizer.state_tensors()}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _with(recipe: ResolvedRecipe, **sections: dict[str, object]) -> ResolvedRecipe:
-    """The recipe with other values in some sections."""
+    """Return the recipe with other values in some sections."""
     changed = {
         name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()
     }

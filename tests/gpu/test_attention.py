@@ -15,7 +15,7 @@ from firstlight.hardware.device import Hardware
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
-#: Rows of more than one block of flex attention, the last one not full.
+#: Rows of more than one flex attention block, the last one not full.
 _LONG = {"data.seq_len": 160, "model.max_position_embeddings": 160, "batch.micro_batch_size": 2}
 _WINDOW = {"model.model_type": "mistral", "model.sliding_window": 40}
 _MASKS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ _MASKS: dict[str, dict[str, Any]] = {
 }
 _BACKENDS = ("sdpa", "math", "blockwise", "efficient", "flex", "flash", "cudnn")
 _NOT_ON_A_CPU = ("efficient", "flex", "cudnn")
-#: No masks on a GPU, and bf16 only.
+#: No masks on a GPU, and only bf16.
 _CAUSAL_ONLY = ("flash", "cudnn")
 _LLAMA: Combination = frozenset([("model", "llama")])
 _BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05)}
@@ -37,7 +37,7 @@ Train = Callable[..., Outcome]
 
 @pytest.fixture(scope="module")
 def train(rows: Path, hardware: Hardware) -> Train:
-    """A function that trains on long rows with further settings, once with each."""
+    """Return a function that trains on long rows with further settings, once for each."""
     done: dict[str, Outcome] = {}
     recipe = Runs(rows, further=_LONG).recipe
 
@@ -104,7 +104,7 @@ def test_flex_attention_works_with_other_methods(train: Train, further: dict[str
     assert found.weights <= 2e-3
 
 
-#: Models whose scores or values only some backends can compute.
+#: Models whose scores or values are supported by only some backends.
 _OWN_WAYS: dict[str, dict[str, Any]] = {
     "sinks": {"model.model_type": "gpt_oss", "model.sliding_window": 40, "model.num_experts": 2},
     "capped scores": {

@@ -1,4 +1,4 @@
-"""A step that does not fit into memory, and one that would do harm."""
+"""Steps that do not fit into memory, and steps that would do harm."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _STEPS = 6
 
 
 class Memory:
-    """Runs out in chosen forward or backward passes: a tensor is asked for that no device holds.
+    """Runs out of memory in chosen forward or backward passes, by requesting a tensor that fits on
+    no device.
 
     Attributes:
-        rows: of every forward pass so far.
+        rows: rows of every forward pass so far.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -43,7 +44,9 @@ class Memory:
         monkeypatch.setattr("firstlight.training.program.loss_function", self._watched)
 
     def runs_out(self, failures: dict[int, str]) -> None:
-        """From now on: in the "forward" or "backward" part of the passes of these numbers."""
+        """Run out of memory from now on, in the "forward" or "backward" part of the passes with
+        these numbers.
+        """
         self.rows.clear()
         self._failures = dict(failures)
 
@@ -71,7 +74,7 @@ class Memory:
 
 
 def run_of(recipe: dict[str, Any], device: torch.device, run: Path, rows: int = 8) -> list[float]:
-    """Train; the losses."""
+    """Train, and return the losses."""
     values = copy.deepcopy(recipe)
     values |= {
         "run": {"dir": str(run), "device": device.type},
@@ -96,7 +99,7 @@ def test_out_of_memory_on_device_halves_micro_batch_and_training_continues(
     whole = run_of(recipe, device, tmp_path / "whole")
     memory.runs_out({3: where, 5: where})
     short = run_of(recipe, device, tmp_path / "short")
-    # The third pass fails, then in the third step's second attempt the second of two.
+    # The third pass fails, and then, in the third step's second attempt, the second of two passes.
     assert memory.rows == [8] * 3 + [4] * 2 + [2] * (4 * (_STEPS - 2))
     assert short == pytest.approx(whole, rel=1e-5)
     events = read_json_lines(tmp_path / "short" / "events.jsonl")
@@ -107,7 +110,7 @@ def test_out_of_memory_on_device_halves_micro_batch_and_training_continues(
 
 @pytest.fixture
 def whole_memory() -> Iterator[None]:
-    """The limit of this process's GPU memory is put back."""
+    """Restore the limit of this process's GPU memory afterwards."""
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -117,7 +120,7 @@ def whole_memory() -> Iterator[None]:
 def test_batch_larger_than_device_memory_is_split_until_it_fits(
     recipe: dict[str, Any], device: torch.device, tmp_path: Path
 ) -> None:
-    """The allocator's own limit, between what 32 rows take and what 16 do."""
+    """Set the allocator's limit between the memory of 32 rows and of 16 rows."""
     recipe["model"] |= {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -133,7 +136,7 @@ def test_batch_larger_than_device_memory_is_split_until_it_fits(
     }
 
     def losses(name: str, rows: int) -> tuple[list[float], int]:
-        gc.collect()  # the model of the run before
+        gc.collect()  # the model of the previous run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         recipe["run"] = {"dir": str(tmp_path / name), "device": "cuda"}
@@ -142,7 +145,7 @@ def test_batch_larger_than_device_memory_is_split_until_it_fits(
         records = read_json_lines(tmp_path / name / "metrics.jsonl")
         return [r["train/loss"] for r in records], torch.cuda.max_memory_reserved(device)
 
-    peak_flops(device, torch.float32)  # is measured once, with products of its own
+    peak_flops(device, torch.float32)  # measured once, with matrix products
     expected, most = losses("whole", 32)
     _, least = losses("halves", 16)
     assert most > 1.2 * least, "the limit would be a matter of luck"
@@ -190,7 +193,7 @@ def program_of(settings: dict[str, Any], hardware: Hardware) -> TrainingProgram:
 
 
 def everything(program: TrainingProgram) -> dict[str, bytes]:
-    """All weights, masters and moments, to the byte."""
+    """Return all weights, master weights and moments as bytes."""
     with program.optimizer.master_weights():
         tensors = {name: p.detach().clone() for name, p in program.model.state_dict().items()}
     tensors |= {f"{name} rounded": p.detach() for name, p in program.model.state_dict().items()}
@@ -215,18 +218,18 @@ def test_non_finite_loss_or_gradient_on_device_changes_no_bit(
     assert {p.device.type for p in program.model.parameters()} == {hardware.device.type}
     guard = Guard(GuardConfig(spike_z_score=8.0))
     spoiler = Spoiler(program, generator)
-    for _ in range(20):  # from then on, a leap is one
+    for _ in range(20):  # from then on, a loss jump is a spike
         program.step(batches_of(generator, hardware.device), 1.0, guard.accepts)
     for _ in range(_BAD_STEPS):
         if program.scaler is not None:
-            program.scaler.scale = 1024.0  # halved by each that is not finite
+            program.scaler.scale = 1024.0  # halved by each non-finite one
         before = everything(program)
         said = spoiler.draw()
         bad = program.step(batches_of(generator, hardware.device), 1.0, guard.accepts)
         assert bad.skipped, said
         assert everything(program) == before, said
         if spoiler.kind != "leap":
-            # Without a guard, a GPU's update begins before the host knows of it.
+            # Without a guard, a GPU's update starts before the host knows if the step is finite.
             spoiler.micro_batch = 1
             if program.scaler is not None:
                 assert program.step(batches_of(generator, hardware.device), 1.0).skipped

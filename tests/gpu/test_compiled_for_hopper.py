@@ -1,7 +1,7 @@
-"""Compiled training steps become machine code of an H100 on a machine without a GPU.
+"""Compiled training steps become machine code for an H100 on a machine without a GPU.
 
-They need triton, which torch's build for CPUs comes without, and which would tell firstlight that a
-GPU can compile. So it is best put elsewhere:
+They need triton, which torch's CPU build does not include. Installed in the environment, it would
+make firstlight assume that a GPU can compile, so install it in a separate folder:
 
     pip install --no-deps --target DIR triton
     PYTHONPATH=DIR make test-gpu DEVICE=cpu
@@ -51,7 +51,7 @@ def test_every_step_kernel_compiles_for_compute_capability_9(
 
 @pytest.mark.parametrize(("family", "wide"), [("gpt2", 1), ("llama", 0)])
 def test_bf16_residual_compiled_keeps_no_fp32_stream_or_logits(family: str, wide: int) -> None:
-    """But the gradient that both of GPT-2's embeddings add up, once per step."""
+    """Except the gradient that GPT-2's two embeddings sum, once per step."""
     found = _compiled(f"{family} bf16 residual")
     assert found["breaks"] == []
     sizes: Counter[int] = Counter()
@@ -66,7 +66,7 @@ def test_bf16_residual_compiled_keeps_no_fp32_stream_or_logits(family: str, wide
 
 
 def _compiled(case: str) -> dict[str, Any]:
-    """The driver's answer for a case."""
+    """Return the driver's answer for a case."""
     tests = Path(__file__).resolve().parents[1]
     paths = os.pathsep.join(filter(None, (str(tests), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The check of a device, on a device that computes rightly."""
+"""The device check on a device that computes correctly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_device_check_passes_without_naming_an_operation(
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path))
     keys = CheckedKeys(precision)
     assert check_device(hardware, keys)["problem"] is None
-    assert device_check._wrong_operation(hardware, keys).startswith("no single operation")
+    assert device_check._wrong_operation(hardware, keys).startswith("not in a single operation")
 
 
 @needs_no_gpu

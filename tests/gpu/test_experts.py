@@ -1,4 +1,4 @@
-"""Mixtures of experts on the device under test: grouped products, and whole runs."""
+"""Mixtures of experts on the device under test: grouped products, and complete runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MIXTRAL = {
     "model.num_experts": 4,
     "model.num_experts_per_tok": 2,
 }
-#: A token whose two best experts are nearly alike may visit the other after rounding.
+#: If a token's two best experts are almost equal, it may visit the other one after rounding.
 _LOW = (0.01, 0.15)
 _LLAMA: Combination = frozenset([("model", "llama")])
 
 
 @pytest.fixture(scope="module")
 def runs(rows: Path, hardware: Hardware) -> Runs:
-    """Runs of a tiny Mixtral."""
+    """Return runs of a tiny Mixtral."""
     return Runs(rows, hardware, _MIXTRAL)
 
 
@@ -76,7 +76,7 @@ def test_mixture_of_experts_on_device_trains_like_cpu(runs: Runs) -> None:
         ({"efficiency.compile": True, "efficiency.compile_backend": "aot_eager"}, (1e-5, 1e-3)),
         (
             {"batch.micro_batch_size": 2, "batch.gradient_accumulation_steps": 2},
-            # The balancing loss is that of each micro-batch.
+            # The balancing loss is computed per micro-batch.
             _LOW,
         ),
     ],

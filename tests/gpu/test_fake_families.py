@@ -1,4 +1,4 @@
-"""Every family on fake CUDA tensors: a step of training, and texts that go on from a cache."""
+"""Every family on fake CUDA tensors: a training step, and texts continued from a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .usual import usual_config
 
 pytestmark = [pytest.mark.gpu, needs_no_gpu]
 
-#: What an attention of torch by two products calls, and none of its fused kernels.
+#: Called by torch's attention with two products, but not by its fused kernels.
 MATH = ("_scaled_dot_product_attention_math", "_safe_softmax")
 
 
@@ -56,7 +56,7 @@ def test_generation_of_each_family_stays_on_gpu(family: str) -> None:
         assert not cuda.on_host(), cuda.on_host()[0]
 
 
-#: Families with grouped queries that torch's fused kernels can compute.
+#: Families with grouped queries that torch's fused kernels support.
 GROUPED = [
     family
     for family in FAMILIES
@@ -73,8 +73,9 @@ GROUPED = [
 def test_grouped_query_attention_keeps_no_scores(
     family: str, capability: tuple[int, int], precision: str
 ) -> None:
-    """By torch's "math" kernel: in training with and without masks, a prompt, texts that are
-    decoded together or alone, and a prompt whose beginning is in the cache."""
+    """Scores would be stored by torch's "math" kernel: in training with and without masks, for a
+    prompt, for texts decoded together or alone, and for a prompt whose start is in the cache.
+    """
     config = usual_config(family)
     with fake_cuda(capability=capability) as (cuda, _):
         for documents in (False, True):

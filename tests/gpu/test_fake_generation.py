@@ -42,7 +42,9 @@ def model_on_gpu(config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) ->
 
 
 def nothing_on_host(cuda: FakeCuda) -> bool:
-    """True if operators ran, all of them on the GPU, and none of them plans for each length."""
+    """Return True if operators ran, all of them on the GPU, and none of them plans for each
+    length.
+    """
     assert not cuda.on_host(), cuda.on_host()[0]
     assert not cuda.named("_scaled_dot_product_cudnn_attention")
     return bool(cuda.calls)
@@ -85,6 +87,9 @@ def test_recorded_step_is_not_read_by_cpu(family: str) -> None:
         with varying_lengths():
             decoder._ragged._run(3, 128)
         assert (cuda.reads, nothing_on_host(cuda)) == (reads, True)
+        # The numbers of the rows, which are the same in all layers, are computed once.
+        rows = [call for call in cuda.named("arange") if call.outputs[0][2] == (3,)]
+        assert len(rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -122,17 +127,17 @@ def test_expert_steps_are_recorded_if_kernel_finds_rows(
 
 
 class Anything:
-    """A constraint to any ids of the tiny vocabulary."""
+    """A constraint that allows any id of the tiny vocabulary."""
 
     def __init__(self) -> None:
         self._allowed_V = torch.ones(512, dtype=torch.bool)
 
     def allowed(self, vocab_size: int) -> torch.Tensor:
-        """True for all ids."""
+        """Return True for all ids."""
         return self._allowed_V
 
     def push(self, token_id: int) -> bool:
-        """False: the text is never complete."""
+        """Return False: the text is never complete."""
         return False
 
 
@@ -218,7 +223,7 @@ def _first_beam(beams: Any, *_: Any, **__: Any) -> Any:
 def test_load_to_gpu_transfers_weights_in_parts(
     family: str, way: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequentially, the host holds one part of a tensor at a time."""
+    """In sequential mode, the host holds one part of a tensor at a time."""
     from firstlight.models import empty_model
     from firstlight.weights.loading import weights_to_save
     from firstlight.weights.stored import save_weights
@@ -227,7 +232,7 @@ def test_load_to_gpu_transfers_weights_in_parts(
     source = empty_model(recipe.model)
     source.init_weights(torch.Generator().manual_seed(0))
     save_weights(weights_to_save(source), tmp_path)
-    # Fake tensors have no memory to read into.
+    # Fake tensors do not have memory to read into.
     monkeypatch.setattr(StoredTensor, "_fill", lambda *_: None)
     monkeypatch.setattr("firstlight.weights.stored._GPU_CHUNK_BYTES", 4096)
     monkeypatch.setattr("firstlight.weights.loading.concurrent.futures.ThreadPoolExecutor", Serial)
@@ -243,7 +248,7 @@ def test_load_to_gpu_transfers_weights_in_parts(
 
 
 class Serial:
-    """An executor that runs what it is given at once: fake tensors belong to one thread."""
+    """An executor that runs its calls immediately, because fake tensors belong to one thread."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -253,14 +258,14 @@ class Serial:
     def __exit__(self, *_: object) -> None: ...
 
     def map(self, act: Any, values: Any) -> list[Any]:
-        """What the function makes of each value."""
+        """Apply the function to each value."""
         return [act(value) for value in values]
 
 
 def test_compiled_step_on_gpu_keeps_weights_as_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Freezing is the CPU's. What is compiled gets the tensors on the GPU."""
+    """Freezing is for the CPU. Compiled code gets the tensors on the GPU."""
     monkeypatch.setattr("firstlight.generation.batch.can_compile", lambda _: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     with fake_cuda() as (cuda, _), torch.inference_mode():
@@ -279,7 +284,9 @@ def test_compiled_step_on_gpu_keeps_weights_as_arguments(
 
 @pytest.mark.parametrize("way", ["sdpa", "math", "efficient", "flex"])
 def test_text_continued_from_cache_takes_mask(way: str) -> None:
-    """Several new tokens behind stored ones: each way to attend that takes masks on a GPU."""
+    """Several new tokens after stored ones, with each attention backend that supports masks on a
+    GPU.
+    """
     with fake_cuda(), torch.inference_mode():
         model = model_on_gpu(LLAMA)
         choose_attention(model, way)

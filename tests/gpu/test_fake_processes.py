@@ -1,4 +1,4 @@
-"""Which GPU each process takes, which library its tensors travel by, and what is asked of a GPU."""
+"""The GPU of each process, the library that sends its tensors, and the calls to the GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_each_process_takes_gpu_of_its_local_rank(
     store = HashStore()
 
     def group(world: World, device: torch.device, *_: Any, **__: Any) -> Any:
-        # The current device, on which NCCL makes its communicators, is chosen before.
+        # The current device, on which NCCL creates its communicators, is set first.
         assert asked.current == local_rank
         _open_group(world, device, store, 60.0)
         return torch.no_grad()
@@ -92,7 +92,7 @@ def test_each_process_takes_gpu_of_its_local_rank(
         assert hardware.device == engine.device == torch.device("cuda", local_rank)
         assert engine.name == "ddp"
     (((backend,), options),) = opened
-    # Objects and flags travel by the CPU, gradients by NCCL.
+    # Objects and flags are sent through the CPU, gradients with NCCL.
     assert backend == "cpu:gloo,cuda:nccl"
     assert options["device_id"] == torch.device("cuda", local_rank)
     assert (options["rank"], options["world_size"]) == (4 + local_rank, 8)
@@ -113,7 +113,7 @@ def test_own_device_single_visible_gpu_is_used_by_every_process() -> None:
         assert own_device(World(2, 4, 2, 4), "cuda") == torch.device("cuda", 0)
     with torch_cuda(devices=2), pytest.raises(ConfigError, match="local rank 2 has no GPU"):
         own_device(World(2, 4, 2, 4), "cuda")
-    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each process uses its own"):
+    with torch_cuda(devices=2), pytest.raises(ConfigError, match="each process uses a separate"):
         own_device(World(0, 2, 0, 2), "cuda:1")
 
 
@@ -150,6 +150,6 @@ def test_random_states_of_every_gpu_are_saved_and_restored() -> None:
         assert all(map(torch.equal, asked.states, expected))
         assert torch.equal(torch.get_rng_state(), before)
     with torch_cuda(devices=1) as asked:
-        # A machine with fewer: what it has no GPU for is left out.
+        # On a machine with fewer GPUs, tests without a GPU are omitted.
         restore_torch_random_states(saved)
         assert torch.equal(asked.states[0], expected[0])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import items
-from benchmarks.gpu.items import ITEMS, Bench
+from benchmarks.gpu.items import ITEMS, Bench, random_bf16_model
+from firstlight.generation.batch import BatchDecoder, RecordedSteps
 from firstlight.models import Model, ModelConfig, build_model
 
 from .fake_cuda import FakeCuda, fake_cuda
@@ -20,10 +21,10 @@ pytestmark = [pytest.mark.gpu, needs_no_gpu]
 
 class _Event:
     def record(self) -> None:
-        """Stands for torch.cuda.Event."""
+        """Replaces torch.cuda.Event."""
 
     def synchronize(self) -> None:
-        """Waits for the work of an earlier step only."""
+        """Wait only for the work of an earlier step."""
 
 
 def _made(config: ModelConfig, device: torch.device, vocab_multiple: int = 1) -> Model:
@@ -31,8 +32,9 @@ def _made(config: ModelConfig, device: torch.device, vocab_multiple: int = 1) ->
 
 
 def _rows(cuda: FakeCuda, name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, int], int]:
-    """The host's reads in the timed call of each row without an error, and the number of calls that
-    were recorded, which must read nothing."""
+    """Return the host's reads in the timed call of each row without an error, and the number of
+    recorded calls, which must not read anything.
+    """
     reads: list[int] = []
     recordings: list[int] = []
 
@@ -71,6 +73,14 @@ def test_recorded_calls_read_nothing_on_host(name: str, monkeypatch: pytest.Monk
     on_device = {row: count for row, count in reads.items() if "on the device" in row}
     assert set(on_device.values()) <= {0}
     assert len(on_device) == (0 if name == "K" else 4)
+
+
+def test_model_for_generation_decodes_in_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like a loaded model, whose rate is measured."""
+    with fake_cuda():
+        monkeypatch.setattr(items, "random_model", _made)
+        model = random_bf16_model(Bench(hardware(), dry=True), "gpt2-124m")
+        assert isinstance(BatchDecoder(model, 2, 32)._ragged, RecordedSteps)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

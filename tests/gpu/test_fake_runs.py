@@ -1,4 +1,4 @@
-"""What a run does between its steps, on fake CUDA tensors."""
+"""The work of a run between its steps, on fake CUDA tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_evaluation_runs_on_gpu(data: Path, masked: bool) -> None:
 
 
 def sdpa(recipe: Any) -> Any:
-    """With attention that takes masks without triton."""
+    """Use attention that supports masks without triton."""
     return recipe.efficiency.model_copy(update={"attention": "sdpa"})
 
 
@@ -64,7 +64,7 @@ def test_micro_batch_trial_runs_on_gpu(masked: bool) -> None:
     )
     with fake_cuda() as (cuda, asked):
         trial = try_step(recipe, hardware())
-        # The clock and the peak are the GPU's.
+        # Time and peak memory are measured on the GPU.
         assert asked.names().count("synchronize") == 4
         assert asked.names()[-1] == "max_memory_allocated"
         assert trial.peak_bytes == 5000
@@ -72,7 +72,7 @@ def test_micro_batch_trial_runs_on_gpu(masked: bool) -> None:
 
 
 class Written(torch.autograd.Function):
-    """A loss in memory that is written again by the next, as the graphs of CUDA have it."""
+    """A loss in memory that the next one overwrites, as with CUDA graphs."""
 
     memory = torch.zeros(())
 

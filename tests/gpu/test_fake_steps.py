@@ -1,4 +1,6 @@
-"""Whole training steps on fake CUDA tensors: each recipe's devices, dtypes, shapes and kernels."""
+"""Complete training steps on fake CUDA tensors: devices, dtypes, shapes and kernels of each
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 from firstlight.recipe.resolve import Facts, facts_here, resolve
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
+from firstlight.training.step import run_passes, train_step
 
 from .fake_cuda import FakeCuda, fake_cuda
 from .no_gpu import hardware, needs_no_gpu
@@ -46,12 +49,12 @@ LLAMA = {
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
 ROWS, TOKENS = 2, 128
-#: What recipes are resolved with: a GPU that has bf16, and triton.
+#: Recipes are resolved for a GPU with bf16 and triton.
 GPU = Facts("cuda", "bf16", Compiler("cuda", device="", cores=16), lambda _: 1e15)
 
 
 def open_recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> Recipe:
-    """A tiny recipe with keys `section__key`, not resolved."""
+    """Return a tiny unresolved recipe with keys `section__key`."""
     values: dict[str, Any] = {
         "model": model,
         "data": {"dir": "nowhere", "seq_len": TOKENS},
@@ -66,12 +69,12 @@ def open_recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> Recipe:
 
 
 def recipe_of(model: dict[str, Any] = GPT2, **keys: Any) -> ResolvedRecipe:
-    """A tiny recipe with keys `section__key`, resolved for `GPU`."""
+    """Return a tiny recipe with keys `section__key`, resolved for `GPU`."""
     return resolve(open_recipe_of(model, **keys), GPU)
 
 
 def batch_of(recipe: ResolvedRecipe, *, pinned: bool = False) -> Batch:
-    """A batch in the host's memory."""
+    """Return a batch in host memory."""
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
     masked = recipe.data.document_masking or recipe.preference is not None
     documents = torch.zeros(ROWS, TOKENS, dtype=torch.int32) if masked else None
@@ -80,7 +83,7 @@ def batch_of(recipe: ResolvedRecipe, *, pinned: bool = False) -> Batch:
 
 
 def program_of(recipe: ResolvedRecipe) -> TrainingProgram:
-    """The recipe's program on the fake GPU."""
+    """Return the recipe's program on the fake GPU."""
     model = build_model(recipe.model, recipe.efficiency.vocab_multiple)
     if recipe.lora is not None:
         attach(model, recipe, hardware())
@@ -88,7 +91,7 @@ def program_of(recipe: ResolvedRecipe) -> TrainingProgram:
 
 
 def steps(cuda: FakeCuda, recipe: ResolvedRecipe, micro_batches: int = 1) -> TrainingProgram:
-    """Two steps of a recipe on the fake GPU; the second is written down."""
+    """Run two steps of a recipe on the fake GPU, and record the second."""
     program = program_of(recipe)
     for _ in range(2):
         batches = [batch_of(recipe).to(hardware().device) for _ in range(micro_batches)]
@@ -110,11 +113,13 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def require_on_gpu(cuda: FakeCuda, program: TrainingProgram) -> None:
-    """Weights, gradients and moments are on the GPU, and nothing was computed beside it."""
+    """Check that weights, gradients and moments are on the GPU, and that nothing was computed
+    elsewhere.
+    """
     assert {p.device.type for p in program.model.parameters()} == {"cuda"}
     assert {b.device.type for b in program.model.buffers()} <= {"cuda"}
     for name, tensor in program.optimizer.state_shards().items():
-        # What counts steps may be the host's; it is read there.
+        # Step counters may be on the host, which reads them.
         assert tensor.device.type == "cuda" or not tensor.dim(), name
     assert not cuda.on_host(), cuda.on_host()[0]
 
@@ -127,7 +132,7 @@ def test_train_step_runs_on_gpu_in_its_precision(model: dict[str, Any], precisio
         require_on_gpu(cuda, program)
         inner = [c for c in cuda.named(*PRODUCTS) if len(c.inputs) > 1]
         dtypes = {dtype for call in inner for _, dtype, _ in call.inputs}
-        # The table of rotary angles is made in fp32.
+        # The table of rotary angles is computed in fp32.
         assert dtypes == {PRECISIONS[precision]}
         kinds = {p.dtype for p in program.model.parameters()}
         assert kinds == {torch.bfloat16 if precision == "bf16_params" else torch.float32}
@@ -171,8 +176,9 @@ SKIPPING: dict[str, dict[str, Any]] = {
     ],
 )
 def test_train_step_waits_once_for_loss_and_norm_after_update(name: str, precision: str) -> None:
-    """The update does not wait for the factor that clips, nor for the host's judgement: a wait
-    would leave the GPU idle while the update is launched."""
+    """The update waits neither for the clipping factor nor for the host's decision: a wait would
+    leave the GPU idle while the update is launched.
+    """
     with fake_cuda() as (cuda, _):
         steps(cuda, recipe_of(LLAMA, efficiency__precision=precision, **SKIPPING[name]), 4)
         assert cuda.reads == 1
@@ -187,11 +193,11 @@ def test_adamw_clips_without_pass_over_gradients() -> None:
         updates = cuda.named("_fused_adamw_")
         assert len(updates) == 2  # with weight decay, and without
         for update in updates:
-            # Beside five tensors of each parameter: `grad_scale` and `found_inf`.
+            # In addition to five tensors per parameter: `grad_scale` and `found_inf`.
             assert len(update.inputs) % 5 == 2
 
 
-#: Operators that launch no kernel.
+#: Operators that do not launch a kernel.
 VIEWS: tuple[str, ...] = (
     "alias",
     "detach",
@@ -211,7 +217,7 @@ VIEWS += ("_record_function_enter_new", "_record_function_exit")
     ("name", "most"), [("adamw", 7), ("muon of new models", 250), ("lion", 75), ("adafactor", 420)]
 )
 def test_update_launches_at_most_limited_number_of_kernels(name: str, most: int) -> None:
-    """Of a model with two layers: 16 matrices in 4 sizes, and 5 vectors."""
+    """For a model with two layers: 16 matrices in 4 sizes, and 5 vectors."""
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(LLAMA, efficiency__precision="bf16", **SKIPPING[name]))
         for parameter in program.optimizer.parameters.values():
@@ -272,8 +278,9 @@ def test_document_masking_uses_kernels_that_take_masks(
 
 
 def flex_of_blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Have flex attention take its mask in blocks and compute nothing: triton writes its kernel.
-    Returns the masks that it was called with."""
+    """Make flex attention use a block mask and compute nothing: triton writes its kernel. Returns
+    the masks with which it was called.
+    """
     masks: list[Any] = []
 
     def flex(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool, **_: Any) -> Any:
@@ -326,7 +333,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         (method, precision)
         for method in METHODS
         for precision in ("bf16", "bf16_params", "fp16")
-        # Refused: an update in the backward pass can't be taken back when it has overflowed.
+        # Rejected: an update in the backward pass can't be undone after an overflow.
         if (method, precision) != ("update in the backward pass", "fp16")
     ],
 )
@@ -363,7 +370,7 @@ def test_library_methods_stay_on_gpu(method: str) -> None:
     module, keys = LIBRARIES[method]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"not installed: {module}")
-    # They ask torch for a GPU when they are imported.
+    # They check for a GPU when they are imported.
     with quiet_import():
         importlib.import_module(module)
     with fake_cuda() as (cuda, _):
@@ -376,8 +383,8 @@ def test_library_methods_stay_on_gpu(method: str) -> None:
         if method == "fp8":
             assert kinds.count("Float8Linear") == 2 * 7
         elif method == "fp8 of gpt2":
-            # torchao's tensors in fp8 have the dtype of the weight, which autocast casts in the
-            # forward pass: those of the products for the gradients of four inputs in each layer.
+            # torchao's fp8 tensors have the dtype of the weight, which autocast casts in the
+            # forward pass: the products for the gradients of four inputs in each layer.
             weights = [c.inputs[1] for c in cuda.named("mm") if c.inputs[1][1] == torch.float32]
             assert len(weights) == 2 * 4
         else:
@@ -396,7 +403,7 @@ def test_dora_norms_are_fp32_under_autocast() -> None:
 
 
 def test_grouped_matmul_is_used_where_cuda_supports_it() -> None:
-    """In bf16, with rows of a multiple of 16 bytes, from compute capability 8.0 on."""
+    """In bf16, with rows of a multiple of 16 bytes, from compute capability 8.0."""
     with fake_cuda():
         for dtype, columns, expected in (
             (torch.bfloat16, 64, True),
@@ -418,7 +425,7 @@ def test_grouped_matmul_is_used_where_cuda_supports_it() -> None:
     ],
 )
 def test_optimizer_moments_are_restored_to_their_device(name: str, implementation: str) -> None:
-    """From a checkpoint, which has them on the host: a fused counter of steps is the GPU's."""
+    """From a checkpoint, where they are on the host; a fused step counter is on the GPU."""
     keys = {"optimizer__name": name, "optimizer__implementation": implementation}
     with fake_cuda() as (cuda, _):
         recipe = recipe_of(LLAMA, **keys)
@@ -447,7 +454,7 @@ def test_unused_memory_is_released_at_fixed_step_interval() -> None:
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_nf4_weights_stay_on_gpu(model: dict[str, Any], precision: str) -> None:
     keys = {"lora__rank": 4, "lora__quantize": "nf4", "efficiency__precision": precision}
-    # It asks torch for a GPU when it is imported.
+    # It checks for a GPU when it is imported.
     pytest.importorskip("bitsandbytes.functional")
     with fake_cuda() as (cuda, _):
         program = steps(cuda, recipe_of(model, **keys))
@@ -494,3 +501,40 @@ def test_train_step_uses_first_attention_kernel_in_torch_order(
     with fake_cuda(capability=capability) as (cuda, _):
         steps(cuda, recipe)
         assert len(cuda.named(f"_scaled_dot_product_{kernel}_attention")) == 2
+
+
+class _Event:
+    """torch.cuda.Event, which notes how many operators had been started when the host waited."""
+
+    cuda: FakeCuda
+    waited: list[int]
+
+    def record(self) -> None:
+        """Stands for the end of a copy."""
+
+    def synchronize(self) -> None:
+        self.waited.append(len(self.cuda.calls))
+
+
+def test_next_passes_are_started_before_host_waits_for_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    with fake_cuda() as (cuda, _):
+        _Event.cuda, _Event.waited = cuda, []
+        recipe = recipe_of(LLAMA)
+        program, ends = program_of(recipe), list[int]()
+        batch = batch_of(recipe).to(hardware().device)
+
+        def run_ahead() -> bool:
+            run_passes(program.loss_sum, program.optimizer, [batch], None, program.engine)
+            ends.append(len(cuda.calls))
+            return True
+
+        reads = cuda.reads
+        result = train_step(program.loss_sum, program.optimizer, [batch], run_ahead=run_ahead)
+        assert (result.skipped, cuda.reads) == (False, reads)
+        update = max(n for n, call in enumerate(cuda.calls) if "_fused_adamw_" in call.name)
+        assert update < ends[0] - 10
+        assert ends == _Event.waited
+        assert all(p.grad is not None for p in program.model.parameters())

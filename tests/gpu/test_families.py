@@ -1,4 +1,4 @@
-"""Every model family on a device beside transformers on the same one."""
+"""Every model family on a device, compared with transformers on the same device."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ ROWS = 2
 
 
 def both(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:
-    """The same fp32 weights in our model, which reads them from a file to the device, and in that
-    of transformers."""
+    """Return our model, loaded from a file onto the device, and transformers' model with the same
+    fp32 weights.
+    """
     theirs = hf_model(config, seed)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         own = load_model(folder, device).model
-    # torch's kernel for fp32 on GPUs fails where values begin between 16 bytes, as DeepSeek's may.
+    # torch's fp32 kernel on GPUs fails if values start between multiples of 16 bytes, as DeepSeek's
+    # may.
     theirs.set_attn_implementation("eager")
     assert {p.device.type for p in own.parameters()} == {device.type}
     return own, theirs.to(device)
 
 
 def scaled_down(config: ModelConfig, seed: int, device: torch.device) -> tuple[Model, Any]:
-    """As `both`, with weights as small as wide layers have them."""
+    """Like `both`, with weights as small as those of wide layers."""
     own, theirs = both(config, seed, device)
     with torch.no_grad():
         for model in (own, theirs):
@@ -52,13 +54,13 @@ def ids_of(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def relative_difference(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference relative to that of `other`."""
+    """Return the norm of the difference relative to the norm of `other`."""
     one, other = one.detach().double(), other.detach().double()
     return float((one - other).norm() / other.norm())
 
 
 def gradients(loss: Tensor, model: Any) -> Tensor:
-    """As one vector, in the order of the names."""
+    """Return all gradients as one vector, in the order of the names."""
     loss.backward()  # type: ignore[no-untyped-call]
     named = sorted((name, p) for name, p in model.named_parameters())
     found = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
@@ -66,7 +68,7 @@ def gradients(loss: Tensor, model: Any) -> Tensor:
 
 
 def own_outcome(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and the gradient of the mean loss of the next tokens."""
+    """Return our logits, and the gradient of the mean next-token loss."""
     with torch.no_grad():
         logits = model(ids)
     loss = model.train()(ids[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()
@@ -74,7 +76,7 @@ def own_outcome(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def their_outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of transformers' model; experts' balancing loss is in neither."""
+    """Return the same for transformers' model, without the experts' balancing loss."""
     with torch.no_grad():
         logits = model(ids).logits
     return logits, gradients(model(input_ids=ids, labels=ids).loss, model)
@@ -107,7 +109,7 @@ def test_fp32_logits_and_gradients_of_usual_shapes_match_transformers(
     own, theirs = scaled_down(config, 1, device)
     ids = ids_of(config, device)
     (logits, found), (expected_logits, expected) = own_outcome(own, ids), their_outcome(theirs, ids)
-    # tf32 is 1e-3 off, a mask of one token too many more.
+    # tf32 differs by 1e-3, a mask with one token too many by more.
     assert relative_difference(logits, expected_logits) <= 2e-5
     assert relative_difference(found, expected) <= 1e-4
 

@@ -1,4 +1,4 @@
-"""Copies between GPU and host that come as late as CUDA lets them."""
+"""Copies between GPU and host that complete as late as CUDA allows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.gpu, needs_no_gpu]
 
 
 def numbers(start: float = 0.0) -> dict[str, Tensor]:
-    """Tensors of several formats and layouts."""
+    """Return tensors of several formats and layouts."""
     matrix = torch.arange(start, start + 12).view(3, 4)
     return {
         "matrix": matrix,
@@ -52,7 +52,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_snapshot_is_complete_when_returned(index: int) -> None:
-    """Of whichever GPU: the current device is 0, also where the run is on another."""
+    """For any GPU: the current device is 0, even if the run is on another."""
     expected = {name: tensor.clone() for name, tensor in numbers().items()}
     tensors = numbers()
     with late_copies(index, devices=2) as gpu:
@@ -65,7 +65,7 @@ def test_snapshot_is_complete_when_returned(index: int) -> None:
 
 
 def test_fake_gpu_unawaited_copy_is_noise() -> None:
-    """What the other tests stand on: the fake GPU itself."""
+    """Check the fake GPU itself, on which the other tests rely."""
     with late_copies() as gpu:
         source = torch.arange(4.0)
         host = torch.empty(4, device="cpu", pin_memory=True)
@@ -86,7 +86,7 @@ def test_fake_gpu_unawaited_copy_is_noise() -> None:
 
 
 class LastMoment:
-    """Runs what it is given when somebody waits for it, as a busy thread might."""
+    """Runs work only when somebody waits for it, like a busy thread."""
 
     def submit(self, act: Callable[..., Any], *args: Any) -> Future[None]:
         future: Future[None] = Future()
@@ -95,11 +95,11 @@ class LastMoment:
         return future
 
     def shutdown(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 def test_checkpoint_holds_state_at_save_while_training_continues(tmp_path: Path) -> None:
-    """Its page-locked memory is taken again only when the checkpoint before is on the disk."""
+    """Its page-locked memory is reused only after the previous checkpoint is on disk."""
     tensors = numbers()
     expected = {}
     with late_copies() as gpu:
@@ -132,7 +132,7 @@ def test_offloaded_activations_are_page_locked_and_restored() -> None:
         assert not gpu.waits, "the forward pass waits for no copy"
         for name, tensor in (("small", small), ("weight", layer.weight)):
             assert packed[name][1] is tensor
-        # The GPU's memory is given up, and taken by the next layer.
+        # The GPU's memory is freed, and reused by the next layer.
         large.zero_()
         back = hooks.unpack_hook(packed["large"])
         assert not gpu.is_host(back)
@@ -151,7 +151,7 @@ def test_offloaded_activations_are_copied_in_background_and_restored_in_time() -
         packed = [hooks.pack_hook(tensor) for tensor in tensors]
         compute = torch.cuda.current_stream()
         compute.synchronize()
-        # It has waited for all copies but two, whose tensors are kept on the GPU for them.
+        # The host waited for all copies but two, whose tensors are kept on the GPU until then.
         assert [bool(one.kept.isnan().any()) for one in packed] == [False] * 4 + [True] * 2
         leaving = [tensor for tensor, _ in _copies(gpu.device)._leaving]
         assert [one.data_ptr() for one in leaving] == [one.data_ptr() for one in tensors[4:]]
@@ -163,7 +163,7 @@ def test_offloaded_activations_are_copied_in_background_and_restored_in_time() -
             assert torch.equal(back, expected[number])
             started = [i for i, one in enumerate(packed) if one.back is not None]
             assert started == {5: [3, 4], 3: [1, 2, 4], 4: [1, 2], 2: [0, 1], 1: [0], 0: []}[number]
-            # No more tensors than these wait on the GPU, and none after the last.
+            # At most these tensors wait on the GPU, and none after the last.
             assert len(_copies(gpu.device)._arriving) <= (2 if number else 0)
             assert not _copies(gpu.device)._leaving
         # Again, as with `retain_graph`.
@@ -172,7 +172,8 @@ def test_offloaded_activations_are_copied_in_background_and_restored_in_time() -
         assert torch.equal(back, expected[2])
         assert not gpu.waits
         assert gpu.lates == len(tensors) + 1
-        # Each copy comes after what writes its tensor, or uses the memory before it.
+        # Each copy comes after the operation that writes its tensor, or that used the memory
+        # before.
         assert stream.wait_stream.call_args_list == [call(compute)] * (2 * len(tensors) + 1)
 
 
@@ -198,7 +199,9 @@ def test_loader_batches_are_page_locked_and_uploaded_without_wait(data: Path) ->
 def test_asynchronous_save_blocks_run_for_one_copy_of_state(
     precision: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """Weights and moments go to page-locked memory together: a run does not wait for each."""
+    """Weights and moments are copied to page-locked memory together: a run does not wait for each
+    of them.
+    """
     model = GPT2 | {"vocab_size": tokenizer.vocab_size}
     recipe = recipe_of(model, efficiency__precision=precision, run__device="cpu")
     plain = empty_model(recipe.model)

@@ -1,4 +1,4 @@
-"""Loading straight to a device: the weights are there once, and nowhere else."""
+"""Loading directly to a device: the weights exist only once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import model_files
 from firstlight.weights.loading import LoadingMode, weights_to_save
 
-#: 70 million parameters, most of them in a few large tensors, as in a model of some layers.
+#: 70 million parameters, most of them in a few large tensors, as in a model with several layers.
 CONFIG = LlamaConfig(
     vocab_size=320,
     hidden_size=1024,
@@ -33,7 +33,7 @@ _MIB = 2**20
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
 ) -> Path:
-    """A model folder in a number format."""
+    """Write a model folder in a number format."""
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIG.model_copy(update={"vocab_size": tokenizer.vocab_size})
     model = empty_model(config)
@@ -46,7 +46,9 @@ def folder(
 
 
 def warm_up(device: torch.device) -> None:
-    """What a process takes for its first work on a device is not the weights'."""
+    """Let the process do its first work on the device, whose memory does not belong to the
+    weights.
+    """
     one = torch.ones(64, 64, device=device)
     assert float((one @ one).sum()) == 64**3
     gc.collect()
@@ -70,8 +72,8 @@ def test_load_peak_device_memory_is_little_more_than_weights(
 
 
 def test_load_to_gpu_keeps_no_copy_on_host(folder: Path, device: torch.device) -> None:
-    """On a CPU, it holds the weights themselves, once."""
-    first = load(folder, device, way="sequential")  # what is imported and pooled first
+    """On a CPU, the host holds the weights themselves, once."""
+    first = load(folder, device, way="sequential")  # imports and memory pools come first
     weights = sum(parameter.nbytes for parameter in first.model.parameters())
     del first
     warm_up(device)
@@ -97,7 +99,7 @@ def test_load_every_way_gives_values_of_file(folder: Path, device: torch.device)
 
 
 def test_load_to_device_computes_on_device(folder: Path, device: torch.device) -> None:
-    """Tables and buffers included, which no file has."""
+    """This includes tables and buffers, which are not in a file."""
     loaded = load(folder, device)
     tensors = (*loaded.model.parameters(), *loaded.model.buffers())
     assert {tensor.device.type for tensor in tensors} == {device.type}

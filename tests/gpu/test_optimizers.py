@@ -1,4 +1,4 @@
-"""Optimizers and their options on the device under test, beside the same runs on a CPU."""
+"""Optimizers and their options on the device under test, compared with the same runs on a CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from firstlight.hardware.device import Hardware
 from firstlight.optim.config import OPTIMIZERS
 
 _LLAMA: Combination = frozenset([("model", "llama")])
-#: Bounds of loss and weights where kernels of another device add up in another order, and for
-#: updates that are as large for the smallest difference: a sign, or singular values made alike.
+#: Bounds of loss and weights if kernels of another device sum in a different order, and for updates
+#: that turn the smallest difference into a large one: a sign, or equalized singular values.
 _ROUNDING, _AMPLIFIED = (1e-5, 1e-3), (3e-4, 3e-2)
 _MUON = {"optimizer.name": "muon", "optimizer.learning_rate": 5e-3}
 _ADAFACTOR = {"optimizer.name": "adafactor", "optimizer.learning_rate": 1e-2}
@@ -71,7 +71,7 @@ def test_optimizer_option_on_device_matches_cpu(rows: Path, hardware: Hardware, 
 
 
 def test_every_optimizer_is_tested() -> None:
-    """Those that a GPU alone has, or a package, in `test_alone.py`."""
+    """Optimizers that need a GPU or a package are tested in `test_alone.py`."""
     tried = {settings.get("optimizer.name", "adamw") for settings, _ in _OPTIONS.values()}
     assert tried | {"adamw8bit", "paged_adamw8bit"} == set(OPTIMIZERS)
 

@@ -1,4 +1,4 @@
-"""The examples for Accelerate and for transformers' Trainer on the device under test."""
+"""The examples for Accelerate and transformers' Trainer on the device under test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEPS = 10
 
 
 def _losses(example: str, recipe: Path, **options: str) -> list[float]:
-    """The loss of each step that an example prints."""
+    """Return the loss of each step printed by an example."""
     given = [word for key, value in options.items() for word in (f"--{key}", value)]
     done = subprocess.run(
         [sys.executable, str(_EXAMPLES / example), str(recipe), *given],
@@ -77,6 +77,6 @@ def test_other_loops_train_in_half_precision_with_checkpointing_and_accumulation
     assert plain[-1] < plain[0] - 0.3
     for example in ("accelerate_loop.py", "transformers_trainer.py"):
         found = _losses(example, recipe, **methods)
-        # Rounded otherwise than in fp32, and yet the same run.
+        # Rounded differently from fp32, but the same run.
         assert found != plain
         assert found == pytest.approx(plain, rel=0.05)

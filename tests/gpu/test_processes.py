@@ -1,4 +1,6 @@
-"""Several processes and one, on a device: NCCL with one process, gloo with two on one GPU."""
+"""Several processes compared with one, on a device: NCCL with one process, gloo with two on one
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,20 @@ _DISTRIBUTED = Path(__file__).parents[1] / "distributed"
 
 
 class FSDPOfOne(FSDPEngine):
-    """FSDP2 of one process, whose mesh would have no dimension."""
+    """FSDP2 with one process, whose mesh would have no dimension."""
 
     def _mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (1,), mesh_dim_names=("shard",))
 
 
-#: Engines of several processes that get one, which `make_engine` refuses: it would gain nothing.
+#: Engines for several processes, used with one, which `make_engine` rejects as useless.
 _ENGINES: dict[str, type[Engine]] = {"ddp": DDPEngine, "fsdp": FSDPOfOne}
 
 
 def steps(
     hardware: Hardware, engine: Engine | None, precision: str
 ) -> tuple[list[float], dict[str, Any]]:
-    """Six steps of two micro-batches: losses and norms, and the weights after them."""
+    """Run six steps of two micro-batches, and return losses, norms and the final weights."""
     recipe = plain_recipe(
         {
             "model": LLAMA.model_dump(),
@@ -101,7 +103,7 @@ def test_process_group_has_backend_for_each_tensor_device(device: torch.device) 
 def test_two_processes_on_one_device_match_gradient_of_one(
     engine: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL refuses two processes on one GPU, so gloo sends the GPU's tensors."""
+    """NCCL does not support two processes on one GPU, so gloo sends the GPU's tensors."""
     if engine == "fsdp" and device.type == "cuda":
         pytest.skip("torch 2.11's gloo ends with a segmentation fault where it gathers GPU shards")
     monkeypatch.setenv("RANKS_DEVICE", device.type)

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is, bit for bit, the one that was not."""
+"""A killed and resumed run is bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from firstlight.run_log.reader import read_json_lines
 
 _DRIVER = Path(__file__).parents[1] / "distributed" / "train_driver.py"
 _STEPS = 12
-#: Metrics that are no outcome of the computation.
+#: Metrics that do not depend on the computation alone.
 _OUTCOMES = ("step", "train/loss", "grad_norm", "val/loss", "tokens_seen", "loss_scale", "skipped")
 
 _GPT2 = {
@@ -67,7 +67,7 @@ def recipe_of(way: str, run: Path, data: Path, device: str) -> dict[str, Any]:
 
 
 def start(request: dict[str, Any]) -> subprocess.Popen[str]:
-    """Train in a process of its own, which knows nothing of the test's GPU."""
+    """Train in a separate process, which shares nothing with the test on the GPU."""
     return subprocess.Popen(
         [sys.executable, str(_DRIVER), json.dumps(request)],
         stdout=subprocess.PIPE,
@@ -96,7 +96,7 @@ def outcome(run: Path) -> dict[str, Any]:
     "way, step",
     [
         ("dropout", 8),  # between two checkpoints
-        ("experts", 7),  # right after one, which may still be being written
+        ("experts", 7),  # right after one, which may still be incomplete
         pytest.param("fp16", 7, marks=pytest.mark.cuda_only("a CPU takes long for fp16")),
         pytest.param("compiled", 8, marks=_ON_GPU),
         pytest.param("graphs", 8, marks=_ON_GPU),
@@ -105,7 +105,7 @@ def outcome(run: Path) -> dict[str, Any]:
 def test_run_killed_and_resumed_on_device_is_bitwise_equal(
     way: str, step: int, tmp_path: Path, data: Path, device: Any
 ) -> None:
-    """Weights, moments, random states, metrics and samples; each run in a process of its own."""
+    """Weights, moments, random states, metrics and samples; each run in a separate process."""
     name = "cpu" if device.type == "cpu" else "cuda"
     recipes = {run: recipe_of(way, tmp_path / run, data, name) for run in ("whole", "broken")}
     dies = {"rank": 0, "step": step, "how": "SIGKILL"}
@@ -115,7 +115,7 @@ def test_run_killed_and_resumed_on_device_is_bitwise_equal(
     assert killed.returncode == -signal.SIGKILL, said
     before = [r["step"] for r in read_json_lines(tmp_path / "broken" / "metrics.jsonl")]
     assert before == list(range(1, step))
-    # Each save waits until the one before is complete.
+    # Each save waits until the previous one is complete.
     assert list_checkpoints(tmp_path / "broken")
     resumed = start({"recipe": recipes["broken"], "resume": True})
     for process in (whole, resumed):

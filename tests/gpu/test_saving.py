@@ -1,4 +1,4 @@
-"""Checkpoints that are written while a device goes on training."""
+"""Checkpoints written while a device continues training."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from firstlight.training.loop import train
 from waiting import wait_until
 
 _ELEMENTS = 1 << 22
-#: Cycles of a GPU: about a quarter of a second.
+#: GPU cycles: about a quarter of a second.
 _BUSY_CYCLES = 500_000_000
 
 
 def keep_busy(device: torch.device) -> None:
-    """Have the device work for a while, so that what is asked of it next has not happened when the
-    call returns."""
+    """Keep the device busy for a while, so that later work has not run when its call returns."""
     if device.type == "cuda":
         torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def test_snapshot_on_device_is_complete_when_taken(device: torch.device) -> None:
-    """Red where the copies to page-locked memory are not waited for."""
+    """This fails if the copies to page-locked memory are not waited for."""
     tensors = {"a": torch.zeros(_ELEMENTS, device=device), "b": torch.zeros(7, device=device)}
     snapshot = Snapshot()
-    snapshot.take(tensors)  # the memory is there from now on, filled with zeros
+    snapshot.take(tensors)  # the memory is allocated from now on, filled with zeros
     keep_busy(device)
     for tensor in tensors.values():
         tensor.add_(3)
@@ -88,7 +87,7 @@ def test_saved_file_holds_state_at_save_while_training_continues(
             tensors = {"w": weight}
             saver.save(step, lambda t=tensors: Checkpoint({"config.json": "{}"}, t, t, {}))  # type: ignore[misc]
             wait_until("the beginning of the save", started.is_set)
-            weight.fill_(99)  # as the next steps would, while the writer waits
+            weight.fill_(99)  # like the next steps, while the writer waits
             trained.set()
             saver.wait()
             weight.fill_(step)
@@ -99,7 +98,9 @@ def test_saved_file_holds_state_at_save_while_training_continues(
 
 
 def run_of(recipe: dict[str, Any], device: torch.device, run: Path, **keys: Any) -> list[float]:
-    """A run that saves after every second step; the seconds that training stood still."""
+    """Train with a save after every second step, and return the seconds during which training
+    paused.
+    """
     stalls: list[float] = []
     recipe = {
         **recipe,
@@ -115,7 +116,7 @@ def run_of(recipe: dict[str, Any], device: torch.device, run: Path, **keys: Any)
 def test_checkpoints_are_equal_for_every_way_of_saving(
     recipe: dict[str, Any], device: torch.device, tmp_path: Path
 ) -> None:
-    """With -s, how long training stands still is printed."""
+    """With -s, the pauses of training are printed."""
     recipe["model"] |= {"hidden_size": 256, "intermediate_size": 1024}
     recipe["efficiency"] = {"precision": "fp32", "compile": False, "attention": "plain"}
     means: dict[str, float] = {}

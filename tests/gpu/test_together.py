@@ -1,4 +1,6 @@
-"""Recipes of several methods on the device under test, adapters and preference pairs among them."""
+"""Recipes with several methods on the device under test, including adapters and preference
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from firstlight.training.step import StepResult
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 _LLAMA: Combination = frozenset([("model", "llama")])
-#: Bounds of loss and weights: those of the methods together add up.
+#: Bounds of loss and weights: the bounds of the methods add up.
 _FP32, _BF16, _EIGHT_BITS = (2e-5, 2e-3), (0.02, 0.1), (0.02, 0.3)
 _DOCUMENTS = {"data.document_masking": True}
 _LORA = {"lora.rank": 4}
@@ -181,7 +183,9 @@ def test_several_methods_on_device_stay_near_plain_run(
 
 
 def _pairs() -> Batch:
-    """Two rows, each of two pairs: eight answers of eight tokens, the last of them padding."""
+    """Return two rows of two pairs each: eight answers of eight tokens, the last of them
+    padding.
+    """
     ids = torch.randint(300, (2, 33), generator=torch.Generator().manual_seed(5))
     labels = ids[:, 1:].clone()
     labels.view(2, 4, 8)[:, :, :3] = -100
@@ -225,7 +229,7 @@ def test_preference_training_on_device_matches_cpu(
 
 @pytest.mark.cuda_only("page-locked memory")
 def test_loader_batches_on_device_are_page_locked_and_complete(device: torch.device) -> None:
-    """The copy to the GPU is behind other work, and the batch is dropped before it is made."""
+    """The copy to the GPU is queued behind other work, and the batch is freed before it runs."""
     expected = _pairs()
     copies = []
     for _ in range(20):

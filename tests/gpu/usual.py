@@ -1,4 +1,4 @@
-"""A small model of each family, in sizes for which a GPU's fused kernels are taken."""
+"""A small model of each family, with sizes for which a GPU's fused kernels are used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from firstlight.models import FAMILIES, GPT2Config, ModelConfig
 
 TOKENS = 96
 
-#: Sizes for which the fused kernels of a GPU are taken: heads of 64, experts of a multiple of 16.
+#: Sizes for which a GPU's fused kernels are used: head dimension 64, experts of a multiple of 16.
 _SIZES: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 256,
@@ -23,9 +23,9 @@ _GROUPED: dict[str, Any] = {
     "intermediate_size": 320,
     "tie_word_embeddings": False,
 }
-#: All experts for each token: which one it visits may hang on a rounding.
+#: All experts for each token, because the visited expert may depend on rounding.
 _EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 4}
-#: What a family has beside these sizes.
+#: Settings of a family in addition to these sizes.
 _OWN_KEYS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 40},
     "granite": {
@@ -44,7 +44,7 @@ _OWN_KEYS: dict[str, dict[str, Any]] = {
 
 
 def usual_config(family: str) -> ModelConfig:
-    """A family's model in usual sizes."""
+    """Return the config of a family's model with these sizes."""
     own = _OWN_KEYS.get(family, {})
     kind = FAMILIES[family].config
     if kind is GPT2Config:

@@ -139,7 +139,8 @@ def test_find_hardware_gpu_without_torch_kernels_raises(
     gpu = SimpleNamespace(name="Test", total_memory=1, major=capability[0], minor=capability[1])
 
     def properties(_: torch.device) -> SimpleNamespace:
-        for kind in ("cuda capability", "compute capability (CC)"):  # before and from torch 2.13 on
+        # up to torch 2.12, and since torch 2.13
+        for kind in ("cuda capability", "compute capability (CC)"):
             name = f"Found GPU0 Test which is of {kind} 6.1."
             warnings.warn(f"\n    {name}\n    Minimum", stacklevel=1)
         return gpu
@@ -149,7 +150,7 @@ def test_find_hardware_gpu_without_torch_kernels_raises(
     if index is None:
         assert find_hardware().capability == capability
         return
-    with pytest.raises(ConfigError, match=f"no code for Test .*whl/{index}, or choose") as raised:
+    with pytest.raises(ConfigError, match=f"no code for Test .*whl/{index}, or use") as raised:
         find_hardware()
     assert "\n" not in str(raised.value)
 
@@ -180,7 +181,7 @@ def test_find_hardware_device_unsupported_by_firstlight_raises(device: str) -> N
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have torch say that this is the GPU."""
+    """Make torch report a GPU with this name."""
     found = SimpleNamespace(name=name, total_memory=85_000_000_000)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: found)
 
@@ -243,7 +244,7 @@ def test_peak_flops_other_dtypes_than_bf16_are_measured(monkeypatch: pytest.Monk
 
 
 def test_measured_matmul_flops_cpu_is_plausible() -> None:
-    # Above a million a second on anything that runs Python, below a thousand GPUs.
+    # At least a million per second on anything that runs Python, and less than a thousand GPUs.
     assert 1e6 < measured_matmul_flops(torch.device("cpu"), torch.float32) < 1e18
 
 
@@ -262,7 +263,7 @@ def test_synchronize_on_cpu_does_nothing() -> None:
 
 
 def test_free_memory_bytes_respects_address_space_limit() -> None:
-    """What batch systems and `ulimit -v` set."""
+    """Batch systems and `ulimit -v` set such a limit."""
     script = """
 import resource, torch, psutil
 from firstlight.hardware.device import free_memory_bytes

@@ -1,5 +1,6 @@
-"""The environment variables of torch's threads: of commands, of `import firstlight`, and what a
-program that has imported torch before gets instead."""
+"""The environment variables of torch's threads: set by commands, by `import firstlight`, and in a
+program that imported torch earlier.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def variables() -> dict[str, str]:
 
 
 def after_import(code: str, given: Mapping[str, str]) -> list[str]:
-    """The variable in a new Python that has run some code, and whether torch was imported then."""
+    """Return the variable in a new Python process that has run `code`, and whether it imported
+    torch.
+    """
     show = f"import os, sys; print(os.environ.get({_SPIN!r}), 'torch' in sys.modules)"
     command = [sys.executable, "-c", f"{code}\n{show}"]
     done = subprocess.run(
@@ -134,7 +137,7 @@ def test_import_on_windows_suggests_wsl2(code: str, begin: str) -> None:
         True,
         True,
     )
-    # The command line's error is one line.
+    # The error is printed as one line.
     assert last == done.stderr.strip() or begin.startswith("ImportError")
 
 
@@ -144,7 +147,7 @@ def test_spin_count_after_torch_import_is_set_by_each_call(
     monkeypatch.setitem(sys.modules, "torch", sys)
     environment.set_at_import()
     assert variables() == {_BY_IMPORT: ""}
-    # In a child process, which imports firstlight first.
+    # In a child process, which imports firstlight before torch.
     monkeypatch.delitem(sys.modules, "torch")
     environment.set_at_import()
     assert variables() == {_SPIN: "5000", _BY_IMPORT: "5000"}
@@ -205,18 +208,18 @@ def test_call_beside_busy_programs_uses_more_threads_than_cores_temporarily(
     set_busy(monkeypatch, busy=True)
     before = own_threads()
     with environment.sharing_cores():
-        # A thread of Python with a team of three: one more than the threads of torch on a machine
-        # with one more core.
+        # A Python thread with a team of three OpenMP threads: one more than torch would use on a
+        # machine with one more core.
         assert own_threads() == before + 3
         with environment.sharing_cores():
             assert own_threads() == before + 3
-    # Until the kernel has removed the threads that have ended.
+    # Wait until the kernel has removed the ended threads.
     while own_threads() != before:
         os.sched_yield()
     set_busy(monkeypatch, busy=False)
     with environment.sharing_cores():
         assert own_threads() == before
-    # As in a command, which has decided at its start.
+    # Like a command, which decides at its start.
     monkeypatch.delenv(_BY_IMPORT)
     set_busy(monkeypatch, busy=True)
     with environment.sharing_cores():

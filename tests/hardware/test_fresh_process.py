@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: their results, failures, ends and environments."""
+"""Measurements in separate processes: results, failures, termination and environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module's file, which child processes find as `stub`."""
+    """Create a module file that child processes import as `stub`."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path / "stub.py"
 
@@ -66,7 +66,7 @@ def test_ask_process_answers_despite_library_output(module: Path) -> None:
 def test_fresh_process_refusal_is_returned_as_result(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # This process is not to be the first to be killed.
+    # Keep this process from becoming the out-of-memory killer's first choice.
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: 0)
 
     def refuse(_: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_ask_interrupted_ends_process_and_its_children(module: Path, tmp_path: P
     own, child = map(int, (tmp_path / "pids").read_text().split())
     with pytest.raises(ProcessLookupError):
         os.kill(own, 0)
-    # The orphan dies when the system gets to it, and may be gone already.
+    # The system kills the orphan a little later. It may already be gone.
     with contextlib.suppress(ProcessLookupError):
         death = select.poll()
         death.register(os.pidfd_open(child), select.POLLIN)
@@ -107,7 +107,7 @@ def test_training_environment_overrides_settings_of_import(
         monkeypatch.delenv(name, raising=False)
     assert training_environment() == {**os.environ, **TRAINING}
     assert plain_environment() == dict(os.environ)
-    # As `firstlight` itself sets it for its own process.
+    # As `firstlight` sets it for its own process.
     monkeypatch.setenv("GOMP_SPINCOUNT", TRAINING["GOMP_SPINCOUNT"])
     assert "GOMP_SPINCOUNT" not in plain_environment()
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")

@@ -1,4 +1,4 @@
-"""The table of GPUs, and the names by which they are found."""
+"""The table of GPUs and the names that select an entry."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_find_gpu_accepts_driver_and_common_names(written: str, name: str) -> No
 
 
 def test_find_gpu_with_several_memory_sizes_asks_for_one() -> None:
-    with pytest.raises(ConfigError, match="several sizes of memory: use 'A100 40GB' or 'A100 80GB"):
+    with pytest.raises(ConfigError, match="several memory sizes: use 'A100 40GB' or 'A100 80GB"):
         find_gpu("A100")
     assert find_gpu("A100", 42_300_000_000).name == "A100 40GB"
     assert find_gpu("A100", 85_000_000_000).name == "A100 80GB"
@@ -75,11 +75,11 @@ def test_find_gpu_unknown_name_lists_all() -> None:
 
 def test_gpu_table_rates_are_physically_possible() -> None:
     for gpu in GPUS.values():
-        # Kepler has no units for fp16, and Apple's have those of fp32.
+        # Kepler does not have fp16 units; Apple GPUs compute fp16 at the fp32 rate.
         assert gpu.fp32 < gpu.fp16 or gpu.name == "K80" or gpu.is_apple
         assert gpu.bf16 in (0, gpu.fp16)
         assert (gpu.bf16 > 0) == (gpu.capability >= (8, 0) or gpu.name == "MI300X")
-        # Products of data from memory: at least 10 and at most 1,000 for each byte.
+        # Operations per byte of memory bandwidth: at least 10, at most 1,000.
         assert 10 < gpu.peak_flops("fp16") / gpu.bandwidth < 1000
         assert gpu.peak_flops("bf16") == (gpu.bf16 or gpu.fp32)
         assert gpu.peak_flops("tf32") >= gpu.peak_flops("fp32") == gpu.fp32
@@ -105,10 +105,10 @@ def test_find_gpu_knows_apple_m1_to_m4_with_their_memory_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "precision", "compiles", "note"),
     [
-        ("K80", "fp32", False, "compute capability 3.7, which builds of torch for CUDA 12"),
+        ("K80", "fp32", False, "compute capability 3.7, for which torch builds for CUDA 12"),
         ("P100 16GB", "fp32", False, ""),
         ("T4", "fp16", True, ""),
-        ("M1 Max 32GB", "fp32", False, "not measured on Apple's GPUs"),
+        ("M1 Max 32GB", "fp32", False, "not compared with measurements on Apple GPUs"),
         ("RTX 4090", "bf16", True, ""),
     ],
 )

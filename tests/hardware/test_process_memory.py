@@ -1,4 +1,4 @@
-"""What the C library does with the memory that training frees, in a process of its own."""
+"""How the C library treats memory freed by training, tested in a separate process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_freed_memory_is_returned_at_once_by_default() -> None:
 def test_memory_sampling_of_slow_allocator_takes_a_twentieth_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """glibc looks at each free block of the heap, which took 33 ms after reading a vocabulary."""
+    """glibc visits each free block of the heap, which took 33 ms after reading a vocabulary."""
     now, waits = [0.0], []
     peak = AllocatedPeak()
 

@@ -1,4 +1,4 @@
-"""Folders of adapters: found, read as the model that they make of their base, converted."""
+"""Adapter folders: finding them, loading them with their base model, and converting them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def write_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.flo
 
 
 def write_adapter(folder: Path, base: Path, name: str | None = None, **settings: Any) -> Model:
-    """An adapter that changes something; the model with it."""
+    """Write an adapter that changes the base, and return the resulting model."""
     config = LoraConfig(**{"rank": 3, "alpha": 6.0, **settings})
     model = load_model(base, mode="sequential").model
     add_lora(model, config, generator(2))
@@ -141,7 +141,7 @@ def test_base_name_is_usable_from_any_folder(
     base = write_base(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     assert base_name("base", Path("base")) == str(base)
-    # Of a run, the checkpoint that it stood for.
+    # For a run, the checkpoint that was loaded.
     (tmp_path / "run").mkdir()
     assert base_name("run", base) == str(base)
     assert base_name("owner/name@v2", tmp_path / "cache" / "snapshot") == "owner/name@v2"
@@ -197,7 +197,8 @@ def test_adapter_of_other_dtypes_is_read(dtype: torch.dtype, tmp_path: Path) -> 
     save_tensors(narrow, tmp_path / "adapter" / ADAPTER_WEIGHTS_NAME)
     fill_adapter(model, narrow, "the adapter")
     found = logits(load_model(tmp_path / "adapter").model)
-    # Merged and beside the weights round otherwise; what the dtype rounds is a thousand times that.
+    # A merged adapter rounds differently from a separate one; rounding by the file's dtype changes
+    # a thousand times more.
     torch.testing.assert_close(found, logits(model), rtol=1e-4, atol=5e-5)
 
 
@@ -282,7 +283,7 @@ def _with_config(**values: Any) -> Callable[[Path], None]:
 
 
 def _with_tensors(**changes: Tensor | None) -> Callable[[Path], None]:
-    """Keys are tensors of layer 1's query projection."""
+    """`tensors` is keyed by the tensor's name within layer 1's query projection."""
 
     def change(folder: Path) -> None:
         path = folder / ADAPTER_WEIGHTS_NAME
@@ -308,7 +309,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "change, problem",
     [
-        (_with_config(base_model_name_or_path=None), "names no base model: set base_model"),
+        (_with_config(base_model_name_or_path=None), "does not name a base model: set base_model"),
         (_with_config(base_model_name_or_path="../gone"), "can't be loaded: model folder ../gone"),
         (_with_config(base_model_name_or_path="x" * 300), "can't be loaded: .*File name too long"),
         (_with_config(base_model_name_or_path="x/" * 5000), "base_model_name_or_path: String"),
@@ -322,7 +323,7 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_config(init_lora_weights="pissa_niter_4"), "'pissa_niter_4' changed the base"),
         (_with_config(modules_to_save=["lm_head"]), "lacks the weights of lm_head"),
         (_with_config(trainable_token_indices=[3]), "lacks tensor .*trainable_tokens_delta"),
-        (_with_config(trainable_token_indices=[320, 400]), "has token 400, .* has 320 tokens"),
+        (_with_config(trainable_token_indices=[320, 400]), "contains token 400, .* has 320 tokens"),
         (_with_config(trainable_token_indices={"norm": [3]}), "'norm' is not the embedding or"),
         (_with_config(lora_bias=True), "lora_bias is not supported"),
         (_with_config(what_comes_next={"a": 1}), "what_comes_next is not supported"),
@@ -330,14 +331,14 @@ def _with_text(name: str, text: str) -> Callable[[Path], None]:
         (_with_text(ADAPTER_CONFIG_NAME, "{"), "is not valid JSON"),
         (_with_text(ADAPTER_CONFIG_NAME, "[]"), "adapter_config.json: "),
         (_with_text(ADAPTER_WEIGHTS_NAME, "?"), "is damaged or truncated"),
-        (_without(ADAPTER_WEIGHTS_NAME), "only safetensors weights are read"),
+        (_without(ADAPTER_WEIGHTS_NAME), "only safetensors weights are supported"),
         (_with_tensors(**{"lora_A.weight": None}), "lacks tensor .*1.self_attn.q_proj.lora_A"),
         (_with_tensors(**{"lora_B.weight": torch.ones(2)}), r"lora_B.weight is \[2\], expected"),
         (_with_tensors(**{"lora_B.weight": torch.ones(16, 3).int()}), "I32, not floating-point"),
         (_with_tensors(lora_magnitude_vector=torch.ones(16)), "has, besides the model's adapters"),
         (
             _with_tensors(**{"base_layer.weight": torch.ones(16, 16)}),
-            "is neither an adapter nor the",
+            "is neither part of an adapter nor of the",
         ),
         (
             _with_tensors(**{"x.lora_A.weight": torch.ones(3, 16)}),
@@ -466,12 +467,12 @@ def _converted(source: Path, out: Path) -> Path:
 def test_adapter_slow_patterns_raise_model_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them is quick, and all of them on all layers' names are not."""
+    """Each pattern alone matches quickly, but all of them on the names of all layers are slow."""
     monkeypatch.setattr("firstlight.lora.files._MOST_MATCH_SECONDS", 0.01)
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     load_model(tmp_path / "adapter")
     change_config(tmp_path / "adapter", rank_pattern={f".*.*.*!{i}": 2 for i in range(2_990)})
-    with pytest.raises(ModelError, match=r"adapter_config\.json: .*take too long on names"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json: .*take too long to match names"):
         load_model(tmp_path / "adapter")
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in 4 bits, and adapters beside them (QLoRA)."""
+"""Linear layers in 4 bits and their adapters (QLoRA)."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ def logits(model: Model) -> Tensor:
 @needs_bitsandbytes
 @pytest.mark.parametrize("shape", [(64, 128), (96, 80), (64, 48), (33, 96), (7, 5), (1, 200)])
 def test_nf4_values_are_nearest_quantile_of_their_block(shape: tuple[int, int]) -> None:
-    """Rows of 80 or 96 numbers end within a block."""
+    """Rows of 80 or 96 values end within a block."""
     layer = linear(*shape)
     weight = layer.weight.detach().clone()
-    # bitsandbytes compiles what it computes for odd numbers of weights: 12 s of C++.
+    # bitsandbytes compiles its code for odd numbers of weights, which takes 12 s of C++
+    # compilation.
     with torch.compiler.set_stance("force_eager"):
         found = NF4Linear(layer).weight_in(torch.float32)
     assert found.shape == shape
@@ -103,7 +104,7 @@ def test_nf4_values_are_nearest_quantile_of_their_block(shape: tuple[int, int]) 
     largest = flat.abs().amax(1, keepdim=True)
     nearest = NF4[(flat[..., None] / largest[..., None] - NF4).abs().argmin(-1)] * largest
     expected = nearest.flatten()[: weight.numel()].view(shape)
-    # The blocks' largest numbers are kept in 8 bits, of their distances from the mean.
+    # The largest value of each block is stored in 8 bits, as the difference from their mean.
     limit = 0.02 * float(largest.max())
     torch.testing.assert_close(found, expected, rtol=0, atol=limit)
     gap = float((NF4[1] - NF4[0]) / 2)
@@ -213,7 +214,7 @@ def test_nf4_training_lowers_loss_and_adapter_fits_full_base(name: str, dora: bo
 
     whole = adapted(name, dora=dora, quantize="none")
     fill_adapter(whole, adapter_tensors(model), "the adapter")
-    # The base of the one is the other's rounded to 4 bits.
+    # The quantized model's base is the full base rounded to 4 bits.
     with torch.no_grad():
         assert float(whole.train()(IDS, IDS)) == pytest.approx(losses[-1], rel=0.5)
 

@@ -1,4 +1,4 @@
-"""A small set of combinations in which every pair of values that may meet does meet.
+"""A small set of combinations that contains every legal pair of values.
 
 Greedy, one combination at a time, as AETG does (Cohen et al. 1997), but always the same set for
 the same input.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
-#: A value of a factor.
+#: A factor and its value.
 Choice = tuple[str, str]
 Pair = frozenset[Choice]
 
@@ -17,7 +17,7 @@ Pair = frozenset[Choice]
 def legal_pairs(
     factors: Mapping[str, Sequence[str]], refused: Callable[[Choice, Choice], bool]
 ) -> set[Pair]:
-    """Every pair of values of two factors that is not refused."""
+    """Return every pair of values of two factors that is not refused."""
     return {
         frozenset((one, other))
         for a, b in combinations(factors, 2)
@@ -28,24 +28,25 @@ def legal_pairs(
 
 
 def pairs_of(row: Mapping[str, str]) -> set[Pair]:
-    """The pairs that a combination holds."""
+    """Return the pairs in a combination."""
     return {frozenset(pair) for pair in combinations(row.items(), 2)}
 
 
 def covering_set(
     factors: Mapping[str, Sequence[str]], legal: set[Pair], wanted: set[Pair] | None = None
 ) -> list[dict[str, str]]:
-    """Combinations, one value for each factor, that hold legal pairs only and each at least once.
+    """Return combinations (one value per factor) that contain legal pairs only and each wanted pair
+    at least once.
 
-    Between values that cover as much, the first of its factor is taken.
+    If several values cover equally many pairs, the first in the factor's list is used.
 
     Args:
         factors: names and values; at least two factors.
-        legal: of `legal_pairs`.
-        wanted: those of them that must be held; None is all.
+        legal: the legal pairs, from `legal_pairs`.
+        wanted: the legal pairs to cover, or None for all.
 
     Raises:
-        ValueError: a legal pair is in no combination of legal pairs.
+        ValueError: a legal pair is not part of any combination of legal pairs.
     """
     missing = set(legal if wanted is None else wanted)
     rows = []
@@ -62,7 +63,9 @@ def covering_set(
 def _completed(
     factors: Mapping[str, Sequence[str]], legal: set[Pair], missing: set[Pair], row: dict[str, str]
 ) -> dict[str, str] | None:
-    """The row with a value for every factor, chosen where few are left first; None if none fits."""
+    """Complete the row, starting with the factor that has the fewest possible values, or return
+    None if that is impossible.
+    """
     possible = {
         name: [value for value in values if _fits((name, value), row, legal)]
         for name, values in factors.items()

@@ -1,4 +1,4 @@
-"""Short training runs of tiny models, and how far two of them are apart."""
+"""Short training runs of tiny models, and the difference between two runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ STEPS, SEED = 20, 7
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Models as small as these lose time to a second thread, much where others compute too."""
+    """Run torch on one thread: for models this small a second thread costs time, especially on a
+    busy machine.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -37,14 +39,13 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run.
+    """The result of a run.
 
     Attributes:
-        losses: of each step, and of the validation rows after the last.
-        start, weights: the trained parameters before the first step and after the last, on the
-            CPU.
-        skipped: steps that fp16 left out.
-        graphs: what torch.compile made.
+        losses: losses of each step, and of the validation rows after the last step.
+        start, weights: the trained parameters before the first step and after the last, on the CPU.
+        skipped: number of steps skipped by the fp16 loss scaler.
+        graphs: number of graphs that torch.compile created.
     """
 
     losses: list[float]
@@ -55,15 +56,15 @@ class Outcome:
 
 
 class Runs:
-    """Runs over one data folder, each done once.
+    """Runs over one data folder. Each combination runs only once.
 
     Args:
-        data: the folder.
-        hardware: that the runs are on.
+        data: the folder with prepared data.
+        hardware: the hardware of the runs.
         further: settings of all runs, by `section.key`.
 
     Attributes:
-        measured: a method's and a model's name, and how far that run was from the plain one.
+        measured: the difference from the plain run, keyed by method name and model name.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Runs:
         self.measured: dict[tuple[str, str], Difference] = {}
 
     def of(self, combination: Combination) -> Outcome:
-        """20 steps of a combination, on the rows that every combination gets."""
+        """Train 20 steps of a combination, on the same rows for every combination."""
         wanted = frozenset((s.factor, s.value) for s in switches(combination))
         if wanted not in self._done:
             self._done[wanted] = train_recipe(self.recipe(wanted), hardware=self.hardware)
@@ -83,17 +84,19 @@ class Runs:
     def recipe(
         self, combination: Combination, further: Mapping[str, object] | None = None
     ) -> ResolvedRecipe:
-        """A combination's recipe, with settings by `section.key` beside those of all runs."""
+        """Return the recipe of a combination, with settings by `section.key` in addition to those
+        of all runs.
+        """
         return recipe_of(combination, str(self.data), {**self.further, **(further or {})})
 
     def plain(self, combination: Combination) -> Outcome:
-        """The fp32 run with no method, and the same mathematics."""
+        """Train the plain fp32 run, with the combination's values of kind "mathematics" only."""
         return self.of(of_kinds(combination, "mathematics"))
 
 
 def train_recipe(recipe: ResolvedRecipe, seed: int = SEED, hardware: Hardware = CPU) -> Outcome:
-    """20 steps of a recipe; the seed decides the order of the rows and dropout."""
-    # What was compiled before counts towards a limit.
+    """Train 20 steps of a recipe. The seed determines the order of the rows and dropout."""
+    # Earlier compilations count towards Dynamo's limit.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(seed)
@@ -110,13 +113,13 @@ def train_recipe(recipe: ResolvedRecipe, seed: int = SEED, hardware: Hardware = 
 
 
 def make_program(recipe: ResolvedRecipe, hardware: Hardware = CPU) -> TrainingProgram:
-    """A recipe's methods on a device, around a model with the weights of every other run."""
+    """Apply a recipe's methods to a model on a device. All runs start from the same weights."""
     model = empty_model(recipe.model, recipe.efficiency.vocab_multiple)
     model.init_weights(torch.Generator().manual_seed(SEED))
     attach(model, recipe, hardware)
     program = TrainingProgram(recipe, model, hardware)
     if program.scaler is not None:
-        # A run finds a scale that fits by skipping some of its first steps; a comparison can't.
+        # A real run skips some of its first steps to find a suitable scale; a comparison can't.
         program.scaler.scale = 2.0**8
     return program
 
@@ -173,16 +176,16 @@ def _trained(program: TrainingProgram) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from another, in the units of `Switch.loss` and `Switch.weights`."""
+    """The difference between two runs, in the units of `Switch.loss` and `Switch.weights`."""
 
     loss: float
     weights: float
 
 
 def difference(run: Outcome, plain: Outcome) -> Difference:
-    """The largest difference of the losses, and the distance between the trained weights.
+    """Return the largest difference of the losses, and the distance between the trained weights.
 
-    Rows that pad a vocabulary are in one run only, and must be as they were: zero.
+    Rows that pad the vocabulary exist in one run only and must still be zero.
     """
     assert run.weights.keys() == plain.weights.keys()
     names = list(plain.weights)
@@ -194,7 +197,7 @@ def difference(run: Outcome, plain: Outcome) -> Difference:
 
 
 def same_bits(run: Outcome, other: Outcome) -> bool:
-    """Whether two runs have the same losses and weights to the last bit."""
+    """Return True if two runs have bitwise identical losses and weights."""
     return run.losses == other.losses and _equal(run.weights, other.weights)
 
 

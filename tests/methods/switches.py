@@ -1,4 +1,4 @@
-"""The switches of a recipe, and how near each must stay to the plain fp32 run."""
+"""The switches of a recipe, and the maximum difference of each from the plain fp32 run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from firstlight.methods.precision import BOUNDS
 from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 
-#: "plain": the value of the plain run. "mathematics": asks for other numbers, so the plain run
-#: beside it has the value too. "exact": the same numbers to the last bit. "rounding": the same
-#: sums in another order, in fp32. "approximate": numbers of fewer bits.
+#: "plain": the value of the plain run. "mathematics": computes something else, so the plain run
+#: uses this value too. "exact": bitwise identical results. "rounding": the same fp32 sums in a
+#: different order. "approximate": lower-precision numbers.
 Kind = Literal["plain", "mathematics", "exact", "rounding", "approximate"]
 
-#: Device that a switch's kind and bounds are for; "any" is both.
+#: Device to which a switch's kind and bounds apply; "any" includes both.
 On = Literal["any", "cpu", "cuda"]
 
 CPU = Hardware(torch.device("cpu"), "the CPU of a test", 2**33, bf16=True)
@@ -34,17 +34,17 @@ class Switch:
     """One value of one method.
 
     Attributes:
-        factor: the method; a run has one value of each.
-        value: its name in tests' names and tables.
+        factor: the method; a run has one value for each.
+        value: its name in test names and tables.
         kind: see `Kind`.
-        settings: `section.key` and value.
-        loss: the most by which the loss of a step may differ, in nats.
-        weights: the most by which the trained weights may differ, as a share of the way that
-            training moved them (both L2 norms).
-        amplifies: by how much it makes differences of the others grow.
+        settings: pairs of `section.key` and value.
+        loss: maximum difference of any step's loss, in nats.
+        weights: maximum difference of the trained weights, relative to their change during training
+            (both L2 norms).
+        amplifies: factor by which this value enlarges the differences caused by others.
         needs: a package beyond those that the tests install.
-        slow: it takes half a minute.
-        on: device that kind and bounds are for.
+        slow: True if the test takes half a minute.
+        on: device to which kind and bounds apply.
     """
 
     factor: str
@@ -60,7 +60,7 @@ class Switch:
 
     @property
     def missing(self) -> bool:
-        """Whether what it needs is not installed."""
+        """Return True if the required package is not installed."""
         return self.needs is not None and importlib.util.find_spec(self.needs) is None
 
 
@@ -76,9 +76,9 @@ def _optimizer(value: str, kind: Kind, rate: float, **more: Any) -> Switch:
     return Switch("optimizer", value, kind, settings, **more)
 
 
-#: Bounds of loss and weights.
+#: Bounds of the loss and the weights.
 _ROUNDING = BOUNDS["fp32"]
-#: Of fp8 computed in fp32 on a CPU: 0.005 nats, 6 %.
+#: For fp8 computed in fp32 on a CPU: 0.005 nats, 6 %.
 _FP8 = (0.02, 0.2)
 
 SWITCHES = [
@@ -134,7 +134,8 @@ SWITCHES = [
     _optimizer("adamw", "plain", 2e-3),
     _optimizer("adamw8bit", "approximate", 2e-3, loss=0.005, weights=0.2, needs="bitsandbytes"),
     _optimizer("adafactor", "mathematics", 1e-2),
-    # It makes all singular values of an update alike, those that are only rounding included.
+    # Muon makes all singular values of an update equal, including those that are only rounding
+    # errors.
     _optimizer("muon", "mathematics", 5e-3, amplifies=30.0),
     _optimizer("sgd", "mathematics", 1e-1),
     Switch("implementation", "auto", "plain"),
@@ -180,7 +181,7 @@ SWITCHES = [
     ),
 ]
 
-#: What runs alone and not in the pairs: inductor compiles for too long.
+#: Tested alone, not in pairs, because inductor compiles for too long.
 ALONE = [
     replace(
         _efficiency("compile", "cudagraphs", "exact", compile=True, compile_backend="cudagraphs"),
@@ -204,7 +205,7 @@ ALONE = [
     ),
 ]
 
-#: Further settings of torch.compile's inductor, and the bounds of its loss and weights.
+#: Further settings of torch.compile's inductor, and the bounds of loss and weights.
 INDUCTOR: list[dict[str, Any]] = [
     {},
     {"compile_regional": True},
@@ -217,7 +218,7 @@ INDUCTOR: list[dict[str, Any]] = [
 ]
 INDUCTOR_BOUNDS = (2e-5, 2e-3)
 
-#: What a CPU does not have, or is nearer to the plain run there than on a GPU.
+#: Not available on a CPU, or closer to the plain run there than on a GPU.
 ON_CUDA = [
     replace(switch, on="cuda")
     for switch in (
@@ -238,7 +239,7 @@ ON_CUDA = [
             )
             for name in ("flash", "cudnn")
         ),
-        # While it is traced, torch may take other kernels than where it runs at once.
+        # During tracing, torch may select other kernels than in eager mode.
         *(
             _efficiency("compile", name, "rounding", *_ROUNDING, compile=True, compile_backend=name)
             for name in ("aot_eager", "cudagraphs")
@@ -263,12 +264,12 @@ ON_CUDA = [
 
 _BY_CHOICE: dict[Choice, Switch] = {(s.factor, s.value): s for s in [*ON_CUDA, *SWITCHES, *ALONE]}
 
-#: A value of each factor; a factor left out has its plain one.
+#: One value per factor; an omitted factor has its plain value.
 Combination = frozenset[Choice]
 
 
 def factors(installed_only: bool = True) -> dict[str, list[str]]:
-    """Every factor with its values, the plain one first."""
+    """Return every factor with its values, the plain one first."""
     found: dict[str, list[str]] = {}
     for switch in SWITCHES:
         if not (installed_only and switch.missing):
@@ -277,28 +278,28 @@ def factors(installed_only: bool = True) -> dict[str, list[str]]:
 
 
 def switches(combination: Combination) -> list[Switch]:
-    """The switches that a combination sets, the plain ones left out."""
+    """Return the switches that a combination sets, without the plain ones."""
     chosen = [_BY_CHOICE[choice] for choice in sorted(combination)]
     return [switch for switch in chosen if switch.kind != "plain"]
 
 
 def of_kinds(combination: Combination, *kinds: Kind) -> Combination:
-    """What a combination sets of some kinds."""
+    """Return the choices of a combination that are of some kinds."""
     return frozenset((s.factor, s.value) for s in switches(combination) if s.kind in kinds)
 
 
 def recipe_of(
     combination: Combination, data: str = "data", further: Mapping[str, Any] | None = None
 ) -> ResolvedRecipe:
-    """20 steps of a model small enough to be trained in a fraction of a second.
+    """Return a recipe of 20 steps for a model small enough to be trained in a fraction of a second.
 
     Args:
-        combination: its switches.
+        combination: the switches to set.
         data: the folder of prepared text.
-        further: settings beside the combination's, by `section.key`.
+        further: settings by `section.key`, in addition to the combination's.
 
     Raises:
-        ConfigError: the keys can't stand in one recipe.
+        ConfigError: the keys conflict.
     """
     model = {"model_type": dict(combination).get("model", "llama"), **_SHAPE}
     if model["model_type"] == "llama":
@@ -329,7 +330,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def refusal(combination: Combination, hardware: Hardware = CPU) -> str | None:
-    """What is said against a combination; None if it may be trained."""
+    """Return the error message for a combination, or None if it is valid."""
     try:
         require_combination(recipe_of(combination), hardware)
     except ConfigError as error:
@@ -339,7 +340,7 @@ def refusal(combination: Combination, hardware: Hardware = CPU) -> str | None:
 
 @functools.cache
 def _is_refused(one: Choice, other: Choice) -> bool:
-    # Some values need another one beside them; what is refused with that too is refused.
+    # Some values require another one. A pair is refused if it is refused with that one, too.
     def refused(*more: Choice) -> bool:
         return refusal(frozenset((one, other, *more))) is not None
 
@@ -347,7 +348,7 @@ def _is_refused(one: Choice, other: Choice) -> bool:
 
 
 def needed(*choices: Choice) -> list[Choice]:
-    """Values without which some can't be, and which the others leave open."""
+    """Return the values that some choices require and that the others do not set."""
     taken = {factor for factor, _ in choices}
     companions = {
         ("checkpointing", "budget"): ("compile", "regional"),
@@ -358,14 +359,15 @@ def needed(*choices: Choice) -> list[Choice]:
 
 
 def refused_pairs() -> set[frozenset[Choice]]:
-    """Every pair of values that no combination may hold."""
+    """Return every pair of values that no combination may contain."""
     everything = legal_pairs(factors(installed_only=False), lambda *_: False)
     return {pair for pair in everything if _is_refused(*sorted(pair))}
 
 
 def pairwise_combinations() -> tuple[list[Combination], list[Combination]]:
-    """Combinations in which every two values that may meet do: those that take a second or two
-    each, and those with the values that take torch's compiler longest."""
+    """Return combinations that cover every legal pair: those that take one or two seconds each, and
+    those with the values that take torch's compiler longest.
+    """
     names = factors()
     refused = refused_pairs()
     legal = legal_pairs(names, lambda one, other: frozenset((one, other)) in refused)

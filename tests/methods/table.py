@@ -1,4 +1,4 @@
-"""The table of docs/methods.md that says how near each method stays to the plain fp32 run."""
+"""The table in docs/methods.md of how close each method stays to the plain fp32 run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = "<!-- end of nearness -->"
 
 
 def bounds_table(switches: Iterable[Switch]) -> str:
-    """A row for each class and bounds with the recipe keys that have them."""
+    """Return one row per class and bounds, with the recipe keys that have them."""
     rows: dict[str, list[str]] = {}
     for switch in switches:
         if switch.kind in ("plain", "mathematics") or not switch.settings:
@@ -41,7 +41,7 @@ def _yaml(value: object) -> str:
 
 
 def with_table(page: str, table: str) -> str:
-    """The page with the table between its two marks.
+    """Return the page with the table between its two marks.
 
     Raises:
         ValueError: a mark is missing.
@@ -52,7 +52,7 @@ def with_table(page: str, table: str) -> str:
 
 
 def measured_table(measured: dict[tuple[str, str], Difference]) -> list[str]:
-    """Lines for the terminal: what was measured on this machine."""
+    """Return lines for the terminal with the differences measured on this machine."""
     lines = [f"{'method':32}{'loss, nats':>12}{'weights':>12}"]
     for (name, model), found in measured.items():
         lines.append(f"{name + ' ' + model:32}{found.loss:>12.1e}{found.weights:>12.1e}")

@@ -1,4 +1,4 @@
-"""Any cut of a step's rows gives the gradient of one large batch, whatever computes it."""
+"""Splitting a step's rows into micro-batches in any way gives the gradient of one large batch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def quick() -> Iterator[None]:
 
 
 def _rows(data: Path, masked: bool) -> Batch:
-    """Seven rows of text, the split's short last one among them; with document masking each has
-    another number of labels."""
+    """Return seven rows of text, including the split's short last row. With document masking, each
+    has a different number of labels.
+    """
     dataset = TokenDataset(data, "train", verify=False)
     last = num_rows(dataset.num_tokens, _SEQ_LEN) - 1
     rows = [3, last, 0, 11, 7, 5, 2]
@@ -54,7 +55,7 @@ def _cut(batch: Batch, sizes: list[int]) -> list[Batch]:
 
 
 def _step(recipe: ResolvedRecipe, batches: list[Batch]) -> tuple[StepResult, dict[str, Tensor]]:
-    """One step in fp64; its gradients."""
+    """Run one step in fp64 and return its gradients."""
     model = empty_model(
         recipe.model.model_copy(update={"vocab_size": 320}), recipe.efficiency.vocab_multiple
     )

@@ -1,4 +1,4 @@
-"""Every row of docs/methods.md, started by `firstlight train`, with a forecast."""
+"""Every row of docs/methods.md, run with `firstlight train`, with a forecast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.run_log.names import FORECAST_NAME
 from firstlight.training.forecast import Forecast
 
-#: Of keys whose rows name no value.
+#: Values for keys whose rows do not name a value.
 _VALUES: dict[str, Any] = {
     "batch.micro_batch_size": 2,
     "batch.gradient_accumulation_steps": 2,
@@ -42,7 +42,7 @@ _VALUES: dict[str, Any] = {
     "data.prefetch": 3,
     "data.pin_memory": True,
 }
-#: What a row needs beside it.
+#: Settings that a row requires.
 _COMPILED = {"efficiency.compile": True}
 _BESIDE: dict[str, dict[str, Any]] = {
     "batch.micro_batch_size: auto": {"batch.global_batch_tokens": 64},
@@ -71,7 +71,7 @@ _BESIDE: dict[str, dict[str, Any]] = {
     "lora.quantize: none": {"lora.rank": 4},
     "lora.quantize: nf4": {"lora.rank": 4},
 }
-#: Not on a CPU.
+#: Not available on a CPU.
 _REFUSED = {
     "efficiency.precision: fp8",
     "efficiency.attention: efficient",
@@ -80,8 +80,8 @@ _REFUSED = {
     "optimizer.name: paged_adamw8bit",
     "data.pin_memory",
 }
-#: The values of the plain recipe, values that other rows need as well or `test_methods` trains too,
-#: and what a C++ compiler, several processes or fp16 on a CPU take many seconds for.
+#: Values of the plain recipe, values that other rows need or `test_methods` also trains, and values
+#: for which a C++ compiler, several processes or fp16 on a CPU take many seconds.
 _SLOW = (
     "precision: fp32",
     "attention: auto",
@@ -117,7 +117,7 @@ _SLOW = (
 
 
 class _Here:
-    """A run's forecaster that needs no process of its own, and so no import of torch."""
+    """A forecaster that works in this process, which saves importing torch in another one."""
 
     def __enter__(self) -> _Here:
         return self
@@ -125,7 +125,7 @@ class _Here:
     def __exit__(self, *_: object) -> None: ...
 
     def start(self) -> None:
-        """Starts no process."""
+        """Do nothing: there is no process to start."""
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
         assert isinstance(recipe, ResolvedRecipe)
@@ -142,7 +142,7 @@ def forecast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """A model to start from."""
+    """Train a model to start from."""
     recipe = tmp_path_factory.mktemp("base") / "recipe.yaml"
     values = _recipe(data, recipe.parent / "run", {"evaluation.every_steps": 0})
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")

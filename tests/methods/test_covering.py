@@ -29,7 +29,8 @@ def test_covering_set_contains_every_pair_of_values(sizes: list[int]) -> None:
 @given(st.lists(st.integers(2, 4), min_size=2, max_size=5), st.data())
 def test_covering_set_omits_refused_pairs_only(sizes: list[int], data: st.DataObject) -> None:
     factors = factors_of(sizes)
-    # The first value goes with everything, so that each legal pair has a combination.
+    # The first value of each factor is compatible with everything, so every legal pair is part of a
+    # combination.
     choices = [(name, value) for name, values in factors.items() for value in values[1:]]
     everything = [frozenset(p) for p in combinations(choices, 2) if p[0][0] != p[1][0]]
     refused = set(data.draw(st.lists(st.sampled_from(everything), unique=True)))
@@ -40,7 +41,7 @@ def test_covering_set_omits_refused_pairs_only(sizes: list[int], data: st.DataOb
 def test_covering_set_is_far_smaller_than_all_combinations() -> None:
     factors = factors_of([5, 4, 4, 3, 2, 2, 2, 2])
     rows = covering_set(factors, legal_pairs(factors, lambda *_: False))
-    assert 20 <= len(rows) <= 28  # 5 x 4 at least; all are 3,840
+    assert 20 <= len(rows) <= 28  # at least 5 x 4; all combinations are 3,840
 
 
 def test_covering_set_uncompletable_pair_raises_value_error() -> None:

@@ -1,4 +1,4 @@
-"""The switches of `run.deterministic`, without a GPU."""
+"""The switches of `run.deterministic`, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_determinism_on_gpu_enables_deterministic_algorithms_if_requested() -> N
 
 @pytest.fixture
 def product(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """Replaces the trial product on the GPU."""
+    """Stand in for the trial matrix product on the GPU."""
 
     class Ones:
         def __init__(self, compute: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ def test_determinism_with_cudnn_attention_raises_config_error() -> None:
         "data": {"dir": "none", "seq_len": 8},
         "efficiency": {"attention": "cudnn", "precision": "bf16"},
     }
-    with pytest.raises(ConfigError, match=r"cudnn sums in no fixed order: set it to flash"):
+    with pytest.raises(ConfigError, match=r"cudnn is not deterministic: set it to flash"):
         require_combination(plain_recipe(values), GPU)
     require_combination(plain_recipe(values | {"run": {}}), GPU)
     require_combination(

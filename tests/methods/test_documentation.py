@@ -1,4 +1,4 @@
-"""docs/methods.md has a row for everything that a recipe can switch, and names real tests."""
+"""docs/methods.md has a row for every method of a recipe, and names existing tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.schedule import ScheduleConfig
 from firstlight.recipe import BatchConfig, DataConfig
 
-#: Keys that are no methods, or whose values make one together.
+#: Keys that are not methods, or that only work together as one method.
 _OTHERS = {
     "data.dir",
     "data.mix",
@@ -27,7 +27,7 @@ _OTHERS = {
     *(f"lora.{key}" for key in ("rank_pattern", "alpha_pattern", "ensure_weight_tying")),
     *("lora.modules_to_save", "lora.trainable_token_indices"),
 }
-#: Keys of conversations, which have a page of their own.
+#: Keys of conversations, which have a separate page.
 _OF_CHATS = {
     f"data.{key}"
     for key in (
@@ -35,15 +35,15 @@ _OF_CHATS = {
         *("train_on", "on_bad", "long"),
     )
 }
-#: Keys of schedules, likewise.
+#: Keys of schedules, also on a separate page.
 _OF_SCHEDULES = {"batch.ramp_start_tokens", "batch.ramp_steps"}
-#: Keys of what and how a model learns, likewise.
+#: Keys of learning settings, also on a separate page.
 _OF_LEARNING = {"data.row_alignment"}
 _COLUMNS = 5
 
 
 def _rows() -> dict[str, list[str]]:
-    """The cells of each row of the page's tables of methods, by recipe key."""
+    """Return the cells of each row of the page's method tables, keyed by recipe key."""
     found: dict[str, list[str]] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         match = re.match(r"\| `([a-z0-9_.]+(?:: [\w-]+)?)` \|", line)
@@ -54,7 +54,7 @@ def _rows() -> dict[str, list[str]]:
 
 
 def _methods() -> Iterator[str]:
-    """`section.key`, or `section.key: value` for each value where the values have names."""
+    """Yield `section.key`, or `section.key: value` for each value if the values have names."""
     sections: dict[str, type[BaseModel]] = {
         "batch": BatchConfig,
         "data": DataConfig,

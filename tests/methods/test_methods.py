@@ -1,4 +1,4 @@
-"""Each method, and every pair of methods, beside the plain fp32 run."""
+"""Each method and every pair of methods, compared with the plain fp32 run."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from firstlight.data.prepare import prepare
 from firstlight.files.atomic import write_file
 from firstlight.tokenizer import train_tokenizer
 
-#: What two methods do to each other: the loss and weights that come on top.
+#: Interactions of two methods: further differences of the loss and the weights.
 _INTERACTIONS: dict[Combination, tuple[float, float]] = {
-    # Adafactor's steps are as large as the matrix's root mean square, which rows of zeros lower:
-    # 20 on 300 by 3 %.
+    # Adafactor scales its steps by the matrix's root mean square, which zero rows lower: 20 rows on
+    # 300 by 3 %.
     frozenset({("optimizer", "adafactor"), ("vocabulary", "padded")}): (0.005, 0.05),
 }
 
-# torch's compiler looks at every input's gradient, that of a layer's input included.
+# torch's compiler accesses the gradient of every input, including a layer's input.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     # torch's backend "cudagraphs" imports a module that uses torch.jit.
@@ -47,7 +47,7 @@ pytestmark = [
 
 _MODELS = ("llama", "gpt2")
 _COMPARED = [s for s in [*SWITCHES, *ALONE] if s.kind not in ("plain", "mathematics")]
-#: Precisions whose products round otherwise once torch.compile has put them together.
+#: Precisions whose products round differently after torch.compile has fused them.
 _FEWER_BITS = {"bf16", "bf16_residual", "bf16_params", "fp16"}
 
 
@@ -59,7 +59,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path, texts: list[str]) -> Runs:
-    # 300 tokens: not a multiple of 64.
+    # 300 tokens, which is not a multiple of 64.
     folder = tmp_path_factory.mktemp("methods") / "data"
     prepare([corpus], train_tokenizer(texts, 300), folder)
     return Runs(folder)
@@ -71,7 +71,7 @@ def _alone(switch: Switch, model: str) -> Combination:
 
 
 def _marks(switch: Switch, model: str) -> list[pytest.MarkDecorator]:
-    # torch.compile takes seconds for each model: `make test` compiles one of them.
+    # torch.compile takes seconds per model, so `make test` compiles only one.
     compiles = switch.factor == "compile" and model == "gpt2"
     marks = [pytest.mark.slow] if switch.slow or compiles else []
     if switch.missing:
@@ -105,7 +105,7 @@ def test_method_stays_within_documented_distance_of_plain_run(
         return
     assert found.loss <= switch.loss
     assert found.weights <= switch.weights
-    # Numbers of fewer bits can't come out the same: the method was at work.
+    # Lower precision changes the result: the method was active.
     assert switch.kind != "approximate" or found.weights > 1e-4
 
 
@@ -115,7 +115,7 @@ def test_method_tolerances_are_small_compared_with_training(runs: Runs, model: s
     learned = plain.losses[0] - plain.losses[-1]
     assert learned > 1
     assert all(switch.loss < learned / 100 for switch in _COMPARED)
-    # Another order of the rows ends somewhere else altogether.
+    # Another order of the rows leads to very different weights.
     other = train_recipe(recipe_of(frozenset([("model", model)]), str(runs.data)), seed=8)
     assert difference(other, plain).weights > 0.5
 
@@ -141,8 +141,9 @@ _QUICK, _COMPILED = pairwise_combinations()
 
 
 def _each_value_once() -> list[Combination]:
-    """Of the quick combinations that don't compile, which takes longest, few that hold each of
-    their values."""
+    """Return a few of the quick combinations without torch.compile (the slowest) that together
+    contain each of their values.
+    """
     plain = [row for row in _QUICK if ("compile", "regional") not in row]
     missing, rows = set().union(*plain), []
     while missing:
@@ -155,7 +156,7 @@ def _name(combination: Combination) -> str:
     return "-".join(switch.value for switch in switches(combination))
 
 
-# Each value meets each other one in `make test-slow`.
+# `make test-slow` covers each pair of values.
 _USUAL = _each_value_once()
 
 
@@ -175,7 +176,7 @@ def test_combined_methods_stay_as_near_as_sum_of_each(runs: Runs, combination: C
     assert (run.graphs > 0) == compiled
     assert run.skipped == 0
     if not (compiled and values & _FEWER_BITS):
-        # What is exact changes no bit of what the others do.
+        # An "exact" value does not change a single bit of the other methods' results.
         assert same_bits(
             run, runs.of(of_kinds(combination, "mathematics", "rounding", "approximate"))
         )
@@ -225,7 +226,9 @@ def test_inductor_stays_near_plain_run(runs: Runs, model: str, with_it: dict[str
 def test_methods_page_table_matches_tested_methods(
     runs: Runs, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The page gets classes and bounds, equal on every machine; the terminal what is measured."""
+    """The page gets classes and bounds, equal on every machine; the terminal shows the
+    measurements.
+    """
     if runs.measured:
         with capsys.disabled():
             terminal = request.config.get_terminal_writer()

@@ -1,4 +1,4 @@
-"""What can't work together is refused, and what the message advises can."""
+"""Settings that conflict are refused, and the alternatives that the message suggests work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.recipe.conflicts import ineffective, require_combination
 from firstlight.training.starting_model import attach
 
-#: Never computed on: only its kind is looked at.
+#: Used only for its device type; nothing is computed on it.
 GPU = Hardware(torch.device("cuda"), "a GPU of a test", 2**34, bf16=True)
 _APPLE = Hardware(torch.device("mps"), "an Apple GPU of a test", 2**34, bf16=False)
 
@@ -28,14 +28,14 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Refusal:
-    """Settings that can't stand together.
+    """Settings that conflict.
 
     Attributes:
-        one, other: the two sides; each is legal without the other.
-        advice: each a change that the message names and that helps.
-        needed: what stands beside both.
-        alone: what stands beside `one` where `other` does not.
-        hardware: where it is refused.
+        one, other: the two conflicting sides; each is legal without the other.
+        advice: changes that the message suggests; each resolves the conflict.
+        needed: settings added to both sides.
+        alone: settings added to `one` if `other` is absent.
+        hardware: the hardware on which the settings are refused.
     """
 
     one: Settings
@@ -69,7 +69,7 @@ def _on_gpu(attention: str, other: Settings, *advice: Settings, **needed: Any) -
 
 _TIED: Settings = {"model.tie_word_embeddings": True}
 _LORA: Settings = {"lora.rank": 4}
-#: In the order of the section's keys.
+#: In the order of the keys in the section.
 _HEAD_KEYS: Settings = {
     "optimizer.head_weight_decay": 0.2,
     "optimizer.head_lr_multiple": 0.5,
@@ -214,10 +214,10 @@ REFUSALS = {
 
 
 def check(settings: Settings, hardware: Hardware) -> None:
-    """Refuse what a run would refuse before its first step.
+    """Run the checks that a run performs before its first step.
 
     Raises:
-        ConfigError: as the run.
+        ConfigError: the run would be refused.
     """
     values: dict[str, Any] = {
         "model": {
@@ -284,7 +284,7 @@ def test_refusal_suggested_attention_supports_model_family(
             said = str(error)
             assert said.count("efficiency.attention") == 1, said
             advised = re.split(", | or ", said.rpartition(": use ")[2])
-            # A resolved recipe, as these are, has no "auto".
+            # These recipes are resolved, so they do not contain "auto".
             assert "auto" in advised
             for other in set(advised) - {"auto"}:
                 check({**settings, **_attention(other)}, hardware)
@@ -354,7 +354,7 @@ def test_refusal_chunked_loss_with_adapted_head_names_both_solutions() -> None:
     with pytest.raises(ConfigError, match=r"remove lm_head from lora\.targets") as error:
         apply_methods(model, recipe.efficiency, CPU)
     assert "set efficiency.loss_chunk_tokens to 0" in str(error.value)
-    # Both ways out.
+    # Both solutions work.
     apply_methods(model, recipe.efficiency.model_copy(update={"loss_chunk_tokens": 0}), CPU)
     other = _recipe(efficiency={"precision": "fp32"}, lora={"targets": ["q_proj"]})
     plain = empty_model(recipe.model)

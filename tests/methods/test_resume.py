@@ -1,4 +1,4 @@
-"""A run that is interrupted and goes on ends as one that is not, whatever its number formats."""
+"""An interrupted and resumed run ends like an uninterrupted one, for all number formats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-#: Metrics that are no outcome of the computation.
+#: Metrics that do not depend on the computation alone.
 _MEASURED = {
     "tokens_per_second",
     "learned_tokens_per_second",
@@ -58,7 +58,7 @@ _MEASURED = {
 
 
 class StoppedError(Exception):
-    """Ends a run from within, as Ctrl-C would."""
+    """Ends a run from within, like Ctrl-C."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +73,7 @@ def _recipe(base: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
     values["schedule"] = {"max_steps": 6, "warmup_steps": 1}
     values["checkpoint"] = {"every_steps": 3}
     values["evaluation"] = {"every_steps": 3, "max_rows": 4, "sample_tokens": 2, "on_start": False}
-    # Wide enough that 8-bit optimizers keep some moments in 8 bits.
+    # Wide enough for 8-bit optimizers to store some moments in 8 bits.
     values["model"] |= {"hidden_size": 64}
     for section, settings in _CASES[name].items():
         values.setdefault(section, {}).update(settings)
@@ -99,7 +99,7 @@ def test_resumed_run_ends_with_same_weights_as_uninterrupted_run(
     broken = _recipe(recipe, tmp_path / "broken", name)
 
     def stop(record: Mapping[str, Any]) -> None:
-        # Step 4 is done, and lost: the newest checkpoint is that of step 3.
+        # Step 4 is completed but lost: the newest checkpoint is from step 3.
         if record["step"] == 4:
             raise StoppedError
 
@@ -120,7 +120,7 @@ def test_loss_scale_continues_after_resume(
     monkeypatch.setattr("firstlight.training.guard._STEPS_BETWEEN_GROWTHS", 4)
     whole = train(_recipe(recipe, tmp_path / "whole", "fp16"))
     records, _ = _outcome(whole)
-    # Four good steps in a row double the scale, and two more don't.
+    # Four good steps in a row double the scale; the next two do not.
     good = [not now["skipped_steps"] for now in records]
     assert all(good)
     assert [record["loss_scale"] for record in records] == [2.0**16] * 3 + [2.0**17] * 3

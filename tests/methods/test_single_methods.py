@@ -1,4 +1,4 @@
-"""The methods one by one, on tensors: what each computes, keeps and leaves behind."""
+"""Each method alone, on tensors: its results, the tensors it saves, and its cleanup."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_grouped_attention_without_group_kernels_matches_plain_attention(
         seen = torch.rand(2, 1, new, total, generator=generator) < 0.5
         mask = mask & (seen | torch.eye(new, total).bool().roll(total - new, -1))
     options = AttentionOptions(None if kind == "causal" else mask, scale=0.3)
-    # `attention` itself makes the mask of tokens that continue a text.
+    # `attention` itself creates the mask for tokens that continue a text.
     asked = options if total == new or new == 1 else options._replace(mask=mask)
     found = _grouped_attention(q, k, v, asked)
     assert found.shape == (2, 3 * groups, new, 4)
@@ -206,7 +206,7 @@ def test_grouped_queries_use_only_enabled_kernels(
     cuda: Any = torch.backends.cuda
     cuda.enable_flash_sdp(False)
     try:
-        # cuDNN takes both.
+        # cuDNN supports both.
         assert taken() == (True, True)
         with varying_lengths():
             assert taken() == (False, False)
@@ -217,7 +217,7 @@ def test_grouped_queries_use_only_enabled_kernels(
     monkeypatch.setattr(ops, "_CUDNN_IS_LAST", False)
     hopper.major, hopper.minor = 8, 9
     assert taken() == (True, False)
-    # Flash attention has no backward pass for these heads there.
+    # On this GPU, flash attention does not have a backward pass for this head dimension.
     q = torch.empty(1, 4, 8, 208, dtype=torch.bfloat16, requires_grad=True)
     assert taken() == (False, False)
     with torch.no_grad():
@@ -292,8 +292,9 @@ def test_chunked_loss_matches_plain_loss_and_gradients(
 
 @pytest.mark.parametrize("chunk", [0, 3, 50])
 def test_z_loss_matches_squared_log_partition_function(chunk: int) -> None:
-    """Loss and gradients in fp64 as autograd has them of the plain formula; of valid labels and the
-    true vocabulary only, and in training only."""
+    """Compare loss and gradients in fp64 with autograd on the plain formula. Only valid labels, the
+    true vocabulary and training mode count.
+    """
     vocab_size, tokens, coefficient = 13, 10, 0.3
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(6, 16, bias=False, dtype=torch.float64)
@@ -340,7 +341,7 @@ def test_z_loss_of_model_uses_configured_coefficient(chunk: int) -> None:
 
 
 class _Watch(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the largest tensor that an operation makes."""
+    """Records the size of the largest tensor that an operation creates."""
 
     largest = 0
 
@@ -355,13 +356,13 @@ def test_chunked_loss_never_holds_all_logits() -> None:
     weight, x = torch.randn(1000, 8), torch.randn(512, 8)
     labels = torch.zeros(512, dtype=torch.int64)
     with _Watch() as watch:  # type: ignore[no-untyped-call]
-        # What the operator runs: from outside, it is one operation.
+        # The function inside the operator: from outside, it is a single operation.
         _linear_cross_entropy._init_fn(x, weight, labels, 1000, 32, torch.float32, True, 1e-4)
     assert watch.largest == 32 * 1000
 
 
 def test_chunked_loss_in_bf16_is_as_accurate_as_plain() -> None:
-    """Against fp64: no worse than twice autocast's own error."""
+    """Compared with fp64, the error is at most twice that of autocast."""
     torch.manual_seed(0)
     head = nn.Linear(64, 500, bias=False)
     x, labels = torch.randn(2, 50, 64), torch.randint(500, (2, 50))
@@ -404,7 +405,7 @@ def test_offloading_keeps_parameters_in_place_and_copies_activations() -> None:
         weight.untyped_storage().data_ptr(),
         kept_weight.untyped_storage().data_ptr(),
     )
-    # What is kept is a copy: changing the original changes no gradient.
+    # A copy is saved: changing the original does not change the gradient.
     before = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
     with torch.no_grad():
         y.zero_()
@@ -427,7 +428,7 @@ def test_activation_checkpointing_with_dropout_gives_same_bits(kind: str, mode: 
 
 
 class _Scaled(nn.Linear):
-    """A head that is more than its matrix product."""
+    """A head that computes more than a matrix product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 3 * super().forward(x)
@@ -438,7 +439,9 @@ class _Scaled(nn.Linear):
 def test_padded_vocabulary_rows_kept_give_same_loss_as_removed(
     softcap: float | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch.compile gets it on a GPU: logits of padding rows get no probability, no gradient."""
+    """On a GPU, torch.compile gets the padded logits. Padding rows get no probability and no
+    gradient.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 8, generator=generator)
     labels = torch.randint(13, (2, 5), generator=generator).index_fill_(1, torch.tensor([3]), -100)
@@ -460,8 +463,9 @@ def test_padded_vocabulary_rows_kept_give_same_loss_as_removed(
 
 
 def test_attention_with_dropout_is_recomputed() -> None:
-    """On a GPU, kept attention would draw no random numbers in the recomputation, and dropouts
-    after it would draw others."""
+    """If attention's result were kept on a GPU, the recomputation would draw no random numbers for
+    it, and later dropout layers would draw different ones.
+    """
     aten = torch.ops.aten
     q = torch.zeros(1, 1, 1, 1)
     kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -483,7 +487,7 @@ def test_attention_with_dropout_is_recomputed() -> None:
 
 
 def test_activation_checkpointing_saves_fewer_elements() -> None:
-    """Counted: the elements that autograd saves in the forward pass."""
+    """Count the elements that autograd saves in the forward pass."""
 
     def saved_elements(mode: str) -> int:
         model = small_model()
@@ -561,7 +565,7 @@ def test_compile_time_is_recorded_for_default_backend_and_empty_cache(
 def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
     sizes: tuple[float, int],
 ) -> None:
-    """With the graphs run as they are: inductor's kernels are compared in `test_methods.py`."""
+    """The graphs run in eager mode; `test_methods.py` compares inductor's kernels."""
     z_loss_coef, chunk = sizes
 
     def found(regional: bool) -> tuple[Tensor, list[Tensor], int]:
@@ -586,7 +590,7 @@ def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
     assert torch.equal(whole, regional)
     assert len(gradients) == len(same_gradients)
     assert all(map(torch.equal, gradients, same_gradients))
-    # One for the layers, which are alike, and one for head and loss.
+    # One graph for the layers, which are alike, and one for head and loss.
     assert (graphs, more_graphs) == (1, 2)
 
 
@@ -683,7 +687,7 @@ def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
             assert torch.get_float32_matmul_precision() == expected
         assert torch.get_float32_matmul_precision() == before
         assert config.products == products
-    with pytest.raises(ValidationError, match="tf32 is matmul_precision high, not medium"):
+    with pytest.raises(ValidationError, match="tf32 implies matmul_precision high, not medium"):
         EfficiencyConfig(precision="tf32", matmul_precision="medium")
 
 
@@ -693,7 +697,7 @@ def test_cudnn_attention_is_restored_after_last_overlapping_context() -> None:
     first, second = varying_lengths(), varying_lengths()
     first.__enter__()
     second.__enter__()
-    # As in two threads: the first to begin is the first to end.
+    # As in two threads: the first one that enters is the first one that leaves.
     first.__exit__(None, None, None)
     assert not cuda.cudnn_sdp_enabled()
     second.__exit__(None, None, None)
@@ -719,7 +723,7 @@ def test_fp8_layers_are_large_ones_without_head_and_routers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 32 * 48)
-    # Of 32 x 48 weights.
+    # The layers with 32 x 48 weights.
     expected = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
     model = empty_model(small_model().config.model_copy(update={"num_hidden_layers": 1}))
     assert set(fp8_layers(model)) == expected
@@ -734,7 +738,7 @@ def test_fp8_layers_are_large_ones_without_head_and_routers(
 def test_fp8_gpt2_equals_same_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     torchao = pytest.importorskip("torchao.float8")
     monkeypatch.setattr(precision, "FP8_LAYER_WEIGHTS", 1)
-    # A CPU has no fp8 matrix units.
+    # A CPU does not have fp8 matrix units.
     emulated, convert = torchao.Float8LinearConfig(emulate=True), torchao.convert_to_float8_training
     monkeypatch.setattr(torchao, "Float8LinearConfig", lambda: emulated)
     emulating = functools.partial(convert, config=emulated)
@@ -782,7 +786,7 @@ def test_bf16_residual_keeps_stream_of_each_family_in_bf16(family: str) -> None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert {g.dtype for g in gradients} == {torch.float32}
     assert all(g.isfinite().all() for g in gradients)
-    # Outside of autocast, as in generation after training, nothing is rounded.
+    # Without autocast, as in generation after training, nothing is rounded.
     dtypes.clear()
     model(ids)
     assert set(dtypes) == {torch.float32}
@@ -865,7 +869,9 @@ def test_frozen_head_receives_no_gradient() -> None:
 def test_sharded_model_is_moved_to_device_in_shards(
     cut: dict[str, Any], before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, it may not fit. The meta device stands for one that is not the CPU."""
+    """Unsharded, the model may not fit. The meta device stands for any device other than the
+    CPU.
+    """
     seen: set[str] = set()
 
     def share(_: Engine, model: Any, precision: str) -> Any:
@@ -912,8 +918,8 @@ def test_frozen_weights_stay_16_bit_beside_32_bit_adapters(precision: str) -> No
         }
     )
     attach(model, recipe, CPU)
-    # Before the model is moved to the device: embedding and head in fp32 would not fit beside 4-bit
-    # weights where training does.
+    # Before the move to the device: where 4-bit weights are trained, embedding and head in fp32
+    # would not fit.
     assert model.embedding.weight.dtype == (
         torch.bfloat16 if precision == "bf16_params" else torch.float32
     )
@@ -1000,7 +1006,8 @@ def test_flex_attention_computes_sinks_and_gradients_from_log_sum_exp(
 ) -> None:
     from torch.nn.attention import flex_attention as of_torch
 
-    # Uncompiled, and without the check that keeps gradients from CPUs: torch's formulas alone.
+    # Without compilation and without the check that forbids gradients on CPUs: only torch's
+    # formulas.
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
     monkeypatch.setattr(
         "firstlight.methods.attention._compiled_flex", lambda: of_torch.flex_attention

@@ -59,8 +59,8 @@ SMALL_GPT2 = GPT2Config(
 )
 
 
-#: Shapes as their makers' config.json have them (what stands for parameters only), and the totals
-#: that the hub shows.
+#: Shapes from the makers' config.json (only the values that determine parameters), with the totals
+#: shown on the hub.
 WELL_KNOWN: list[tuple[dict[str, Any], int]] = [
     ({"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16}, 354_823_168),
     ({"model_type": "gpt2", "n_embd": 1280, "n_layer": 36, "n_head": 20}, 774_030_080),
@@ -157,7 +157,7 @@ def test_parameter_total_matches_real_model_and_counts_tied_head_once(
 
 
 def test_flops_of_gpt2_match_hand_calculation() -> None:
-    """6 a matrix weight, the tied head's among them, and half of the square attention."""
+    """6 FLOPs per matrix weight, including the tied head, and half of the full attention matrix."""
     weights = 12 * 12 * 768**2 + 50257 * 768
     attention = 6 * 12 * 768 * 1024
     assert train_flops_per_token(meta_model(GPT2_124M), 1024) == 6 * weights + attention

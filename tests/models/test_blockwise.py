@@ -1,4 +1,4 @@
-"""Attention a block of queries at a time: values, gradients, and what it keeps."""
+"""Attention in blocks of queries: values, gradients, and saved tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FP64 = torch.float64
 
 
 def drawn(*shape: int, dtype: torch.dtype = FP64, seed: int = 0) -> Tensor:
-    """[B, T, H, D] as [B, H, T, D], as projections give it."""
+    """Draw [B, T, H, D] values and return them as [B, H, T, D], in the memory layout of
+    projections.
+    """
     generator = torch.Generator().manual_seed(seed + math.prod(shape))
     return torch.randn(shape, dtype=FP64, generator=generator).to(dtype).transpose(1, 2)
 
@@ -33,7 +35,7 @@ def with_gradients(function: Any, tensors: tuple[Tensor, ...], **options: Any) -
 
 
 def with_sinks(function: Any) -> Any:
-    """The function with the sinks, if any, behind the values."""
+    """Return the function with its sinks, if any, after the values."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
         *sinks, options = others
@@ -97,7 +99,7 @@ def test_blockwise_attention_half_precision_is_as_accurate_as_torch(
     if scores == "large":
         q = 10 * q
     if scores == "of one sign":
-        # As biases of keys make them.
+        # Biases of key projections lead to such keys.
         k = k + 30 * torch.randn(32, dtype=FP64, generator=torch.Generator().manual_seed(3))
     tensors = q.to(dtype).double(), k.to(dtype).double(), v.to(dtype).double()
     exact = with_gradients(attention, tensors)
@@ -187,7 +189,7 @@ def test_blockwise_attention_masked_overflow_gives_finite_output() -> None:
     q, k = q.abs(), k.clone()
     k[:, :, -1] = 6e4
     found = with_gradients(blockwise_attention, (q, k, v))
-    # The last token's scores are infinite, which all the others don't see.
+    # The last token's scores are infinite, but earlier tokens do not see it.
     assert found[0][:, :, :-1].isfinite().all()
     expected = with_gradients(attention, tuple(x[:, :, :-1] for x in (q, k, v)))
     torch.testing.assert_close(found[0][:, :, :-1], expected[0], rtol=1e-2, atol=1e-2)
@@ -222,7 +224,7 @@ def test_blockwise_attention_score_block_fits_cache() -> None:
     assert at_a_time(12, 12, 1024, 1024) == (1, 12)
     assert at_a_time(4, 4, 256, 256) == (16, 4)
     assert at_a_time(4, 2, 64, 64) == (128, 2)
-    # Of longer rows some heads, and their groups.
+    # For longer rows, the blocks contain only some of the heads and their groups.
     assert at_a_time(32, 8, 1024, 1024) == (1, 4)
     assert at_a_time(12, 12, 2048, 2048) == (1, 8)
     assert at_a_time(12, 12, 8192, 8192) == (1, 4)

@@ -53,7 +53,7 @@ both = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
 def ready(config: ModelConfig, seed: int = 0) -> Model:
-    """A model whose parameters all matter."""
+    """Return a model in which every parameter affects the output."""
     model = empty_model(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_initial_weights_are_normal_with_residual_projections_scaled_by_depth(
         else:
             kind = "residual" if name.endswith(residual) else "matrix"
             std = 0.05 / math.sqrt(2 * layers) if kind == "residual" else 0.05
-            # the standard error of a standard deviation of n values is std / sqrt(2 n)
+            # the standard error of the standard deviation of n values is std / sqrt(2 n)
             tolerance = 5 * std / math.sqrt(2 * parameter.numel())
             assert parameter.std().item() == pytest.approx(std, abs=tolerance), name
             assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
@@ -247,7 +247,7 @@ def test_model_initialization_covers_every_parameter(config: ModelConfig) -> Non
 
 @both
 def test_initial_weights_follow_init_section(config: ModelConfig) -> None:
-    """Zero projections into the residual stream leave all other numbers as they were drawn."""
+    """Zero residual projections do not change the other parameters' random values."""
     config = config.model_copy(update={"tie_word_embeddings": False, "vocab_size": 31})
     plain, own = empty_model(config), empty_model(config)
     plain.init_weights(torch.Generator().manual_seed(0))
@@ -264,7 +264,7 @@ def test_initial_weights_follow_init_section(config: ModelConfig) -> None:
             value = value * (0.004 / 0.02)
         torch.testing.assert_close(parameter.detach(), value, rtol=1e-5, atol=1e-9)
     inputs = ids(1, 6)
-    # Layers that add nothing: the logits are the embedding's, normalised.
+    # The layers add nothing, so the logits are those of the normalized embedding.
     with torch.no_grad():
         x = own.embedding(inputs)
         if config.model_type == "gpt2":
@@ -287,7 +287,7 @@ def test_model_cast_rounds_parameters_in_place_and_keeps_tables() -> None:
         model = ready(config)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         for table in buffers.values():
-            table += 1 / 3  # no number of bf16
+            table += 1 / 3  # not representable in bf16
         expected = {key: one.detach().clone() for key, one in (parameters | buffers).items()}
         assert any(key.endswith(name) for key in buffers)
         model.cast(torch.bfloat16)
@@ -315,7 +315,7 @@ def test_tied_head_shares_embedding_parameter(config: ModelConfig, tied: bool) -
     assert ("lm_head.weight" in names) != tied
     model(ids(1, 6), ids(1, 6, seed=1)).backward()
     assert embedding.grad is not None
-    # Only a head gives tokens that were not in the input a gradient.
+    # Tokens that are not in the input only get a gradient through the head.
     unseen = next(i for i in range(31) if i not in ids(1, 6))
     assert bool(embedding.grad[unseen].any()) == tied
 
@@ -376,13 +376,15 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_and_blends_between() ->
 
 @pytest.mark.parametrize(("start", "size"), [(0, 4), (3, 7), (3, 8), (2, 7)])
 def test_rope_rotation_is_equal_for_every_implementation(start: int, size: int) -> None:
-    """Also in a part of a head that begins at an odd place, as complex numbers do not."""
+    """This includes a slice of a head that starts at an odd offset, which complex numbers can't
+    view.
+    """
     tables = rope_tables(rope_frequencies(4, 100.0, None), torch.arange(5), torch.float32)
     whole = torch.randn(2, 5, 3, size, generator=torch.Generator().manual_seed(1))
     x_BHTD = whole.transpose(1, 2)[..., start : start + 4]
     expected = apply_rope_to_neighbours(x_BHTD, *tables)
     torch.testing.assert_close(apply_rope_as_complex(x_BHTD, *tables), expected)
-    # One new token of one text: strides of dimensions of size 1 may be odd, too.
+    # One new token of one text: dimensions of size 1 may have odd strides.
     one = x_BHTD[:1, :1, :1]
     found = apply_rope_as_complex(one, *(table[:1] for table in tables))
     torch.testing.assert_close(found, expected[:1, :1, :1])
@@ -546,7 +548,7 @@ def test_config_impossible_shapes_raise_validation_error(
 
 
 def test_granite_multipliers_are_keys_of_granite_only() -> None:
-    """Or the hashes by which runs with `lora` know their bases would be others than before."""
+    """Otherwise the hashes that identify the base models of existing `lora` runs would change."""
     granite = LlamaConfig(model_type="granite", hidden_size=32, num_attention_heads=2)
     keys = {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
     assert granite.attention_multiplier == granite.model_dump()["attention_multiplier"] == 0.25
@@ -567,6 +569,6 @@ def test_nanochat_logit_cap_defaults_to_15() -> None:
         config = NanoChatConfig(hidden_size=24, **values)
         assert config.intermediate_size == 4 * 24
         assert config.logit_softcap == cap
-        # As a run's recipe and config.json keep it.
+        # As stored in a run's recipe and in config.json.
         assert NanoChatConfig(**config.model_dump()) == config
         assert NanoChatConfig.from_hf(config.to_hf()) == config

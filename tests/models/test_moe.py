@@ -37,7 +37,7 @@ def expected_product(x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
 def test_grouped_products_and_gradients_match_each_block(
     dtype: torch.dtype, sizes: tuple[int, int], ends: list[int]
 ) -> None:
-    """With the kernel, and where sizes are not its own, without."""
+    """With the kernel, and without it for sizes that it does not support."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(10, sizes[0], generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(3, sizes[1], sizes[0], generator=generator).to(dtype).requires_grad_()
@@ -97,7 +97,7 @@ def test_grouped_linear_rows_need_little_padding(visits: list[int]) -> None:
 
 
 def test_grouped_linear_uses_few_shapes_for_any_routing() -> None:
-    """oneDNN compiles code for each, and keeps it: half a MB."""
+    """oneDNN compiles code for each shape, and keeps half a MB of it."""
     rows = torch.zeros(5000)
     sizes = {
         block.stop - block.start
@@ -154,7 +154,7 @@ def test_sparse_mlp_calls_two_grouped_products_per_layer(
 
 
 def test_sparse_mlp_output_is_weighted_sum_of_chosen_experts() -> None:
-    """Against a plain loop over tokens."""
+    """Compared with a plain loop over tokens."""
     model = some_model(config())
     layer = model.model.layers[0]
     assert isinstance(layer, LlamaBlock)
@@ -180,7 +180,7 @@ def test_balancing_loss_is_lowest_with_equal_expert_loads() -> None:
     loss, visits = load_balancing_loss(lopsided, 1)
     assert loss.item() == pytest.approx(4.0)
     assert visits.tolist() == [[12, 0, 0, 0]]
-    # Over both layers together, as transformers does it.
+    # Over both layers together, like transformers.
     both = load_balancing_loss([even[0], lopsided[0]], 1)[0].item()
     assert both == pytest.approx(4 * ((15 / 24) * (1 + 0.25) / 2 + 3 * (3 / 24) * 0.25 / 2))
 
@@ -237,7 +237,7 @@ def test_train_logs_expert_loads_and_loss_without_router_loss(
     moe_recipe["efficiency"] = {
         "precision": "fp32",
         "compile": compiled,
-        # What is traced and cut into graphs is the same as for inductor, which takes 40 s more.
+        # Tracing and graph breaks are the same as with inductor, which takes 40 s longer.
         "compile_backend": "aot_eager",
     }
     losses = {}
@@ -301,7 +301,7 @@ def test_accounting_counts_visited_experts_only() -> None:
 def test_accounting_sliding_window_reduces_flops() -> None:
     full, narrow = meta_model(config()), meta_model(config(sliding_window=8))
     difference = train_flops_per_token(full, 32) - train_flops_per_token(narrow, 32)
-    # 16 tokens on average against (1 + ... + 8 + 24 * 8) / 32, as means of widths.
+    # Average widths: 16 tokens, against (1 + ... + 8 + 24 * 8) / 32.
     assert difference == 2 * 12 * 4 * 8 * (16 - (8 - 64 / 64))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: the gated delta rule, documents in a row, states in the cache."""
+"""Qwen3-Next: the gated delta rule, packed documents, and cached states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIG = Qwen3NextConfig(**_SIZES)
 
 
 def some_model(config: Qwen3NextConfig = CONFIG) -> Model:
-    """In fp64: a norm of each head's output would amplify roundings."""
+    """Return an fp64 model: the norm of each head's output would amplify rounding errors."""
     model = empty_model(config).double().eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def apply_rule(
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Token after token: the equations of Yang et al. 2024 as they are written."""
+    """Compute the rule token by token, with the equations of Yang et al. 2024."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     S = torch.zeros(*q.shape[::2], 4, 5, dtype=q.dtype)
     outputs = []
@@ -109,13 +109,14 @@ def test_delta_rule_state_continues_after_earlier_tokens() -> None:
 
 
 def test_qwen3_next_documents_of_a_row_equal_each_alone() -> None:
-    """They begin within a chunk, at its first token, and after more than a chunk."""
+    """They start within a chunk, at its first token, and after more than one chunk."""
     model, ids, lengths = some_model(), some_ids(2, 300), [5, 59, 1, 2, 130, 103]
     documents = torch.repeat_interleave(torch.arange(6), torch.tensor(lengths)).expand(2, -1)
     found = model(ids, document_ids=documents)
     alone = torch.cat([model(part) for part in torch.split(ids, lengths, dim=1)], dim=1)
     torch.testing.assert_close(found, alone, atol=1e-11, rtol=1e-9)
-    # Gradients, too: of a loss on one document's tokens, there are none to the others'.
+    # The same holds for gradients: a loss on one document's tokens gives none to the other
+    # documents.
     whole = model(ids)
     assert (whole - found)[:, 5:].abs().max() > 0.01, "the comparison would say nothing"
 
@@ -137,7 +138,7 @@ def test_qwen3_next_conversation_reuses_state_only_for_same_prefix() -> None:
     expected = plain(torch.tensor([[1, 2, 3, 4, 5, 6, 7]]))[0, -1]
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-8)
     decoder.remove(1)
-    # A state can't be cut back to the three tokens in common.
+    # A state can't be rolled back to the three common tokens.
     torch.testing.assert_close(
         decoder.add([1, 2, 3, 9]), plain(torch.tensor([[1, 2, 3, 9]]))[0, -1], atol=1e-10, rtol=1e-8
     )
@@ -189,7 +190,8 @@ def test_qwen3_next_published_shape_has_80b_parameters_and_3b_active() -> None:
     assert sum(not config.is_linear(layer) for layer in range(48)) == 12
     count = count_parameters(meta_model(config))
     assert count.total == 79_674_391_296
-    # 12 layers x 2 x 2 heads of 256 in bf16; 36 states of 32 heads and 3 inputs of 8,192 channels.
+    # 12 layers x 2 x 2 heads of dimension 256 in bf16; 36 states of 32 heads, and 3 inputs of 8,192
+    # channels.
     assert cache_bytes_per_token(config, torch.bfloat16) == 12 * 2 * 2 * 256 * 2
     assert state_bytes(config) == 36 * 4 * (32 * 128 * 128 + 3 * 8192)
 
@@ -197,14 +199,16 @@ def test_qwen3_next_published_shape_has_80b_parameters_and_3b_active() -> None:
 def test_qwen3_next_flops_count_states_and_visible_tokens() -> None:
     model = meta_model(CONFIG)
     short, long = train_flops_per_token(model, 8), train_flops_per_token(model, 16)
-    # One layer of three attends: 12 x 4 heads x 8 numbers x half of the 8 more tokens.
+    # One of three layers has attention: 12 x 4 heads x head dimension 8 x half of the 8 extra
+    # tokens.
     assert long - short == 12 * 32 * 4
     wider = meta_model(CONFIG.model_copy(update={"linear_conv_kernel_dim": 5}))
-    # A weight more of each channel of the convolution, in two layers.
+    # One more weight per channel of the convolution, in two layers.
     assert train_flops_per_token(wider, 8) - short == 6 * 2 * (2 * 16 + 24)
     smaller = meta_model(CONFIG.model_copy(update={"linear_value_head_dim": 5}))
     lost = count_parameters(model).total - count_parameters(smaller).total
-    # Two layers whose gated norm, of a value's size, is no matrix; 18 for each number of a state.
+    # Two layers have a gated norm of the value's size, which is not a matrix; 18 per element of a
+    # state.
     assert short - train_flops_per_token(smaller, 8) == 6 * (lost - 2) + 18 * 2 * 4 * 8
 
 

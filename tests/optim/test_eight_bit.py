@@ -28,7 +28,7 @@ from optimizer_models import (
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
-#: Large enough for 8 bits: embedding, head and MLP.
+#: Large enough for 8-bit state: embedding, head and MLP.
 CONFIG = LlamaConfig(
     vocab_size=80,
     hidden_size=64,
@@ -55,7 +55,7 @@ def eight_bits(library: str, **values: Any) -> OptimizerConfig:
 
 
 def trained(config: OptimizerConfig) -> float:
-    """The loss after 20 steps on one sequence."""
+    """Return the loss after 20 steps on one sequence."""
     model = new_model(CONFIG)
     optimizer = Optimizer(model, config)
     ids = torch.randint(0, 80, (4, 32), generator=torch.Generator().manual_seed(1))
@@ -84,7 +84,7 @@ def test_adamw8bit_state_takes_two_bytes_per_parameter(library: str) -> None:
     steps(model, optimizer, range(1))
     found = sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
     assert found == expected
-    # 2 for the codes, 2 * 4 / 256 for the scales, two tables of 1 KiB, the small bias.
+    # 2 bytes for the codes, 2 * 4 / 256 for the scales, two tables of 1 KiB, and the small bias.
     assert found / sum(p.numel() for p in model.parameters()) == pytest.approx(2.05, abs=0.02)
 
 
@@ -241,14 +241,14 @@ def test_adamw8bit_library_without_kernels_for_device_raises_config_error(
         raise NotImplementedError
 
     monkeypatch.setattr(optim.AdamW8bit, "update_step", missing)
-    with pytest.raises(ConfigError, match=r"no 8-bit AdamW for cpu.* to torchao"):
+    with pytest.raises(ConfigError, match=r"does not support 8-bit AdamW on cpu.* to torchao"):
         Optimizer(new_model(LLAMA), make("adamw8bit", eight_bit_library="bitsandbytes"))
 
 
 @each
 @pytest.mark.usefixtures("forked_processes")
 def test_adamw8bit_import_writes_nothing_to_stderr(library: str) -> None:
-    """Both libraries complain about kernels that they can't load."""
+    """Both libraries print messages about kernels that they can't load."""
     pytest.importorskip(library)
     program = (
         "import torch\n"

@@ -49,7 +49,7 @@ OWN: dict[str, Any] = {
     "head_betas": [0.7, 0.95],
     "vector_betas": [0.6, 0.99],
 }
-#: Rate, betas and decay by role, worked out from OWN and a learning rate of 0.01.
+#: Learning rate, betas and decay by role, derived from OWN and a learning rate of 0.01.
 EXPECTED: dict[str, tuple[float, tuple[float, float], float]] = {
     "embedding": (0.04, (0.8, 0.9), 0.0),
     "head": (0.005, (0.7, 0.95), 0.2),
@@ -80,7 +80,7 @@ def test_parameter_roles_stacked_expert_biases_are_vectors() -> None:
     model = new_model(GptOssConfig(**sizes, num_experts=3))
     found, gate = roles(model), "model.layers.0.mlp.experts.gate_up_proj"
     assert (found[gate], found[f"{gate}_bias"]) == ("matrix", "vector")
-    # Biases and sinks begin at zero.
+    # Biases and sinks start at zero.
     zero = {name for name, parameter in model.named_parameters() if not parameter.any()}
     assert zero == {name for name in found if name.endswith(("bias", "sinks"))}
     assert not MUON.takes(f"{gate}_bias", model.get_parameter(f"{gate}_bias"))
@@ -111,7 +111,9 @@ def test_parameter_groups_without_own_keys_are_decayed_and_undecayed() -> None:
 @pytest.mark.parametrize("way", ["for-loop", "foreach", "fused"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_adamw_with_own_settings_matches_formula_of_each_role(way: str, in_backward: bool) -> None:
-    """In fp64, over 6 steps with a rate that changes; in the backward pass too."""
+    """In fp64, over 6 steps with a changing learning rate, with and without updates in the backward
+    pass.
+    """
     model = new_model()
     expected = {name: value.double() for name, value in weights(model).items()}
     config = make("adamw", implementation=way, max_grad_norm=0.0, **OWN)
@@ -137,7 +139,7 @@ def test_adamw_with_own_settings_matches_formula_of_each_role(way: str, in_backw
 
 
 def movements(config: OptimizerConfig) -> dict[str, Tensor]:
-    """How far two steps move the numbers of each role."""
+    """Return how far two steps move the parameters of each role."""
     model = new_model()
     before = weights(model)
     steps(model, Optimizer(model, config), range(2))
@@ -242,7 +244,8 @@ def test_parameter_groups_invalid_settings_raise_validation_error(
 @pytest.mark.parametrize(
     "name, rates",
     [
-        # Four times as wide: the rates of matrices and head fall to a quarter, Muon's to a half.
+        # Four times as wide: the learning rates of matrices and head fall to a quarter, Muon's to a
+        # half.
         ("adamw", {"embedding": 0.04, "head": 0.00125, "matrix": 0.0025, "vector": 0.02}),
         ("muon", {"embedding": 0.04, "head": 0.00125, "matrix": 0.005, "vector": 0.02}),
     ],

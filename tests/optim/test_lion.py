@@ -26,15 +26,16 @@ _BETAS = [0.75, 0.5]
 
 
 def test_lion_two_steps_match_hand_computed_values() -> None:
-    """Numbers that binary fractions hold, worked out by hand: beta1 0.75, beta2 0.5."""
+    """Exact binary fractions, calculated by hand: beta1 0.75, beta2 0.5."""
     x = nn.Parameter(torch.tensor([1.0, -1.0, 2.0]))
     optimizer = Lion([{"params": [x], "weight_decay": 0.5}], 0.25, _BETAS, foreach=False)
     x.grad = torch.tensor([4.0, -8.0, 0.0])
     optimizer.step()
-    # Decayed by 1/8 of it, then a quarter against the gradient's sign; none where it is 0.
+    # Weight decay by 1/8, then a step of a quarter against the gradient's sign, or none where it is
+    # 0.
     assert x.tolist() == [0.625, -0.625, 1.75]
     assert optimizer.state[x]["exp_avg"].tolist() == [2.0, -4.0, 0.0]
-    # c = 0.75 m + 0.25 g = [0.5, -4, 1]: of the first, the moment wins over the gradient.
+    # c = 0.75 m + 0.25 g = [0.5, -4, 1]: in the first element, the moment outweighs the gradient.
     x.grad = torch.tensor([-4.0, -4.0, 4.0])
     optimizer.step()
     assert x.tolist() == [0.625 * 0.875 - 0.25, -0.625 * 0.875 + 0.25, 1.75 * 0.875 - 0.25]
@@ -43,7 +44,7 @@ def test_lion_two_steps_match_hand_computed_values() -> None:
 
 @pytest.mark.parametrize("way", ["auto", "for-loop", "foreach"])
 def test_lion_five_model_steps_match_formula(way: str) -> None:
-    """With weight decay of matrices only, and a learning rate that changes."""
+    """Weight decay applies to matrices only, and the learning rate changes."""
     model, expected = new_model(), weights(new_model())
     config = make("lion", implementation=way, betas=[0.9, 0.99], weight_decay=0.3, max_grad_norm=0)
     optimizer = Optimizer(model, config)
@@ -98,7 +99,7 @@ def test_lion_bf16_masters_keep_small_updates() -> None:
 
 @pytest.fixture
 def two_processes() -> Iterator[None]:
-    """This process as the first of two; nothing is sent."""
+    """Make this process the first of two; nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -120,12 +121,12 @@ def test_lion_sharded_update_equals_part_of_full_update(foreach: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 6, 3, generator=draw)
     whole, shard = nn.Parameter(start.clone()), nn.Parameter(on_both(start.clone(), Shard(0)))
-    vector = nn.Parameter(torch.ones(3))  # one that each process has whole
+    vector = nn.Parameter(torch.ones(3))  # replicated on each process
     groups = ([whole], [shard, vector])
     one, other = (
         Lion([{"params": p, "weight_decay": 0.1}], 0.1, _BETAS, foreach=foreach) for p in groups
     )
-    # Tensor parallelism also gives gradients of shards whole.
+    # Tensor parallelism also yields unsharded gradients of sharded parameters.
     for gradient, placement in zip(gradients, (Shard(0), Replicate(), Shard(0)), strict=True):
         whole.grad, vector.grad = gradient, gradient[0]
         shard.grad = on_both(gradient, placement)

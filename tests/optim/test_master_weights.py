@@ -1,4 +1,4 @@
-"""Master weights, and updates in the backward pass."""
+"""Master weights, and parameter updates in the backward pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_master_weights_bf16_parameters_are_rounded_masters_after_every_step(
     optimizer = Optimizer(model, make(name, max_grad_norm=0.0), in_backward=in_backward)
     for seed in range(3):
         steps(model, optimizer, range(seed, seed + 1))
-        # Before anyone looks at the masters, which rounds them anew.
+        # Before reading the master weights, which rounds them again.
         found = weights(model)
         masters = full_weights(model, optimizer)
         assert {value.dtype for value in masters.values()} == {torch.float32}
@@ -55,7 +55,7 @@ def test_master_weights_bf16_parameters_are_rounded_masters_after_every_step(
 
 @switched
 def test_master_weights_model_is_freed_after_steps(in_backward: bool) -> None:
-    """Also its weights, which autograd holds with their hooks."""
+    """This includes its weights, which autograd keeps alive through their hooks."""
     model = new_model(dtype=BF16)
     optimizer = Optimizer(model, make("adamw", max_grad_norm=0.0), in_backward=in_backward)
     steps(model, optimizer, range(1))
@@ -93,7 +93,9 @@ def test_master_weights_accumulate_updates_too_small_for_bf16() -> None:
 
 
 def test_master_weights_accumulate_micro_batch_gradients_in_fp32() -> None:
-    """Against the sum in fp64: at most fp32's rounding off, and bf16's own sum a lot more."""
+    """Compared with the fp64 sum: at most fp32's rounding error, while bf16's sum is far less
+    accurate.
+    """
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(64, 64, generator=generator).to(BF16) for _ in range(8)]
     exact = sum((part.double() for part in parts), torch.zeros(64, 64, dtype=torch.float64))
@@ -140,7 +142,7 @@ def test_master_weights_context_swaps_in_masters_and_restores_model() -> None:
 
 
 def interrupted_inside(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The model's tensors inside the context, which an error ends."""
+    """Return the model's tensors inside the context, which then ends with an error."""
     seen: dict[str, torch.Tensor] = {}
 
     def look() -> None:
@@ -315,7 +317,7 @@ def test_optimizer_in_backward_non_finite_gradient_shows_in_norm() -> None:
     assert not torch.isfinite(optimizer.clip_gradients())
 
 
-# Going on
+# Resuming
 
 
 @each

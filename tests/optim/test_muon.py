@@ -73,7 +73,7 @@ def test_muon_matrix_update_is_bitwise_equal_to_torch(shape: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8)])
 def test_muon_stack_is_updated_like_its_matrices(shape: tuple[int, ...]) -> None:
-    """To bf16's rounding. One expert's gradients are a thousand times the others'."""
+    """Up to bf16 rounding. One expert's gradients are a thousand times larger than the others'."""
     start = random(*shape)
     stack = nn.Parameter(start.clone())
     single = [nn.Parameter(matrix.clone()) for matrix in start]
@@ -98,8 +98,10 @@ def test_muon_stack_is_updated_like_its_matrices(shape: tuple[int, ...]) -> None
 def test_muon_matrices_updated_together_move_like_each_alone(
     monkeypatch: pytest.MonkeyPatch, normalized: bool, most: int, calls: int
 ) -> None:
-    """To bf16's rounding: two sizes, two groups, and one matrix without a gradient at first. The
-    first three that are together are cut into two stacks if two have more than `most` values."""
+    """Up to bf16 rounding: two sizes, two groups, and one matrix without a gradient in the first
+    step. The first three matrices, which are batched, are split into two stacks if two have more
+    than `most` values.
+    """
     monkeypatch.setattr("firstlight.optim.muon.LIST_VALUES", most)
     counted = Mock(side_effect=orthogonalised)
     monkeypatch.setattr("firstlight.optim.muon.orthogonalised", counted)
@@ -155,7 +157,7 @@ def test_muon_step_keeps_gradient_unchanged() -> None:
 def test_orthogonalise_tiny_gradients_in_fp16_is_more_accurate_than_bf16(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    # Below the smallest value of fp16, 6e-8.
+    # Less than the smallest fp16 value, 6e-8.
     gradients = 1e-8 * random(*shape)
     exact = gradients.double() / gradients.double().norm(dim=(-2, -1), keepdim=True)
     for a, b, c in COEFFICIENTS["jordan"][1]:
@@ -167,7 +169,7 @@ def test_orthogonalise_tiny_gradients_in_fp16_is_more_accurate_than_bf16(
         found = orthogonalised(gradients)
         assert found.dtype == torch.bfloat16
         off[dtype] = ((found - exact).norm() / exact.norm()).item()
-    # What is left of fp16's is the rounding of the result to bf16.
+    # The only remaining error is the rounding of the result to bf16.
     assert off[torch.float16] < 0.004 < off[torch.bfloat16]
 
 
@@ -183,13 +185,15 @@ def test_orthogonalised_matrices_have_singular_values_near_one(
 
 
 def best_quintic(low: float, high: float) -> tuple[float, float, float]:
-    """The odd polynomial a x + b x^3 + c x^5 nearest to 1 on [low, high] (Remez exchange)."""
+    """Return the odd polynomial a x + b x^3 + c x^5 closest to 1 on [low, high] (Remez
+    exchange).
+    """
     inner = [0.75 * low + 0.25 * high, 0.25 * low + 0.75 * high]
     for _ in range(100):
         nodes = np.array([low, *inner, high])
         matrix = np.stack([nodes, nodes**3, nodes**5, [1.0, -1.0, 1.0, -1.0]], axis=1)
         a, b, c, _ = np.linalg.solve(matrix, np.ones(4))
-        # The extremes inside are where the derivative vanishes.
+        # Interior extremes lie where the derivative vanishes.
         root = math.sqrt(9 * b * b - 20 * a * c)
         inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
     return float(a), float(b), float(c)
@@ -197,14 +201,15 @@ def best_quintic(low: float, high: float) -> tuple[float, float, float]:
 
 def test_polar_express_coefficients_are_successive_optimal_polynomials() -> None:
     """Amsel et al. 2025, algorithm 1: singular values from 0.001, a cushion of 0.02 and a safety
-    factor of 1.02."""
+    factor of 1.02.
+    """
     low, high, cushion, safety = 1e-3, 1.0, 0.02, 1.02
     divisor, found = COEFFICIENTS["polar_express"]
     assert divisor == safety
     for step, ours in enumerate(found):
         a, b, c = best_quintic(max(low, cushion * high), high)
         if cushion * high > low:
-            # Rescaled so that the true interval's ends come to lie evenly around one.
+            # Rescaled so that the ends of the true interval lie symmetrically around one.
             factor = 2 / sum(a * x + b * x**3 + c * x**5 for x in (low, high))
             a, b, c = factor * a, factor * b, factor * c
         if step < len(found) - 1:
@@ -220,7 +225,9 @@ def test_polar_express_coefficients_are_successive_optimal_polynomials() -> None
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_normuon_divides_rows_by_averaged_size(shape: tuple[int, ...], transposed: bool) -> None:
-    """NorMuon's algorithm 1 in fp64: v, then o / sqrt(v), then a root mean square of one."""
+    """NorMuon's algorithm 1 in fp64: v, then o / sqrt(v), then scaling to a root mean square of
+    one.
+    """
     along = -2 if transposed else -1
     rows = list(shape)
     rows[along] = 1
@@ -245,13 +252,15 @@ def test_normuon_update_size_is_two_tenths_of_rate() -> None:
     Muon(group(parameter, decay=0.0), 0.1, 0.9, beta2=0.95).step()
     moved = parameter.detach() - before
     torch.testing.assert_close(moved.square().mean().sqrt(), torch.tensor(0.02), rtol=1e-4, atol=0)
-    # In the first step every neuron has the same size.
+    # In the first step, all neurons have the same size.
     sizes = moved.square().mean(1).sqrt()
     torch.testing.assert_close(sizes, torch.full_like(sizes, 0.02), rtol=1e-4, atol=0)
 
 
 def test_normuon_neurons_are_outputs_of_either_layout() -> None:
-    """Columns of GPT-2's [inputs, outputs], rows of Llama's [outputs, inputs], of experts too."""
+    """Columns of GPT-2's [inputs, outputs] and rows of Llama's [outputs, inputs], for experts
+    too.
+    """
     for config in (GPT2, LLAMA, MOE):
         model = new_model(config)
         optimizer = Optimizer(model, make("muon", muon_beta2=0.95))
@@ -269,16 +278,16 @@ def test_normuon_neurons_are_outputs_of_either_layout() -> None:
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
-    """This process as the only one of a mesh."""
-    # Not torch's fake group, whose all_to_all_single in torch 2.11 leaves the received tensor as it
-    # was allocated.
+    """Make this process the only one of a mesh."""
+    # torch's fake group is not used: in torch 2.11, its all_to_all_single leaves the received
+    # tensor uninitialized.
     dist.init_process_group("gloo", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 class Matrix(nn.Module):
-    """One matrix, named as a layer's."""
+    """A single matrix, with the name of a layer's matrix."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()
@@ -290,7 +299,7 @@ class Matrix(nn.Module):
 def test_muon_sharded_single_column_matrix_has_whole_second_moments(
     shape: tuple[int, int],
 ) -> None:
-    """LoRA's B of rank 1: the averages of its neurons have its own shape."""
+    """For LoRA's B of rank 1, the neurons' averages have the shape of B itself."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -308,7 +317,7 @@ def test_muon_sharded_single_column_matrix_has_whole_second_moments(
             other = Optimizer(sharded, config)
             other.load_state_tensors(saved)
         elif step == 3:
-            # As a sharded checkpoint is read: into state that is there.
+            # Like reading a sharded checkpoint, which loads into existing state.
             kept = {name: value.clone() for name, value in other.state_shards().items()}
             other = Optimizer(sharded, config)
             other.fill_state(lambda _: None)
@@ -381,7 +390,9 @@ def test_cautious_weight_decay_applies_only_to_values_moving_towards_zero() -> N
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("way", ["for-loop", "foreach", "fused"])
 def test_cautious_weight_decay_matches_paper_formula(name: str, way: str) -> None:
-    """x - lr (u + decay x [u x >= 0]), with u from the same optimizer without decay."""
+    """x - lr (u + decay x [u x >= 0]), where u is the update of the same optimizer without
+    decay.
+    """
     if (name, way) in {("lion", "fused"), ("muon", "foreach"), ("muon", "for-loop")}:
         pytest.skip("no such implementation of its own")
     model = new_model()

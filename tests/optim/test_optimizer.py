@@ -32,12 +32,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-# Which parameter gets which rule
+# Rules by parameter
 
 
 @both
 def test_weight_decay_applies_to_matrices_only(config: ModelConfig) -> None:
-    """With no gradient, AdamW's only movement is the decay."""
+    """Without a gradient, AdamW only applies the decay."""
     found = moved(new_model(config), make("adamw", weight_decay=0.5), gradient=0.0)
     shapes = {name: p.dim() for name, p in new_model(config).named_parameters()}
     assert set(shapes.values()) == {1, 2}
@@ -68,7 +68,9 @@ def test_muon_receives_exactly_the_matrices_inside_layers(config: ModelConfig) -
 
 
 def test_muon_own_learning_rate_applies_to_matrices_only() -> None:
-    """At rate 0+, only what the other rate drives can move."""
+    """With a learning rate of almost 0, only the matrices move, with their separate learning
+    rate.
+    """
     tiny = 1e-30
     config = make("muon", learning_rate=tiny, muon_learning_rate=0.01, weight_decay=0.0)
     found = moved(new_model(), config, gradient=1.0)
@@ -83,9 +85,9 @@ def test_muon_own_learning_rate_applies_to_matrices_only() -> None:
 
 
 def test_muon_steps_have_size_of_adamw_steps() -> None:
-    """Its orthogonal update scaled by 0.2 sqrt(larger side): entries of about 0.2.
+    """The orthogonal update is scaled by 0.2 sqrt(larger side), so its entries are about 0.2.
 
-    The matrices are large, so that no other scale comes to the same.
+    The matrices are large, so that any other scale gives a different result.
     """
     model = new_model(LLAMA.model_copy(update={"hidden_size": 128, "head_dim": 32}))
     before = weights(model)
@@ -98,7 +100,7 @@ def test_muon_steps_have_size_of_adamw_steps() -> None:
             assert 0.13e-2 < movement < 0.27e-2, name
 
 
-# The rules themselves
+# The update rules
 
 
 @both
@@ -258,7 +260,7 @@ def test_optimizer_loaded_state_is_not_modified_later(name: str) -> None:
 
 @each
 def test_optimizer_state_excludes_learning_rate(name: str) -> None:
-    """Or a resumed run would go on with a stale one, whatever its recipe says."""
+    """Otherwise a resumed run would continue with the old learning rate and ignore its recipe."""
     model = new_model()
     optimizer = Optimizer(model, make(name, learning_rate=0.5))
     steps(model, optimizer, range(1))

@@ -64,7 +64,9 @@ def test_optimizer_implementations_agree_up_to_rounding(name: str, way: str) -> 
 
 
 def _atol(name: str) -> float:
-    """Muon orthogonalises in bf16, and rounds a stack's products in another order."""
+    """Return the absolute tolerance: Muon orthogonalizes in bf16 and rounds a stack's products in a
+    different order.
+    """
     return 5e-5 if name == "muon" else 1e-6
 
 
@@ -117,12 +119,12 @@ def test_optimizer_unsupported_combinations_raise_with_alternative(
         OptimizerConfig.model_validate(values)
 
 
-# The rules
+# The update rules
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weight_decay_of_every_optimizer_applies_to_matrices_only(name: str) -> None:
-    """With no gradient, the only movement is the decay."""
+    """Without a gradient, only the decay changes parameters."""
     model = new_model(MOE)
     config = make(name, weight_decay=0.5, learning_rate=0.01)
     for key, movement in moved(model, config, gradient=0.0).items():
@@ -131,7 +133,7 @@ def test_weight_decay_of_every_optimizer_applies_to_matrices_only(name: str) -> 
 
 
 def test_decay_counts_of_gpt2_match_known_values() -> None:
-    """Of GPT-2 small: embeddings and 48 matrices, 98 norms and biases, as in nanoGPT."""
+    """GPT-2 small: embeddings and 48 matrices, 98 norms and biases, as in nanoGPT."""
     model = meta_model(GPT2Config(vocab_size=50257))
     counts = decay_counts(dict(model.named_parameters()), parameter_kinds(model), make("adamw"))
     assert counts == {
@@ -162,8 +164,9 @@ def after_torchs_steps(model: nn.Module, reference: torch.optim.Optimizer) -> di
 @pytest.mark.parametrize("way", ["for-loop", "foreach"])
 @pytest.mark.parametrize("size", [1.0, 1e-6])
 def test_adafactor_matches_transformers_over_50_steps(way: str, size: float) -> None:
-    """Weight decay included, with gradients whose squares are below what torch's takes for the
-    least, and rows without any, such as tokens have that a batch lacks."""
+    """With weight decay, with squared gradients below torch's minimum, and with zero rows, as for
+    tokens that a batch does not contain.
+    """
     from transformers.optimization import Adafactor as Reference
 
     model, expected = new_model(MOE), new_model(MOE)
@@ -204,13 +207,13 @@ def test_adafactor_weight_decay_is_relative_to_parameter() -> None:
         nn.init.constant_(parameter, 0.02)
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    # 0.02 of 0.01 of 0.1 of it; torch's takes a thousandth.
+    # 0.02 of 0.01 of 0.1 of it; torch's Adafactor uses a thousandth.
     expected = torch.full_like(matrix, 0.02 * (1 - 2e-5))
     torch.testing.assert_close(matrix, expected, atol=0, rtol=1e-6)
 
 
 def test_adafactor_learning_rate_does_not_decay_by_itself() -> None:
-    """With torch's it is at most 1/sqrt(step)."""
+    """In torch's Adafactor it is at most 1/sqrt(step)."""
     model = new_model()
     optimizer = Optimizer(model, make("adafactor", learning_rate=0.9, weight_decay=0.0))
     for _ in range(2):
@@ -282,7 +285,7 @@ def test_optimizer_state_size_is_known_before_first_step(name: str) -> None:
 def test_optimizer_state_bytes_per_parameter_match_documentation(
     name: str, bytes_a_parameter: int
 ) -> None:
-    """As documented: nearly 0 for Adafactor, Muon between 4 and 8."""
+    """As documented: almost 0 for Adafactor, between 4 and 8 for Muon."""
     model = new_model(LLAMA.model_copy(update={"hidden_size": 64, "vocab_size": 700}))
     found = Optimizer(model, make(name)).state_bytes / sum(p.numel() for p in model.parameters())
     assert abs(found - bytes_a_parameter) < (1 if name in ("adafactor", "muon") else 0.05)
@@ -311,7 +314,7 @@ def test_optimizer_run_resumes_with_other_implementation(name: str) -> None:
 
 
 def test_optimizer_step_counter_read_by_python_stays_on_cpu() -> None:
-    """Reading it from a GPU at every update would wait for the GPU."""
+    """Reading the counter from a GPU at every update would wait for the GPU."""
     model = new_model()
     first = Optimizer(model, make("adamw"))
     steps(model, first, range(1))

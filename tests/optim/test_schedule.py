@@ -57,7 +57,7 @@ def test_cosine_schedule_reaches_minimum_exactly_at_last_step() -> None:
 
 
 def test_cosine_schedule_midpoint_is_mean_of_peak_and_minimum() -> None:
-    # 100 steps of decay, the 50th of them
+    # the 50th of 100 decay steps
     assert warmup_cosine(10 + 49, 110, 10, 0.2) == pytest.approx(0.6, abs=1e-12)
 
 
@@ -123,7 +123,7 @@ def scales(schedule: Schedule) -> list[float]:
 
 @pytest.mark.parametrize("begin", ["nanoGPT", "transformers", "study notes"])
 def test_schedule_with_initial_learning_rate_matches_other_programs(begin: str) -> None:
-    """Peak 0.01 after 10 of 50 steps, and 1e-5 at the end, as each program's own lines have it."""
+    """Peak 0.01 after 10 of 50 steps, and 1e-5 at the end, calculated with each program's code."""
     peak, lowest, warm, steps = 0.01, 1e-5, 10, 50
     initial = {"nanoGPT": peak / (warm + 1), "transformers": 0.0, "study notes": 3e-5}[begin]
 
@@ -203,7 +203,7 @@ def test_inverse_sqrt_schedule_follows_inverse_square_root_of_step() -> None:
     found = resolved(kind="inverse_sqrt", max_steps=64, warmup_steps=4)
     assert [found.lr_scale(n - 1) for n in (1, 2, 4, 16, 64)] == fractions("1/4 1/2 1 1/2 1/4")
     assert found.lr_scale(5) == math.sqrt(4 / 6)
-    # It does not depend on the run's length.
+    # It does not depend on the number of steps.
     assert scales(found) == scales(resolved(kind="inverse_sqrt", max_steps=99, warmup_steps=4))[:64]
     least = resolved(kind="inverse_sqrt", max_steps=64, warmup_steps=4, min_lr_ratio=0.5)
     assert [least.lr_scale(n - 1) for n in (9, 16, 64)] == [math.sqrt(4 / 9), 0.5, 0.5]
@@ -230,8 +230,8 @@ def test_schedule_of_every_kind_has_no_jump(data: st.DataObject, kind: str, rati
     if kind in ("cosine", "linear", "wsd"):
         assert found[-1] == pytest.approx(ratio, abs=1e-12)
         decay = steps - schedule.decay_begin
-        # Of the curves that there are, the square root falls most in one step, its first; the
-        # cosine's greatest slope is pi/2.
+        # The square-root curve has the largest fall in one step, its first; the cosine's steepest
+        # slope is pi/2.
         steepest = math.sqrt(1 / decay) if schedule.decay_shape == "1-sqrt" else 1.6 / decay
         leaps = [one - next_one for one, next_one in itertools.pairwise(found[warmup:])]
         assert max(leaps, default=0) <= (1 - ratio) * steepest + 1e-12
@@ -301,7 +301,7 @@ def test_schedule_overlapping_warmup_and_decay_raise_config_error() -> None:
 def test_schedule_of_few_steps_divides_them_between_warmup_and_decay(
     steps: int, warm_up: int, decay: int
 ) -> None:
-    """Both parts are rounded up, and the decay takes what the warm-up leaves."""
+    """Both parts are rounded up, and the decay gets the steps that the warm-up leaves."""
     found = resolved(
         kind="wsd", max_steps=steps, warmup_ratio=0.02, decay_fraction=0.65, min_lr_ratio=0.1
     )
@@ -312,7 +312,7 @@ def test_schedule_of_few_steps_divides_them_between_warmup_and_decay(
 
 @pytest.mark.parametrize(
     "epochs, rows, steps",
-    # 1.1 x 100 is more than 110 as a float.
+    # In floating point, 1.1 x 100 is more than 110.
     [
         (1, 1000, 100),
         (3, 1000, 300),
@@ -339,10 +339,10 @@ def test_schedule_epochs_end_at_first_step_that_completes_them(
     [
         ({"warmup_steps": 0}, 0),
         ({"warmup_tokens": 0}, 0),
-        ({"warmup_tokens": 800}, 10),  # 10 rows of 8 tokens a step
+        ({"warmup_tokens": 800}, 10),  # 10 rows of 8 tokens per step
         ({"warmup_tokens": 879}, 10),
         ({"warmup_tokens": 79}, 0),
-        ({"warmup_ratio": 0.07}, 7),  # 7.000000000000001 as a float
+        ({"warmup_ratio": 0.07}, 7),  # 7.000000000000001 in floating point
         ({"warmup_ratio": 0.071}, 8),
         ({"warmup_ratio": 1}, 100),
         ({"warmup_ratio": 0.1, "max_steps": 1000}, 100),
@@ -384,7 +384,7 @@ def test_schedule_decay_from_peak_matches_build_nanogpt_at_every_step() -> None:
     assert [6e-4 * found.lr_scale(step) for step in range(19080)] == pytest.approx(
         [get_lr(step) for step in range(19080)], rel=1e-12
     )
-    # Without the key, the decay is one step ahead of the reference's.
+    # Without the key, the decay is one step ahead of the reference.
     plain = resolved(**values)
     assert [plain.lr_scale(step) for step in range(715, 19073)] == [
         found.lr_scale(step + 1) for step in range(715, 19073)
@@ -455,14 +455,14 @@ def test_schedule_impossible_values_raise_validation_error(values: dict[str, flo
         ScheduleConfig.model_validate(values)
 
 
-# The batch size
+# Batch size
 
 
 def test_batch_ramp_increases_rows_in_equal_stages() -> None:
     batch = BatchSchedule(8, 2, 6)
     assert [batch.at(step) for step in range(9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
     assert [batch.before(step) for step in range(9)] == [0, 2, 4, 8, 12, 18, 24, 32, 40]
-    # Twice the rows at once; and a ramp that does not come out even.
+    # Twice the rows at once, and a ramp that does not divide evenly.
     assert [BatchSchedule(8, 4, 3).at(step) for step in range(5)] == [4, 4, 4, 8, 8]
     assert [BatchSchedule(8, 2, 4).at(step) for step in range(6)] == [2, 2, 4, 6, 8, 8]
     assert [BatchSchedule(8, 1, 2).at(step) for step in range(4)] == [1, 4, 8, 8]
@@ -476,7 +476,7 @@ def test_constant_schedule_below_peak_warns_about_peak_not_decay() -> None:
     assert told("constant", 10) == "then constant"
     assert Schedule(10, 10, 10, 1.0, "constant").lr_scale(9) == 1
     assert told("constant", 11) == (
-        "so long that the learning rate never reaches its peak: set schedule.warmup_steps lower"
+        "so long that the learning rate never reaches its peak: lower schedule.warmup_steps"
     )
     assert "never falls" in told("cosine", 10)
 
@@ -513,7 +513,7 @@ def test_batch_ramp_position_is_sum_of_earlier_steps(
 
 
 def test_schedule_epochs_and_warmup_tokens_count_rows_of_batch_ramp() -> None:
-    batch = BatchSchedule(8, 2, 6)  # 24 rows in the first 6 steps
+    batch = BatchSchedule(8, 2, 6)  # 24 rows in each of the first 6 steps
     config = ScheduleConfig.model_validate({"epochs": 1, "warmup_tokens": 80})
     found = resolve_schedule(config, 1e-3, 40, batch, 10)
     assert (found.max_steps, found.warmup_steps) == (8, 3)

@@ -1,4 +1,4 @@
-"""Small random models of every family, here and in transformers, from the same draws."""
+"""Small random models of every family, in firstlight and transformers, from the same seeds."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ transformers.utils.logging.disable_progress_bar()
 VOCABULARY = 53
 TOKENS = 40
 NAMES = list(FAMILIES)
-#: What older releases compute otherwise is not drawn with them: a GPU's machine has its own.
+#: Values that older releases compute differently are not drawn with them: a GPU machine has its own
+#: release.
 _RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 T = TypeVar("T")
-#: Chooses one of some values: `random.Random(seed).choice`, or hypothesis.
+#: Chooses one of several values: `random.Random(seed).choice`, or hypothesis.
 Choose = Callable[[Sequence[Any]], Any]
 
 _HF_CONFIGS = {
@@ -79,7 +80,8 @@ _LINEAR = (
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _OF_DEEPSEEK = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
-#: Keys that a family has beside those that all have, under one name here and in transformers.
+#: Keys of a family in addition to the common keys, with the same name in firstlight and
+#: transformers.
 _OWN_KEYS: dict[str, tuple[str, ...]] = {
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": ("sliding_window",),
@@ -115,33 +117,33 @@ _OWN_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "qwen3_5_text": ("attention_bias", *_LINEAR),
 }
-#: transformers' names of keys that it calls otherwise in a family.
+#: transformers' names of keys that have another name in a family.
 _OTHER_NAMES = {
     "stablelm": {"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
     "gpt_neox": {"rms_norm_eps": "layer_norm_eps"},
     "deepseek_v2": _OF_DEEPSEEK,
     "deepseek_v3": _OF_DEEPSEEK,
 }
-#: Families whose heads share the width.
+#: Families whose heads divide the hidden size.
 _LAYER_NORMS = ("stablelm", "gpt_neox")
 _SHARES_WIDTH = ("phi3", *_LAYER_NORMS)
 _DIVIDES_WIDTH = ("deepseek_v2", "llama", "arcee", "gemma2", "gemma3_text", *_SHARES_WIDTH)
-#: Families with a window in some of their layers.
+#: Families with a sliding window in some of their layers.
 _PATTERNS = ("olmo3", "gemma2", "gemma3_text", "gpt_oss")
 #: Families with linear attention.
 _DELTA = ("qwen3_next", "qwen3_5_text")
 
 
 def draw(family: str, seed: int) -> ModelConfig:
-    """The config of a seed."""
+    """Return the config for a seed."""
     return draw_config(family, random.Random(seed).choice)
 
 
 def spread(family: str, count: int) -> list[ModelConfig]:
-    """Return so many configs, over which the values of each choice are spread evenly: as few as a
-    choice has values meet all of them, in combinations that are random.
+    """Return this many configs, over which the values of each choice are spread evenly. With as
+    many configs as a choice has values, all of these occur, in random combinations.
 
-    Two choices of one config between the same values are told apart by their order.
+    Two choices between the same values within one config are distinguished by their order.
     """
     generator = random.Random(f"{family} {count}")
     left: dict[tuple[str, int], list[Any]] = {}
@@ -163,8 +165,9 @@ def spread(family: str, count: int) -> list[ModelConfig]:
 
 
 def draw_config(family: str, choose: Choose) -> ModelConfig:
-    """1 to 3 layers, odd sizes, all kinds of heads, rotary scalings far beyond their original
-    context, tied or not."""
+    """Draw a config with 1 to 3 layers, odd sizes, all kinds of heads, rotary scalings far beyond
+    the original context, and tied or untied heads.
+    """
     if family == "gpt2":
         return _draw_gpt2(choose)
     kv_heads = choose((1, 2, 3))
@@ -173,12 +176,12 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         kv_heads = heads
     layers = choose((1, 2, 3))
     own = _OWN_KEYS[family]
-    # transformers refuses other widths of some, though their heads' size is given, too.
+    # transformers rejects other widths of some families, although the head dimension is set.
     width = choose((2, 4, 8) if family == "phi3" else (2, 3, 4))
     if family in _LAYER_NORMS:
-        # A LayerNorm of two numbers gives 1 and -1, whatever they are.
+        # A LayerNorm over two numbers always gives 1 and -1.
         width = choose((4, 8))
-    # Half of a head of two numbers is not rotated, and a norm of two numbers is a sign.
+    # In a head of two numbers, half of it can't be rotated, and a norm is only a sign.
     head_sizes = (6, 8) if family in _DELTA else (2, 6, 8)
     keys: dict[str, Any] = {
         "model_type": family,
@@ -190,7 +193,7 @@ def draw_config(family: str, choose: Choose) -> ModelConfig:
         "num_key_value_heads": kv_heads,
         "head_dim": width if family in _SHARES_WIDTH else choose(head_sizes),
         "max_position_embeddings": 64,
-        # Where a query meets no key, the norm of linear attention's output amplifies roundings.
+        # If a query meets no key, the norm of linear attention's output amplifies rounding errors.
         "rms_norm_eps": choose(((1e-5,) if family in _DELTA else (1e-6, 1e-5)) + (1e-3,)),
         "rope_theta": choose((50.0, 10_000.0, 500_000.0)),
         "tie_word_embeddings": choose((True, False)),
@@ -257,7 +260,7 @@ def _draw_windows(family: str, keys: dict[str, Any], choose: Choose) -> None:
         kinds = [choose(("full_attention", "sliding_attention")) for _ in range(layers)]
         keys["layer_types"] = choose((None, kinds))
     if keys.get("layer_types") is not None and "max_window_layers" in keys:
-        # Full layers first is what max_window_layers says.
+        # max_window_layers means that the first layers have full attention.
         first = kinds.count("full_attention")
         if kinds == sorted(kinds):
             keys["layer_types"] = None
@@ -346,7 +349,7 @@ def _draw_latent(family: str, layers: int, choose: Choose) -> dict[str, Any]:
         "topk_group": kept if groups > 1 else 1,
         "routed_scaling_factor": choose((1.0, 2.5)),
         "first_k_dense_replace": choose(range(layers)),
-        # transformers has no such loss of these families.
+        # transformers does not have this loss for these families.
         "router_aux_loss_coef": 0.0,
         **(v3 if is_v3 else {}),
     }
@@ -387,12 +390,12 @@ def _draw_linear(layers: int, choose: Choose) -> dict[str, Any]:
 
 
 def hf_config(config: ModelConfig) -> Any:
-    """transformers' own config object, put together without a file of firstlight's."""
+    """Return a transformers config object, created without any file written by firstlight."""
     if isinstance(config, GPT2Config):
         return transformers.GPT2Config(
             vocab_size=config.vocab_size,
             n_embd=config.hidden_size,
-            # transformers' way of saying 4 n_embd is None
+            # In transformers, None stands for 4 n_embd.
             n_inner=None
             if config.intermediate_size == 4 * config.hidden_size
             else config.intermediate_size,
@@ -478,9 +481,10 @@ def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int) -> None:
-    """Weights under which every parameter matters and logits are of the order of 1."""
+    """Set weights for which every parameter matters and logits are of order 1."""
     generator = torch.Generator().manual_seed(seed)
-    # Norms of some multiply by 1 + w: scores beyond 10 would only amplify roundings.
+    # The norms of some families multiply by 1 + w: scores above 10 would only amplify rounding
+    # errors.
     one_plus = ("gemma", *_DELTA)
     mean = -0.3 if str(model.config.model_type).startswith(one_plus) else 0.7  # type: ignore[union-attr]
     for parameter in model.parameters():
@@ -493,8 +497,8 @@ def randomize(model: nn.Module, seed: int) -> None:
 
 
 def hf_model(config: ModelConfig, seed: int) -> Any:
-    # Its grouped products need sizes of multiples of 16 bytes. Gemma 2's scores are capped in no
-    # SDPA, which transformers took for it until 5.21.
+    # Grouped products need sizes that are multiples of 16 bytes. SDPA does not support Gemma 2's
+    # score cap, although transformers used it until 5.21.
     model = transformers.AutoModelForCausalLM.from_config(
         hf_config(config),
         experts_implementation="eager",
@@ -511,7 +515,7 @@ def own_model(config: ModelConfig, seed: int) -> Model:
 
 
 def write_folder(folder: Path, model: Model, tokenizer: Tokenizer) -> Path:
-    """A model folder, as a checkpoint is one."""
+    """Write a model folder in the format of a checkpoint."""
     folder.mkdir(exist_ok=True)
     for name, content in model_files(model.config, tokenizer).items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -535,7 +539,7 @@ def assert_same_logits(own: Model, theirs: Any, seed: int = 0) -> None:
 
 
 def load_in_transformers(folder: Path) -> Any:
-    """The model; every tensor of the file must have found its place, and none be left over."""
+    """Load the model, and check that every tensor of the file is used and none is missing."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, experts_implementation="eager"
     )

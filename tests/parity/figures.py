@@ -1,10 +1,11 @@
-"""The parity figures of the table in docs/model-families.md: run it, and it prints them.
+"""Print the parity figures of the table in docs/model-families.md:
 
     python tests/parity/figures.py
 
 For each family 40 random models (1 to 3 layers, odd sizes, grouped heads, tied or not, every
 rotary scaling, sliding windows) with the same weights here and in transformers, in fp32: the
-greatest absolute difference of a logit, and of a parameter's gradient relative to its norm.
+maximum absolute difference of a logit, and the maximum difference of a parameter's gradient
+relative to its norm.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ DRAWS = 40
 
 
 def differences(family: str, seed: int) -> tuple[float, float]:
-    """(of a logit, of a gradient relative to its norm), the greatest of one model."""
+    """Return the maximum differences of a model: (of a logit, of a gradient relative to its
+    norm).
+    """
     theirs = hf_model(draw(family, seed), seed)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
@@ -34,16 +37,17 @@ def differences(family: str, seed: int) -> tuple[float, float]:
     expected = theirs(input_ids=ids, labels=ids)
     expected.loss.backward()
     logits = own(ids)
-    # transformers computes the last token, too, and leaves it out of the loss.
+    # transformers also computes the last token, and excludes it from the loss.
     labels = torch.cat((ids[:, 1:], torch.full((len(ids), 1), IGNORE_INDEX)), 1)
     (own(ids, labels) / ids[:, 1:].numel()).backward()
     return float((logits - expected.logits).detach().abs().max()), gradient_difference(own, theirs)
 
 
 def gradient_difference(own: Model, theirs: Any) -> float:
-    """The greatest over all parameters. Gradients that are zero but for rounding, as the router's
-    where each token visits one expert, are measured against 1/10,000 of the largest one; against
-    1/1000 in SmolLM3, where a bias of keys that are not rotated changes no softmax."""
+    """Return the maximum over all parameters. Gradients that are zero except for rounding, such as
+    a router's if each token visits one expert, are measured relative to 1/10,000 of the largest
+    gradient, or to 1/1000 in SmolLM3, where a bias of unrotated keys does not affect the softmax.
+    """
     gradients = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     least = 1e-3 if own.config.family.no_rope_every else 1e-4
     least *= max(float(gradient.norm()) for gradient in gradients.values())

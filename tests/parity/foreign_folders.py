@@ -1,5 +1,6 @@
-"""Folders as OpenAI's GPT-2, Meta's Llama, litgpt, torchtune and nanochat have them, of random
-tensors."""
+"""Folders of random tensors in the formats of OpenAI's GPT-2, Meta's Llama, litgpt, torchtune and
+nanochat.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _DTYPES = {torch.float32: 1, torch.float64: 2, torch.int64: 9, torch.float16: 19
 
 
 def draw(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Random tensors; gains and weights of norms lie around one."""
+    """Draw random tensors; gains and weights of norms are close to one."""
     tensors = {}
     for seed, (name, shape) in enumerate(shapes.items()):
         noise = 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -31,7 +32,7 @@ def draw(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def checksum(content: bytes) -> int:
-    """A checksum in LevelDB's form, as TensorFlow writes it."""
+    """Return a checksum in LevelDB's format, as written by TensorFlow."""
     value = crc32c(np.frombuffer(content, np.uint8))
     return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -45,14 +46,14 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """A field of a protocol buffer: an integer or bytes."""
+    """Return a protocol buffer field: an integer or bytes."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
 def block(entries: Mapping[bytes, bytes]) -> bytes:
-    """A block of a table with its trailer; every third key is written whole."""
+    """Return a block of a table with its trailer; every third key is written in full."""
     content, restarts, last = b"", [], b""
     for i, (key, value) in enumerate(entries.items()):
         shared = 0
@@ -69,7 +70,7 @@ def block(entries: Mapping[bytes, bytes]) -> bytes:
 
 
 def entry(tensor: Tensor, offset: int, content: bytes, *more: bytes) -> bytes:
-    """A BundleEntryProto."""
+    """Return a BundleEntryProto."""
     shape = b"".join(field(2, field(1, size) if size else b"") for size in tensor.shape)
     message = field(1, _DTYPES[tensor.dtype]) + field(2, shape)
     message += field(4, offset) if offset else b""
@@ -79,7 +80,7 @@ def entry(tensor: Tensor, offset: int, content: bytes, *more: bytes) -> bytes:
 
 
 def table(entries: Mapping[bytes, bytes], entries_a_block: int = 5) -> bytes:
-    """An index file: blocks of entries, sorted, and the index of blocks."""
+    """Return an index file: sorted blocks of entries, and the index of blocks."""
     items, content, handles = sorted(entries.items()), b"", {}
     for start in range(0, len(items), entries_a_block):
         part = dict(items[start : start + entries_a_block])
@@ -97,7 +98,7 @@ HEADER = field(1, 1) + field(3, field(1, 1))
 
 
 def write_bundle(prefix: Path, tensors: Mapping[str, Tensor], header: bytes = HEADER) -> None:
-    """A TensorFlow checkpoint."""
+    """Write a TensorFlow checkpoint."""
     data, entries = b"", {b"": header}
     for name, tensor in sorted(tensors.items()):
         content = tensor.numpy().tobytes()
@@ -108,7 +109,7 @@ def write_bundle(prefix: Path, tensors: Mapping[str, Tensor], header: bytes = HE
 
 
 def openai_gpt2(folder: Path, **hparams: Any) -> dict[str, Tensor]:
-    """A folder as OpenAI's GPT-2 was published; gives its tensors."""
+    """Write a folder like the published GPT-2 of OpenAI, and return its tensors."""
     C = WIDTH
     shapes: dict[str, tuple[int, ...]] = {"model/wte": (VOCABULARY, C), "model/wpe": (CONTEXT, C)}
     for i in range(LAYERS):
@@ -164,7 +165,9 @@ PARAMS = {
 def meta_llama(
     folder: Path, parts: int = 1, *, cuts_vocabulary: bool = True, **params: Any
 ) -> dict[str, Tensor]:
-    """A folder as Meta's Llama is published, in `parts` files; gives its whole tensors."""
+    """Write a folder like the published Llamas of Meta, in `parts` files, and return its full
+    tensors.
+    """
     shapes = _llama_shapes(META, "layers") | {"tok_embeddings.weight": (VOCABULARY, WIDTH)}
     tensors = draw({**shapes, "norm.weight": (WIDTH,), "output.weight": (VOCABULARY, WIDTH)})
     columns = ("wo.weight", "w2.weight", *(() if cuts_vocabulary else ("tok_embeddings.weight",)))
@@ -181,7 +184,7 @@ def meta_llama(
 
 
 def torchtune_llama(path: Path, *, tied: bool = False) -> dict[str, Tensor]:
-    """A checkpoint as torchtune's recipes save it; gives its tensors."""
+    """Write a checkpoint like torchtune's recipes, and return its tensors."""
     shapes = _llama_shapes(TORCHTUNE, "layers") | {"tok_embeddings.weight": (VOCABULARY, WIDTH)}
     tensors = draw({**shapes, "norm.scale": (WIDTH,), "output.weight": (VOCABULARY, WIDTH)})
     if tied:
@@ -226,7 +229,7 @@ LITGPT_CONFIG: dict[str, Any] = {
 
 
 def litgpt_model(folder: Path, **changed: Any) -> dict[str, Tensor]:
-    """A folder as litgpt saves a model; gives its tensors."""
+    """Write a folder like litgpt, and return its tensors."""
     config = {**LITGPT_CONFIG, **changed}
     shapes = _llama_shapes(LITGPT, "transformer.h")
     parts = {n: s for n, s in shapes.items() if n.endswith(("n.q.weight", "k.weight", "v.weight"))}
@@ -257,8 +260,9 @@ NANOCHAT: dict[str, int] = {
 
 
 def nanochat_model(folder: Path, step: int = 650, **changed: Any) -> dict[str, Tensor]:
-    """A folder as nanochat's first form saves a step, with settings changed; gives its tensors.
-    Embedding and head have `VOCABULARY` rows, whatever the vocabulary."""
+    """Write a folder like a saved step of nanochat's first form, with some settings changed, and
+    return its tensors. Embedding and head have `VOCABULARY` rows, whatever the vocabulary is.
+    """
     config = {**NANOCHAT, **changed}
     C, K = WIDTH, WIDTH // HEADS * config["n_kv_head"]
     shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (VOCABULARY, C)}

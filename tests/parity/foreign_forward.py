@@ -1,9 +1,10 @@
-"""Logits of other programs' models, from their own tensors, as their own code computes them.
+"""Logits of other programs' models, computed from their own tensors with the formulas of their own
+code.
 
-The oracle of the programs that `foreign_programs` does not rebuild as modules: OpenAI's GPT-2,
+The reference for the programs that `foreign_programs` does not rebuild as modules: OpenAI's GPT-2,
 Meta's Llama, torchtune, litgpt and nanochat. It shares no names, layout or model code with the
 conversion: a wrong name, order or transposition of a tensor gives different logits. Constants in a
-program's code are constants here, even if a config says otherwise. The computation is in fp32.
+program's code are constants here, even if a config differs. The computation is in fp32.
 
 Sources: see the programs' files in `firstlight/conversion/foreign`. Shape letters: B batch,
 T positions, C width, H query heads, K key and value heads, D size of a head, V vocabulary.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 
-#: Epsilon of the norms in OpenAI's GPT-2.
+#: Norm epsilon in OpenAI's GPT-2.
 _EPSILON = 1e-5
 
 
@@ -160,7 +161,7 @@ def _embedded(parts: Sequence[Tensor], ids: Tensor, width: int) -> Tensor:
 
 
 def _rows(shards: Sequence[Weights], module: str) -> int:
-    """Rows of a module's weight in all shards together."""
+    """Return rows of a module's weight from all shards."""
     return sum(len(shard[f"{module}.weight"]) for shard in shards)
 
 
@@ -199,8 +200,9 @@ def litgpt_logits(weights: Weights, config: Mapping[str, Any], ids: Tensor) -> T
 
 
 def _blocks(weights: Weights, prefix: str, first: str) -> Iterator[str]:
-    """Prefixes of the blocks, such as "trf_blocks.0.", up to the first block without a tensor named
-    `first`."""
+    """Return the prefixes of the blocks, such as "trf_blocks.0.", up to the first block without a
+    tensor named `first`.
+    """
     return takewhile(lambda block: block + first in weights, (f"{prefix}{i}." for i in count()))
 
 
@@ -237,7 +239,7 @@ def _attend(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None =
     Args:
         q_BHTD: queries.
         k_BKTD, v_BKTD: keys and values, which H / K neighbouring query heads share.
-        window: number of tokens that a token attends to, itself included; None is no limit.
+        window: number of tokens that a token attends to, including itself; None is no limit.
     """
     shared = q_BHTD.shape[1] // k_BKTD.shape[1]
     k_BHTD, v_BHTD = (t.repeat_interleave(shared, dim=1) for t in (k_BKTD, v_BKTD))

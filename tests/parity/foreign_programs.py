@@ -1,4 +1,4 @@
-"""The models of nanoGPT and LLMs-from-scratch, small and random, and the files they are saved in.
+"""Small random models of nanoGPT and LLMs-from-scratch, and the files in which they are saved.
 
 Written from the descriptions of both programs, with exactly their tensors' names.
 """
@@ -30,12 +30,12 @@ SCALED = {
 
 
 def heads_of(x: Tensor, count: int) -> Tensor:
-    """[B, T, C] as [B, H, T, D]."""
+    """Reshape [B, T, C] to [B, H, T, D]."""
     return x.view(*x.shape[:2], count, -1).transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention spelled out; [B, H, T, D] in, [B, T, C] out."""
+    """Compute causal attention explicitly, from [B, H, T, D] to [B, T, C]."""
     scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
     hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
     y: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
@@ -186,7 +186,7 @@ class BookLlamaBlock(nn.Module):
         self.att.W_key = nn.Linear(WIDTH, kv_heads * head_dim, bias=False)
         self.att.W_value = nn.Linear(WIDTH, kv_heads * head_dim, bias=False)
         self.att.out_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-        if saved:  # as the book's first Llamas do
+        if saved:  # as in the book's first Llamas
             self.att.register_buffer("mask", torch.ones(CONTEXT, CONTEXT).triu(1))
             self.att.register_buffer("cos", saved[0])
             self.att.register_buffer("sin", saved[1])
@@ -244,7 +244,7 @@ class BookLlama(nn.Module):
 
 
 def drawn(model: AnyModel) -> AnyModel:
-    """The model with random weights everywhere, in biases and norms too."""
+    """Return the model with random weights everywhere, including biases and norms."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -255,7 +255,7 @@ def drawn(model: AnyModel) -> AnyModel:
 
 
 def nanogpt_checkpoint(model: NanoGPT, bias: bool = True, prefix: str = "") -> dict[str, Any]:
-    """What nanoGPT's train.py saves, after a step of its optimizer."""
+    """Return the checkpoint that nanoGPT's train.py saves after an optimizer step."""
     trained = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(trained.parameters())
     loss = trained(IDS).sum()
@@ -280,7 +280,7 @@ def nanogpt_checkpoint(model: NanoGPT, bias: bool = True, prefix: str = "") -> d
 
 
 def in_transformers(foreign: ForeignModel) -> nn.Module:
-    """The model that transformers builds of the config, with the tensors, all of them."""
+    """Return the model that transformers creates from the config, with all tensors loaded."""
     config = transformers.AutoConfig.for_model(**foreign.config)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = dict(foreign.tensors)
@@ -290,7 +290,7 @@ def in_transformers(foreign: ForeignModel) -> nn.Module:
         tensors["lm_head.weight"] = tensors[embedding or "model.embed_tokens.weight"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected
-    # What transformers itself makes of the biases that a file lacks: zeros.
+    # transformers itself sets biases that a file lacks to zero.
     has_all = foreign.config.get("qkv_bias", True)
     assert {name.split(".", 3)[-1] for name in missing} == (
         set() if has_all else {"attn.c_attn.bias"}

@@ -1,4 +1,4 @@
-"""An exported file in llama.cpp itself."""
+"""An exported file opened in llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from firstlight.weights.gguf.writer import _add_tokenizer
 
 @contextlib.contextmanager
 def opened(path: Path, *, context: int = 256) -> Iterator[Any]:
-    """The file in llama.cpp, with an fp32 cache."""
+    """Open the file in llama.cpp, with an fp32 cache."""
     import llama_cpp
     from llama_cpp import llama_cpp as bindings
 
     defaults = bindings.llama_model_default_params
 
     def without_repacking() -> Any:
-        # Quantised weights are repacked for AMX where the processor has it, and llama.cpp's tile
-        # configuration for them, built by GCC 12, is a general protection fault.
+        # Quantised weights are repacked for AMX if the processor supports it, and llama.cpp's tile
+        # configuration for them causes a general protection fault if built with GCC 12.
         parameters = defaults()
         parameters.use_extra_bufts = False
         return parameters
@@ -45,7 +45,7 @@ def opened(path: Path, *, context: int = 256) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def vocabulary(folder: Path, described: GGUFTokenizer) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A file of a tokenizer alone in llama.cpp, and its metadata."""
+    """Open a file that contains only a tokenizer in llama.cpp, and return it with its metadata."""
     import gguf
     import llama_cpp
 

@@ -24,18 +24,20 @@ _TOOLS = [
         },
     }
 ]
-#: Families whose templates write tools, calls and results.
+#: Families whose templates render tools, calls and results.
 _WITH_TOOLS = ("qwen3", "llama3.1", "mistral", "hermes", "gpt-oss")
-#: Key of the reasoning; "" for reasoning that is part of the content.
+#: Key of the reasoning, or "" if the reasoning is part of the content.
 _THOUGHTS = {"qwen3": "reasoning_content", "gpt-oss": "thinking", "smollm3": "", "hermes": ""}
 
 
 def conversation(generator: random.Random, family: str) -> tuple[list[dict[str, Any]], bool]:
-    """A conversation that the template of a family keeps whole; True if tools belong to it."""
+    """Return a conversation that a family's template renders completely, and True if it includes
+    tools.
+    """
 
     def text() -> str:
-        # A letter first: where an answer's first character melts into the prompt's last token,
-        # transformers learns that token and firstlight does not.
+        # Starts with a letter: if an answer's first character is merged into the prompt's last
+        # token, transformers learns that token and firstlight does not.
         return "a" + "".join(generator.choices(_WORDS, k=generator.randint(0, 6)))
 
     messages: list[dict[str, Any]] = []
@@ -87,6 +89,6 @@ def test_chat_labels_match_transformers_masks_and_blocks_match_prefixes(
         assert chat.lost == ()
         assert chat.ids == found["input_ids"]
         assert chat.loss_mask == [bool(own) for own in found["assistant_masks"]]
-        # SmolLM3's blocks hold the header, and R1's prompt differs from its answers.
+        # SmolLM3's blocks include the header, and R1's prompt differs from its answers.
         if family not in ("smollm3", "deepseek-r1"):
             assert without_blocks.encode(messages, options=options) == chat

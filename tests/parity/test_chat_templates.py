@@ -1,4 +1,4 @@
-"""Conversations: the same text and ids as transformers makes of the folder that is saved."""
+"""Conversations: the same text and ids as transformers gives for the saved folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORDS = (
     *("<|im_end|>\n", "<|im_start|>system", "<|eot_id|>", "</s>", "<|endoftext|>", "'\"\\n"),
 )
 
-#: What templates of other models use of Jinja, each with a piece of its own.
+#: Jinja features used by templates of other models, each with a separate part.
 _FURTHER = {
     "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
     "{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.content | trim | upper }}{% endfor %}",
@@ -47,7 +47,9 @@ _FURTHER = {
 
 
 def draw_conversations(count: int, *, alternating: bool, seed: int) -> list[list[dict[str, str]]]:
-    """Conversations of 1 to 7 messages; `alternating`: a system message, if any, then turns."""
+    """Draw conversations of 1 to 7 messages. `alternating` ones have a system message, if any,
+    followed by alternating turns.
+    """
     generator = random.Random(seed)
     conversations = []
     for _ in range(count):
@@ -103,7 +105,9 @@ def test_chat_template_text_of_200_conversations_matches_transformers(
 def test_chat_template_ids_of_200_conversations_match_transformers(
     tmp_path: Path, tokenizer: Tokenizer, name: str
 ) -> None:
-    """transformers has its own way to keep the text of messages text, in its newer versions."""
+    """Newer transformers versions have another way to keep message text from becoming control
+    tokens.
+    """
     ours = with_template(tokenizer, CHAT_TEMPLATES[name], required_tokens(name))
     ours.save_pretrained(tmp_path)
     theirs = transformers_tokenizer(tmp_path)

@@ -1,4 +1,6 @@
-"""Folders that `convert` wrote, in transformers: everything finds its place, the same logits."""
+"""Folders written by `convert`, loaded in transformers: every tensor is used, and the logits are
+the same.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 from builders import slow_but
 from firstlight.conversion.convert import convert
 
-#: What folders of the hub have and firstlight doesn't know.
+#: Keys in folders of the hub that firstlight does not know.
 _UNKNOWN = {"quantum": {"spin": 0.5}, "nothing": None, "name": "früh", "big": 10**20}
 
 
 def saved(folder: Path, family: str, seed: int, **options: Any) -> Any:
-    """transformers' model of a seed, and the folder that it saves, with further keys."""
+    """Return a transformers model for a seed, and the folder in which it is saved, with additional
+    keys.
+    """
     model = hf_model(draw(family, seed), seed)
     model.save_pretrained(folder, **options)
     path = folder / "config.json"
@@ -84,7 +88,7 @@ def test_convert_rounded_model_loads_in_its_dtype(family: str, dtype: str, tmp_p
     found = load_in_transformers(tmp_path / "out")
     kind = getattr(torch, dtype)
     expected = dict(model.named_parameters())
-    # transformers makes some parameters of gpt-oss fp32 where the file has fp16.
+    # transformers converts some parameters of gpt-oss to fp32 that are fp16 in the file.
     wide = {n for n in expected if family == "gpt_oss" and "norm" in n and dtype == "float16"}
     for name, parameter in found.named_parameters():
         assert parameter.dtype == (torch.float32 if name in wide else kind)
@@ -92,7 +96,7 @@ def test_convert_rounded_model_loads_in_its_dtype(family: str, dtype: str, tmp_p
     content = json_of(tmp_path / "out" / "config.json")
     named = {"dtype": dtype, "torch_dtype": dtype}
     assert content == {**json_of(tmp_path / "source" / "config.json"), **named}
-    # And the way back is exact.
+    # The way back is exact.
     again = convert(tmp_path / "out", tmp_path / "again", dtype="f32")
     assert again.largest_difference == 0.0
     assert result.largest_difference > 0
@@ -100,7 +104,7 @@ def test_convert_rounded_model_loads_in_its_dtype(family: str, dtype: str, tmp_p
 
 @pytest.mark.parametrize("family", slow_but(("gpt2", "llama", "gemma2", "mixtral"), NAMES))
 def test_convert_rounding_stays_within_tolerance(family: str, tmp_path: Path) -> None:
-    """Of many models, also those whose routers then choose other experts."""
+    """Tested on many models, including those whose routers then choose other experts."""
     noted = 0
     for seed in range(8):
         saved(tmp_path / f"{seed}", family, seed)

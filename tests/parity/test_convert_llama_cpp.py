@@ -1,4 +1,4 @@
-"""GGUF files from the command line in llama.cpp: the tokens that their sources say."""
+"""GGUF files written on the command line generate the same tokens in llama.cpp as their sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def converted(source: Path, out: Path, *options: str) -> Path:
-    """The GGUF file that the command line makes."""
+    """Write the GGUF file on the command line."""
     assert main(["convert", str(source), "--to", "gguf", "--out", str(out), *options]) == 0
     (file,) = out.iterdir()
     return file

@@ -1,5 +1,6 @@
-"""Every family against transformers, from the same random weights: logits, loss, the router's
-loss, and the gradient of every parameter."""
+"""Every family compared with transformers on the same random weights: logits, loss, router loss,
+and the gradient of every parameter.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from builders import slow_but
 from firstlight.lora.loading import load_model
 from firstlight.models import FAMILIES, Llama, Model, ModelConfig
 
-#: Models of a family that `make test` compares, and `make test-slow`.
+#: Number of models per family that `make test` and `make test-slow` compare.
 DRAWS = [12, pytest.param(60, marks=pytest.mark.slow)]
 
 
 @contextlib.contextmanager
 def named(config: ModelConfig, seed: int) -> Iterator[None]:
-    """Add to an error of which of the models it is."""
+    """Add the name of the model to an error."""
     try:
         yield
     except AssertionError as error:
@@ -43,16 +44,18 @@ def configs(draw: st.DrawFn, family: str) -> ModelConfig:
 
 
 def both(config: ModelConfig, seed: int, dtype: torch.dtype) -> tuple[Model, Any]:
-    """The same weights in our model, through a file, and in transformers' model."""
+    """Return firstlight's model, loaded from a file, and transformers' model with the same
+    weights.
+    """
     theirs = hf_model(config, seed)
     tables = {name: b.clone() for name, b in theirs.named_buffers() if "inv_freq" in name}
     theirs.to(dtype)
-    # `to` rounds the rotary tables, which a model that is loaded in bf16 keeps in fp32.
+    # `to` rounds the rotary tables, which stay fp32 in a model loaded in bf16.
     for name, buffer in theirs.named_buffers():
         if name in tables:
             buffer.data = tables[name]
     with tempfile.TemporaryDirectory() as folder:
-        # Experts one by one, as in their family's files, or stacked.
+        # Experts are stored one by one, as in the family's files, or stacked.
         theirs.save_pretrained(folder, save_original_format=seed % 2 == 0)
         own = load_model(folder).model
     assert own.config == config
@@ -67,10 +70,10 @@ def some_labels(ids: Tensor) -> Tensor:
 
 
 def own_losses(own: Model, seed: int) -> tuple[float, float | None]:
-    """Our loss after its backward pass, and the router's loss if transformers has that."""
+    """Return our loss after its backward pass, and the router loss if transformers has one."""
     ids = some_ids(seed)
     labels = some_labels(ids)
-    # transformers shifts the labels itself; its router's loss sees the last token, too.
+    # transformers shifts the labels itself; its router loss also sees the last token.
     shifted = torch.cat((labels[:, 1:], torch.full((len(ids), 1), -100)), dim=1)
     valid = int((shifted != -100).sum())
     loss = own.train()(ids, shifted) / valid
@@ -83,7 +86,9 @@ def own_losses(own: Model, seed: int) -> tuple[float, float | None]:
 
 
 def their_output(theirs: Any, config: ModelConfig, seed: int, router_loss: float | None) -> Any:
-    """transformers' output of the same batch after its backward pass; its router's loss is ours."""
+    """Return transformers' output for the same batch after its backward pass, with our router
+    loss.
+    """
     ids = some_ids(seed)
     routers = {"output_router_logits": True} if config.expert_count else {}
     output = theirs(input_ids=ids, labels=some_labels(ids), **routers)
@@ -95,7 +100,9 @@ def their_output(theirs: Any, config: ModelConfig, seed: int, router_loss: float
 
 
 def losses_with_gradients(own: Model, theirs: Any, seed: int) -> tuple[float, Any]:
-    """Our loss and transformers' output of the same batch, both after their backward pass."""
+    """Return our loss and transformers' output for the same batch, both after their backward
+    passes.
+    """
     loss, router_loss = own_losses(own, seed)
     return loss, their_output(theirs, own.config, seed, router_loss)
 
@@ -106,13 +113,15 @@ def relative_difference(one: Tensor, other: Tensor) -> float:
 
 
 def largest_gradient_difference(own: Model, theirs: Any) -> float:
-    """Over all parameters, each relative to its gradient's norm, or to 1/10,000 of the largest:
-    some are zero but for rounding, as the router's where each token visits one expert."""
+    """Return the maximum over all parameters, relative to each gradient's norm or to 1/10,000 of
+    the largest: some gradients are zero except for rounding, such as a router's if each token
+    visits one expert.
+    """
     gradients = {name: p.grad for name, p in own.named_parameters()}
     expected = {name: p.grad for name, p in theirs.named_parameters()}
     assert gradients.keys() == expected.keys()
     largest = max(float(grad.norm()) for grad in expected.values() if grad is not None)
-    # A bias of keys that are not rotated changes no softmax: its gradient is rounding alone.
+    # A bias of unrotated keys does not affect the softmax: its gradient is only rounding.
     least = largest * (1e-3 if own.config.family.no_rope_every else 1e-4)
     differences = [0.0]
     for name, gradient in gradients.items():
@@ -141,25 +150,26 @@ def test_logits_losses_and_gradients_match_transformers(family: str, draws: int)
 
 
 def all_gradients(model: Any) -> Tensor:
-    """As one vector, in the order of the names."""
+    """Return all gradients as one vector, in the order of the names."""
     named = sorted((name, p) for name, p in model.named_parameters())
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p in named]
     return torch.cat([grad.flatten().double() for grad in grads])
 
 
-#: Of each kind of attention, norm and feed-forward layer; `make test-slow` runs all in bf16.
+#: One family for each kind of attention, norm and feed-forward layer; `make test-slow` runs all in
+#: bf16.
 _UNLIKE = ("gpt2", "mixtral", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", slow_but(_UNLIKE, NAMES))
 def test_bf16_logits_are_as_accurate_as_transformers(family: str) -> None:
-    """Two orders of the same sums round differently, so both are held against fp64."""
+    """Two orders of the same sums round differently, so both are compared with fp64."""
 
     @settings(max_examples=10)
     @given(configs(family), st.integers(0, 2**31))
     def check(config: ModelConfig, seed: int) -> None:
         if config.expert_count:
-            # All experts: which one a token visits may hang on a rounding.
+            # All experts, because the expert that a token visits may depend on rounding.
             every = {"num_experts_per_tok": config.expert_count}
             every |= {"topk_group": config.n_group} if hasattr(config, "n_group") else {}
             config = config.model_copy(update=every)
@@ -189,7 +199,7 @@ def test_cached_logits_match_transformers_over_whole_text(family: str, seed: int
     if seed == 0 and "sliding_window" in FAMILIES[family].spec.own_keys:
         config = type(config)(**{**config.model_dump(), "sliding_window": 7})
     if seed == 0 and hasattr(config, "linear_num_key_heads"):
-        # Two layers with linear attention before one with attention to all tokens.
+        # Two layers with linear attention before one with full attention.
         changes = {"num_hidden_layers": 3, "layer_types": None, "rms_norm_eps": 1e-3}
         config = type(config)(**{**config.model_dump(), **changes})
     own, theirs = both(config, seed, torch.float32)

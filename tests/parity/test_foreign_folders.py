@@ -1,7 +1,7 @@
-"""Models of OpenAI, Meta, litgpt, torchtune and nanochat compute the same after they were read.
+"""Models of OpenAI, Meta, litgpt, torchtune and nanochat compute the same after they are converted.
 
-The program's own logits, computed from its own tensors, must agree with transformers' and with
-this package's.
+The program's own logits, computed from its own tensors, must agree with those of transformers and
+of this package.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SCALED = {
 
 @torch.no_grad()
 def assert_computes_the_same(foreign: ForeignModel, folder: Path, expected: Tensor) -> None:
-    """transformers' and firstlight's logits with the tensors are the program's own."""
+    """Check that transformers and firstlight compute the program's own logits from the tensors."""
     assert expected.std() > 0.1
     limit = 1e-5 * float(expected.abs().max())
     theirs = in_transformers(foreign)(IDS).logits
@@ -423,7 +423,7 @@ def test_convert_openai_folder_includes_tokenizer(
     (source / "encoder.json").write_bytes((gpt2 / "vocab.json").read_bytes())
     (source / "vocab.bpe").write_bytes((gpt2 / "merges.txt").read_bytes())
     openai_gpt2(source)
-    # The tokenizer has 50,257 tokens: a model of 64 is none of its.
+    # The tokenizer has 50,257 tokens, so it does not belong to a model with 64.
     assert main(["convert", str(source), "--out", str(tmp_path / "out")]) == 1
     assert "the tokenizer has 50257 tokens" in capsys.readouterr().err
     (source / "vocab.bpe").unlink()

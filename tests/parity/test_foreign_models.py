@@ -1,7 +1,7 @@
-"""Checkpoints of other programs compute the same after they were read.
+"""Checkpoints of other programs compute the same after they are converted.
 
-Three others must agree with the programs' models: the logits that come with what was read, which
-conversions are checked by, and transformers and this package, given the tensors.
+Three results must agree with the programs' models: the reference logits by which conversions are
+checked, and the logits of transformers and of this package with the converted tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from firstlight.models.rope import Llama3Rope
 
 @torch.no_grad()
 def assert_computes_the_same(model: nn.Module, foreign: ForeignModel, folder: Path) -> None:
-    """transformers' and firstlight's logits with its tensors agree with `model`'s."""
+    """Check that transformers and firstlight compute the logits of `model` from its tensors."""
     expected = model(IDS)
     assert expected.std() > 0.1
     theirs = in_transformers(foreign)(IDS).logits
@@ -168,7 +168,8 @@ def test_foreign_bfloat16_weights_stay_bfloat16_and_compute_same_logits(
         model, config = drawn(BookGPT()).bfloat16(), {"n_head": HEADS}
         torch.save(model.state_dict(), tmp_path / "model.pth")
     else:
-        # The saved tables become bfloat16 with the model, which computes with its own.
+        # The saved tables are converted to bfloat16 with the model, which computes with its own
+        # tables.
         model = drawn(BookLlama(saves_tables=True)).bfloat16()
         config = {"rope_theta": 5000.0}
         torch.save(model.state_dict(), tmp_path / "model.pth")

@@ -1,4 +1,4 @@
-"""GGUF files in llama.cpp itself: the same logits, tokens and text."""
+"""GGUF files in llama.cpp: the same logits, tokens and text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.0, 2.0, 3.0],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 8.0, 8.0, 8.0],
 }
-#: A base of their own for layers with a window, and others divided by a factor.
+#: A separate rotary base for layers with a window, and frequencies divided by a factor in the
+#: others.
 _KINDS = {
     "full_attention": _LINEAR,
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
@@ -118,7 +119,7 @@ _QWEN3_NEXT = {
     "rope_parameters": _PARTIAL,
 }
 
-#: what each model is called here -> its family and what is special about it
+#: name of the model in this file -> its family and its special settings
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 96}),
@@ -262,7 +263,9 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _random_model(name: str, folder: Path, vocab_size: int) -> Any:
-    """A transformers model of random weights, large enough that logits stand apart."""
+    """Return a transformers model of random weights, large enough to give clearly different
+    logits.
+    """
     family, changes = _MODELS[name]
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     common["pad_token_id"] = None
@@ -294,8 +297,9 @@ def _random_model(name: str, folder: Path, vocab_size: int) -> Any:
 
 
 def _round_gelu(model: Any) -> bool:
-    """Give a model the GELU of llama.cpp, which looks it up in a table of half precision; whether
-    it has GELU."""
+    """Give a model llama.cpp's GELU, which uses a table in half precision. Return True if the model
+    has GELU.
+    """
     names = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
     config = model.config.to_dict()
     acts = [
@@ -321,7 +325,7 @@ def _saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _logits(llama: Any, ids: list[int]) -> Tensor:
-    """llama.cpp's logits after each of `ids`, (len(ids), vocabulary)."""
+    """Return llama.cpp's logits after each of `ids`, (len(ids), vocabulary)."""
     llama.reset()
     llama.eval(ids)
     return torch.from_numpy(np.array(llama.scores[: len(ids)]))
@@ -341,7 +345,7 @@ def _greedy(llama: Any, ids: list[int], count: int) -> list[int]:
 def test_gguf_f32_matches_transformers(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     model = _random_model(name, tmp_path, tokenizer.vocab_size)
     config, tensors = _saved(tmp_path)
-    # Of LongRoPE's factors llama.cpp takes those of its context, here the long ones.
+    # Of LongRoPE's factors, llama.cpp uses those for its context, here the long ones.
     changes = name == "phi3-longrope"
     assert len(gguf_notes(config, tokenizer)) == changes
     write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype="f32", name=name)
@@ -355,8 +359,9 @@ def test_gguf_f32_matches_transformers(name: str, tmp_path: Path, tokenizer: Tok
         )[0, 16:].tolist()
     with opened(tmp_path / "model.gguf") as llama:
         found = _logits(llama, ids)
-        # Near the middle of two halves, GELU's table may give either. Qwen3-Next's norms of almost
-        # nothing amplify roundings: transformers' own fp32 is 1e-3 from its fp64.
+        # Near the middle between two entries, GELU's table may give either. Qwen3-Next's norms of
+        # very small values amplify rounding errors: transformers' own fp32 differs by 1e-3 from its
+        # fp64.
         tolerance = 2e-2 if has_gelu else 5e-3 if name.startswith("qwen3_next") else 2e-4
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
         assert (found - expected).abs().mean() < tolerance / 10
@@ -378,7 +383,8 @@ def test_gguf_smaller_dtypes_match_their_dequantized_weights(
     _random_model(name, tmp_path, tokenizer.vocab_size)
     config, tensors = _saved(tmp_path)
     write_gguf(tmp_path / "model.gguf", config, tensors, tokenizer, dtype=dtype)
-    # The model of the rounded weights: llama.cpp rounds what it multiplies them with, too.
+    # The reference model uses the rounded weights. llama.cpp also rounds the activations that it
+    # multiplies with them.
     rounded = read_gguf(tmp_path / "model.gguf").tensors
     safetensors.torch.save_file(rounded, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -387,7 +393,7 @@ def test_gguf_smaller_dtypes_match_their_dequantized_weights(
         expected = model(torch.tensor([ids])).logits[0]
     with opened(tmp_path / "model.gguf") as llama:
         difference = (_logits(llama, ids) - expected).abs()
-    # Routers choose other experts where two are almost equal: only the mean stays small.
+    # Routers choose different experts if two are almost equal: only the mean stays small.
     assert difference.mean() < tolerance
     if "num_experts_per_tok" not in config:
         assert difference.max() < 8 * tolerance
@@ -454,7 +460,7 @@ def _some_ids(tokenizer: Tokenizer) -> list[int]:
     return random.Random(2).choices(range(1, tokenizer.vocab_size), k=200)
 
 
-#: Pieces on which tokenizers disagree when they are not quite the same.
+#: Parts of texts on which slightly different tokenizers disagree.
 _PIECES = (
     *(" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\x1c", "\x85", "\u2028", "\u3000"),
     *("a", "ab", "the", " the", "The", "'s", "'LL", "’s", "'ſ", "don't", "x_1", "()", "--", "½"),
@@ -472,7 +478,9 @@ def _texts() -> list[str]:
 
 
 def _differing(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[str]:
-    """The texts for which llama.cpp has other ids than the tokenizer, with a model around it."""
+    """Return the texts for which llama.cpp gives other ids than the tokenizer, with a model around
+    it.
+    """
     _random_model("llama", folder, tokenizer.vocab_size)
     config, tensors = _saved(folder)
     write_gguf(folder / "model.gguf", config, tensors, tokenizer, dtype="f16")
@@ -512,7 +520,7 @@ def test_gguf_pre_tokenizer_gives_same_ids_under_all_its_names(
     described = describe_tokenizer(own, own.vocab_size)
     assert described.pre in split.names or split.names.startswith("glm4")
     if split.note:
-        # What the note names, and nothing else, is split differently.
+        # Only the texts named in the note are split differently.
         is_named = _has_marks_or_capitals if "marks" in split.note else _has_wide_space
         named = [text for text in samples if is_named(text)]
         samples = [text for text in samples if not is_named(text)]
@@ -533,12 +541,14 @@ def _ids(llama: Any, text: str) -> list[int]:
 
 
 def _has_wide_space(text: str) -> bool:
-    """True for texts with white space beyond ASCII."""
+    """Return True for texts with white space outside ASCII."""
     return any(c > "\x7f" and c.isspace() for c in text)
 
 
 def _has_marks_or_capitals(text: str) -> bool:
-    """True for texts with combining marks or letters beyond ASCII that have capital forms."""
+    """Return True for texts with combining marks, or with letters outside ASCII that have capital
+    forms.
+    """
     return any(
         unicodedata.category(c)[0] == "M"
         or (c > "\x7f" and unicodedata.category(c) in ("Lu", "Ll", "Lt"))
@@ -576,5 +586,6 @@ def test_stories260k_in_llama_cpp_generates_published_story(
         ids = _greedy(llama, [1], 256)
         text = llama.detokenize(ids, prev_tokens=[1]).decode().removeprefix(" ")
     assert text == tokenizer.decode(ids)
-    # Coarser weights tell it for a while (measured: 429 and 195 characters), then otherwise.
+    # Coarser weights continue with the same text for a while (measured: 429 and 195 characters),
+    # then differ.
     assert text[:equal] == published[:equal]

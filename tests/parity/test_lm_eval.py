@@ -1,5 +1,6 @@
-"""lm-evaluation-harness: its own transformers backend, its tasks with firstlight's model class, and
-the built-in scorer give the same."""
+"""lm-evaluation-harness: its transformers backend, its tasks with firstlight's model class, and the
+built-in scorer give the same results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from firstlight.tokenizer import Tokenizer, train_tokenizer
 
 pytest.importorskip("lm_eval")
 
-# What the harness and its dependencies warn of while they are imported and run is not ours.
+# Warnings from the import and use of the harness and its dependencies do not concern firstlight.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CHAT = (
@@ -37,7 +38,7 @@ _WORDS = "the a light first dawn star river stone bird green small old sings fal
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever wants to speak to another machine fails; nothing is left in the person's cache."""
+    """Make every network access fail, and keep the user's cache unchanged."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a connection was opened")
@@ -50,7 +51,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts: list[str]
 ) -> Path:
-    """A random model of 48 tokens of context, with a tokenizer that the harness can load."""
+    """Return a random model with a context of 48 tokens, and a tokenizer that the harness can
+    load.
+    """
     if request.param == "gpt2":
         tokenizer = train_tokenizer(texts, 320)
         config: Any = GPT2Config(
@@ -77,7 +80,7 @@ def folder(
 
 
 def hflm(folder: Path, **options: Any) -> Any:
-    """The harness' own backend."""
+    """Return the harness's own backend."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(str(folder), device="cpu", dtype="float32", batch_size=8, **options)
@@ -103,7 +106,9 @@ def words(generator: random.Random, count: int) -> str:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Contexts and continuations: shared and single, cut, empty, with spaces at the seam."""
+    """Return contexts and continuations: shared and single, truncated, empty, with spaces at the
+    boundary.
+    """
     generator = random.Random(5)
     found = [
         (context, f" {words(generator, generator.randint(1, 6))}")
@@ -141,7 +146,9 @@ def test_lm_eval_rolling_loglikelihoods_match_its_own_backend(folder: Path) -> N
 
 
 def test_lm_eval_greedy_texts_match_its_own_backend(folder: Path) -> None:
-    """One at a time: padding on the left moves GPT-2's positions in transformers, too."""
+    """One text at a time, because padding on the left shifts GPT-2's positions in transformers,
+    too.
+    """
     generator = random.Random(7)
     asked = [
         (words(generator, count), {"until": until, "max_gen_toks": most, "do_sample": False})
@@ -182,11 +189,11 @@ def test_lm_eval_more_tokens_than_context_raises_input_error(folder: Path) -> No
         own_lm(folder).loglikelihood(long)
 
 
-# HellaSwag, by all three
+# HellaSwag with all three
 
 
 def write_items(path: Path, count: int) -> Path:
-    """Items in the form of the file, whose right ending is any."""
+    """Write items in the file's format, with a random correct ending."""
     generator = random.Random(8)
     rows = []
     for _ in range(count):
@@ -199,7 +206,7 @@ def write_items(path: Path, count: int) -> Path:
 
 
 def write_task(folder: Path, file: Path) -> Path:
-    """The harness' hellaswag over a file that has `ctx` instead of the two parts."""
+    """Return the harness's hellaswag task on a file that has `ctx` instead of its two parts."""
     folder.mkdir()
     (folder / "own.py").write_text(
         "from lm_eval.tasks.hellaswag.utils import preprocess\n"
@@ -248,7 +255,7 @@ def by_their_backend(
 
 
 def assert_three_agree(model: Path, file: Path, tasks: Path, limit: int | None) -> TaskResult:
-    """The accuracies are equal, and so are the log-likelihoods, up to rounding."""
+    """Check that the accuracies are equal, and the log-likelihoods equal up to rounding."""
     from firstlight.evaluation.tasks import answer_items, encode_items
 
     theirs = by_their_backend(model, tasks, limit)
@@ -382,7 +389,9 @@ def test_lm_eval_chat_template_is_applied_to_tasks_requesting_it(
     capfd: pytest.CaptureFixture[str],
     asked: bool | None,
 ) -> None:
-    """Prompts and scores are those of the harness' own backend, also for the begun answer."""
+    """Prompts and scores equal those of the harness's own backend, also for an answer that is
+    already started.
+    """
     assert loaded.tokenizer is not None
     place = tmp_path / "chat"
     write_folder(place, loaded.model, loaded.tokenizer.extended([], CHAT))
@@ -407,8 +416,9 @@ def test_lm_eval_chat_template_is_applied_to_tasks_requesting_it(
 
 
 def test_lm_eval_generation_task_is_scored(loaded: LoadedModel, tmp_path: Path) -> None:
-    """Its prints go to stderr; its standard error comes from the bootstrap where there is no
-    formula."""
+    """Its output goes to stderr, and its standard error comes from the bootstrap if there is no
+    formula.
+    """
     (tmp_path / "asked.jsonl").write_text(
         "".join(json.dumps({"q": f"the {w}", "a": "the"}) + "\n" for w in _WORDS[:4])
     )

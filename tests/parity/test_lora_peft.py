@@ -1,4 +1,4 @@
-"""PEFT is the reference: the same adapter files must mean the same model, and train alike."""
+"""PEFT is the reference: the same adapter files must give the same model and the same training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import save_tensors, save_weights
 
 peft = pytest.importorskip("peft")
-# PEFT's, and those of libraries that it imports.
+# Warnings of PEFT and of libraries that it imports.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 _SIZES: dict[str, Any] = {
@@ -77,7 +77,7 @@ IDS = torch.arange(24).view(2, 12) * 5 % 37
 
 
 def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> None:
-    """Write an adapter as a checkpoint of a run with `lora` has it."""
+    """Write an adapter in the format of a checkpoint of a run with `lora`."""
     folder.mkdir()
     for name, text in adapter_files(model, config, base).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -85,7 +85,7 @@ def save_adapter(folder: Path, model: Model, config: LoraConfig, base: str) -> N
 
 
 def base_folder(folder: Path, family: str) -> Path:
-    """A model folder of random weights, large enough that every layer matters."""
+    """Return a model folder of random weights, large enough that every layer matters."""
     model = empty_model(CONFIGS[family])
     model.init_weights(torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -103,7 +103,9 @@ def _generator(seed: int) -> torch.Generator:
 
 @torch.no_grad()
 def disturb(parameters: dict[str, Any]) -> None:
-    """Give adapters numbers that no start has, by name and not by order."""
+    """Set adapters to values that no initialization gives, depending on their name and not their
+    order.
+    """
     for name, parameter in sorted(parameters.items()):
         noise = torch.randn(parameter.shape, generator=_generator(len(name))) * 0.3
         parameter.add_(noise.to(parameter.dtype))
@@ -153,13 +155,13 @@ def test_lora_adapter_saved_here_has_same_logits_in_peft(
     torch.testing.assert_close(merged, logits(own), rtol=1e-5, atol=1e-5)
 
 
-#: Families of which PEFT 0.21 takes every gate_proj, up_proj and down_proj for stacked experts'.
+#: Families in which PEFT 0.21 takes every gate_proj, up_proj and down_proj for stacked experts.
 MISREAD = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_lora_default_targets_are_every_projection_of_family(family: str, tmp_path: Path) -> None:
-    """But no head, no router and no stack of experts; and PEFT reads the adapter."""
+    """It excludes head, routers and stacked experts, and PEFT can load the adapter."""
     theirs = hf_model(draw(family, 2), 2)
     theirs.save_pretrained(tmp_path / "base")
     before = logits(theirs)
@@ -196,7 +198,7 @@ def test_lora_adapter_saved_by_peft_has_same_logits_here(
 
 
 def _theirs(base: Path, folder: Path, **settings: Any) -> Any:
-    """A disturbed adapter of PEFT, saved."""
+    """Return a saved PEFT adapter with modified values."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **settings})
     theirs = peft.get_peft_model(theirs_of(base), config)
     disturb({name: p for name, p in theirs.named_parameters() if "lora_" in name})
@@ -256,7 +258,10 @@ def test_lora_gradients_match_peft(family: str, dora: bool, tmp_path: Path) -> N
         ({"bias": "lora_only"}, "bias"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"lora_bias": True}, "lora_bias"),
-        ({"target_modules": ["embed_tokens"], "use_dora": True}, "lora.dora is for linear layers"),
+        (
+            {"target_modules": ["embed_tokens"], "use_dora": True},
+            "lora.dora supports only linear layers",
+        ),
         ({"target_parameters": ["up_proj.weight"]}, "target_parameters"),
         ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication"),
     ],
@@ -272,7 +277,7 @@ def test_lora_unsupported_peft_features_raise_value_error(
 
 
 EMBEDDING = {"llama": "embed_tokens", "qwen2": "embed_tokens", "gpt2": "wte"}
-#: Settings with which adapters hold more than matrices of linear layers; WTE is the embedding.
+#: Settings with which adapters contain more than matrices of linear layers; WTE is the embedding.
 WIDER: list[dict[str, Any]] = [
     {"modules_to_save": ["lm_head"]},
     {"modules_to_save": ["WTE"]},
@@ -288,7 +293,7 @@ WIDER: list[dict[str, Any]] = [
     {"target_modules": ["WTE", "lm_head"], "ensure_weight_tying": True},
     {"target_modules": ["lm_head"], "modules_to_save": ["WTE"]},
 ]
-#: With tokens that the base lacks.
+#: With tokens that the base does not have.
 LENGTHENED: list[dict[str, Any]] = [
     {},
     {"modules_to_save": ["WTE", "lm_head"]},
@@ -306,7 +311,7 @@ WIDE_CASES = [
     for family in ("llama", "qwen2", "gpt2")
     for size, several in ((37, WIDER), (40, LENGTHENED), (30, LENGTHENED[:2]))
     for i, settings in enumerate(several)
-    # PEFT does not find the tied layers of GPT-2 again, whose embedding has another name.
+    # PEFT can't find the tied layers of GPT-2, whose embedding has another name.
     if family != "gpt2" or not settings.keys() & {"use_rslora", "ensure_weight_tying"}
 ]
 
@@ -316,7 +321,9 @@ def _named(settings: Any, family: str) -> Any:
 
 
 def _wide(base: Path, folder: Path, size: int, settings: dict[str, Any]) -> Any:
-    """A disturbed adapter of PEFT with other parts than matrices of linear layers, saved."""
+    """Return a saved PEFT adapter that contains more than matrices of linear layers, with modified
+    values.
+    """
     model = theirs_of(base)
     if size != 37:
         torch.manual_seed(0)
@@ -343,7 +350,7 @@ def test_peft_adapter_with_additional_modules_has_equal_logits(
     model = theirs_of(base)
     if size != 37:
         model.resize_token_embeddings(size, mean_resizing=False)
-    # Loaded again, since tied layers of PEFT in memory are not always those of its file.
+    # Loaded again, because tied layers of PEFT in memory do not always equal those in the file.
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     ids = IDS % min(size, 37)
     expected = theirs.eval()(ids).logits

@@ -1,4 +1,4 @@
-"""A model folder loads in mlx-lm as it is, and computes the same there."""
+"""A model folder loads in mlx-lm without conversion, and computes the same there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from drawn import own_model, some_ids, write_folder
 from firstlight.models import FAMILIES
 from firstlight.tokenizer import Tokenizer
 
-#: mlx-lm has no class for Arcee, expects the tensor names of GPT-2's and nanochat's own
-#: checkpoints, and reads gpt-oss only in MXFP4.
+#: mlx-lm does not have a class for Arcee, expects the tensor names of GPT-2's and nanochat's
+#: original checkpoints, and reads gpt-oss only in MXFP4.
 _NOT_READ = ("arcee", "gpt2", "nanochat", "gpt_oss", "qwen3_5_text")
-#: Settings without which mlx-lm does not load a family.
+#: Settings that mlx-lm requires to load a family.
 _NEEDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16},
@@ -32,7 +32,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-#: mlx-lm computes the tanh form of GPT-NeoX's GELU.
+#: mlx-lm computes the tanh approximation of GPT-NeoX's GELU.
 _TOLERANCES = {"gpt_neox": 2e-3}
 
 

@@ -1,4 +1,4 @@
-"""The same ids as the original libraries: whole texts, random Unicode, every special token."""
+"""The same ids as the original libraries: texts, random Unicode, and every special token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Encode = Callable[[str], list[int]]
 
 
 def byte_of_letter() -> dict[str, int]:
-    """GPT-2's `bytes_to_unicode` backwards: printable bytes stand for themselves."""
+    """Invert GPT-2's `bytes_to_unicode`, in which printable bytes represent themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -54,7 +54,7 @@ def tiktoken_encoding(ranks: dict[bytes, int], pattern: str) -> Encode:
 
 
 def pair(models: Path, kind: str, folder: Path) -> tuple[Tokenizer, Encode]:
-    """Ours, and the encoder of the original library over the same file."""
+    """Return our tokenizer, and the encoder of the original library for the same file."""
     if kind == "llama3":
         path = models / "llama3-tokenizer" / "tokenizer.model"
         return Tokenizer.from_pretrained(path), tiktoken_encoding(
@@ -68,7 +68,7 @@ def pair(models: Path, kind: str, folder: Path) -> tuple[Tokenizer, Encode]:
     theirs = tiktoken_encoding(ranks, GPT2_PATTERN)
     if kind == "gpt2":
         return Tokenizer.from_pretrained(models / "gpt2-tokenizer"), theirs
-    # As openaipublic's r50k_base.tiktoken.
+    # In the format of openaipublic's r50k_base.tiktoken.
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
     (folder / "r50k_base.tiktoken").write_bytes(b"".join(lines))
     return Tokenizer.from_pretrained(folder), theirs
@@ -94,7 +94,9 @@ def test_tokenizer_whole_texts_match_original_ids(
 
 
 def random_strings(count: int, seed: int) -> list[str]:
-    """Strings of every plane, of neighbouring characters, and of what tokenizers look at."""
+    """Return strings from every plane, of neighbouring characters, and of characters that
+    tokenizers treat specially.
+    """
     generator = random.Random(seed)
     tricky = (
         " \t\n\r\u00a0\u2028\u3000'’\"sStTdDmMlLrRvVeE0123456789.,-_=()<>|/▁Ġ\u0301\u200d\ufeff"
@@ -152,7 +154,7 @@ def test_tokenizer_special_token_is_plain_text_by_default(
 @pytest.mark.parametrize(
     "tokens, pad",
     [
-        (["<|endoftext|>"], None),  # it ends texts, which is learned
+        (["<|endoftext|>"], None),  # it ends texts, and is learned
         (["<|endoftext|>", "<|pad|>"], "<|pad|>"),
         (["<|endoftext|>", "<|im_end|>"], "<|endoftext|>"),
     ],

@@ -1,4 +1,6 @@
-"""Models in Hugging Face's Accelerate and Trainer learn what they learn in `firstlight train`."""
+"""Models trained with Hugging Face's Accelerate and Trainer learn the same as with `firstlight
+train`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 _DRIVER = Path(__file__).with_name("trainers_driver.py")
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-#: One thread: others would add up in another order. Nobody is asked about versions.
+#: One thread, because several would sum in a different order. No version checks on the network.
 _ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -102,14 +104,15 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(recipe: Path) -> list[float]:
-    """Of `firstlight train`."""
+    """Return the losses of `firstlight train`."""
     return _own_losses(recipe)
 
 
 @pytest.fixture(scope="module")
 def printed(recipe: Path) -> list[str]:
-    """By accelerate and by the Trainer: plain, with `_METHODS`, and with these and embeddings in 8
-    bits."""
+    """Return the output of accelerate and the Trainer: plain, with `_METHODS`, and with these and
+    8-bit embeddings.
+    """
     for library in ("accelerate", "transformers", "bitsandbytes"):
         pytest.importorskip(library)
     methods = [word for pair in _METHODS.items() for word in pair]
@@ -130,7 +133,7 @@ def test_other_trainers_match_losses_of_firstlight_train(
     plain = printed[:2]
     assert all(said.endswith("\ncheckpoints 0 optimizers AdamW\n") for said in plain)
     assert _losses(plain[0]) == expected
-    # The Trainer adds up quotients, where the others divide a sum.
+    # The Trainer adds quotients, while the others divide a sum.
     assert _losses(plain[1]) == pytest.approx(expected, rel=1e-6)
 
 

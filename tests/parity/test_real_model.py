@@ -1,4 +1,4 @@
-"""A model that others trained: stories260K, with the text its author published for it."""
+"""A model trained by others: stories260K, with the sample text published by its author."""
 
 from __future__ import annotations
 

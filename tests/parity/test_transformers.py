@@ -1,4 +1,4 @@
-"""Hugging Face's transformers is the reference: the same files must mean the same model."""
+"""Hugging Face's transformers is the reference: the same files must give the same model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_saved_model_loads_in_transformers_with_same_logits_and_config(
 
     read, expected = theirs.config.to_dict(), hf_config(config).to_dict()
     loose = ("bos_token_id", "eos_token_id", "architectures", "_name_or_path", "dtype")
-    # transformers' None and the number it stands for
+    # transformers' None, and the number that it stands for
     read["n_inner"] = read.get("n_inner") if expected.get("n_inner") else None
     expected.setdefault("n_inner", None)
     assert {k: v for k, v in read.items() if k not in loose and k in expected} == {
@@ -92,7 +92,7 @@ def test_saved_model_loads_in_transformers_with_same_logits_and_config(
 
 
 def assert_same_files(one: Path, other: Path) -> None:
-    """The same names, formats and bytes of tensors."""
+    """Check that names, formats and bytes of the tensors are the same."""
     a, b = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
     assert a.keys() == b.keys()
     for name, tensor in a.items():
@@ -233,7 +233,7 @@ _DIVISIBLE: dict[str, ModelConfig] = {
 
 @pytest.mark.parametrize("family", NAMES)
 def test_config_json_missing_key_uses_default_of_transformers(family: str, tmp_path: Path) -> None:
-    """Its shape stays possible whichever default takes a key's place."""
+    """The shape remains valid, whichever key is replaced by its default."""
     full = _DIVISIBLE[family].to_hf()
     path = tmp_path / "config.json"
     for left_out in sorted(full.keys() - {"model_type"}):
@@ -283,7 +283,7 @@ def test_config_rope_keys_of_transformers_4_are_read(
 
 @pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
 def test_yarn_is_truncated_like_in_transformers(family: str, tmp_path: Path) -> None:
-    """Which does not read `truncate` where each kind of layers has settings of its own."""
+    """transformers does not read `truncate` if each kind of layers has separate settings."""
     config = draw(family, 0).model_copy(update={"head_dim": 16, "rope_local_base_freq": 50.0})
     hf_model(config, 0).save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -314,7 +314,9 @@ def test_load_model_sharded_weights_are_read_through_index(family: str, tmp_path
 
 
 def mxfp4_folder(folder: Path, seed: int) -> dict[str, Tensor]:
-    """Write a gpt-oss as OpenAI's files have it, with any bytes in its experts; return those."""
+    """Write a gpt-oss in the format of OpenAI's files, with random bytes in its experts, and return
+    these bytes.
+    """
     folder.mkdir(exist_ok=True)
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_experts": 3}
     config = GptOssConfig(
@@ -353,7 +355,7 @@ def test_mxfp4_experts_are_read_like_in_transformers(tmp_path: Path) -> None:
                 parts = (packed[f"{name}_{kind}"] for kind in ("blocks", "scales"))
                 assert torch.equal(parameter, convert_moe_packed_tensors(*parts)), name
             assert torch.equal(parameter, theirs.get_parameter(name)), name
-    # In fp32, where the two differ by the order of sums alone.
+    # In fp32, where the two differ only by the order of sums.
     assert_same_logits(load_model(source, dtype=torch.float32).model, theirs.float())
     convert(source, tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
@@ -367,7 +369,7 @@ def test_mxfp4_every_byte_decodes_like_transformers() -> None:
     scales = torch.arange(256, dtype=torch.uint8)[None, :, None].repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales)[0].T
     found = unpack_mxfp4(blocks, scales)[0]
-    # Bits, as zero times an endless scale is not a number.
+    # Compared bitwise, because zero times an infinite scale is NaN.
     assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))
 
 
@@ -413,7 +415,9 @@ def test_mxfp4_mismatched_tensors_raise_model_error(
 
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_gpt2_hub_files_with_mask_buffers_are_read(prefixed: bool, tmp_path: Path) -> None:
-    """openai-community/gpt2 has no `transformer.` before its names, and a causal mask a layer."""
+    """openai-community/gpt2 has no `transformer.` prefix in its names, and a causal mask per
+    layer.
+    """
     theirs = hf_model(draw_tied_gpt2(True), 2)
     theirs.save_pretrained(tmp_path)
     prefix = "transformer." if prefixed else ""
@@ -492,12 +496,12 @@ def test_load_model_half_precision_file_keeps_dtype_or_becomes_fp32(
     assert_same_logits(own, theirs.eval())
 
 
-# Of a qwen2 folder transformers reads the tokenizer otherwise; `export_notes` says so.
+# transformers reads the tokenizer of a qwen2 folder differently; `export_notes` reports this.
 @pytest.mark.parametrize("family", [name for name in NAMES if name != "qwen2"])
 def test_saved_tokenizer_gives_same_ids_and_text_in_transformers(
     family: str, tmp_path: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
-    """Beside either config.json: transformers also looks at the model's family."""
+    """With either config.json, because transformers also considers the model's family."""
     folder = write_folder(tmp_path / "own", own_model(draw(family, 0), 0), tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in [*texts[:20], "", " ", "\n\n  x", "e\u0301 🙂 \u200b", "don't  stop   "]:
@@ -530,7 +534,7 @@ def test_tokenizer_resaved_by_transformers_gives_same_ids(
 def test_well_known_tokenizers_give_same_prompts_in_transformers(
     name: str, shared: Path, tmp_path: Path, texts: list[str]
 ) -> None:
-    """A prompt's ids with bos where the model expects it."""
+    """The ids of a prompt, with bos if the model expects it."""
     tokenizer = Tokenizer.from_pretrained(shared / "models" / name)
     tokenizer.save_pretrained(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -538,7 +542,7 @@ def test_well_known_tokenizers_give_same_prompts_in_transformers(
         assert theirs(text)["input_ids"] == tokenizer.encode_prompt(text)
 
 
-#: One of each kind of model: its config, its blocks, and how a new one is initialised.
+#: One model of each kind: its config, its blocks, and how it is initialised.
 _TRAINED = (*("gpt2", "llama", "qwen3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"),)
 
 
@@ -546,16 +550,17 @@ _TRAINED = (*("gpt2", "llama", "qwen3", "mixtral", "gpt_oss", "deepseek_v3", "qw
 def test_training_checkpoint_is_transformers_model_folder(
     family: str, recipe: dict[str, Any]
 ) -> None:
-    """Weights, config, tokenizer and end token, without a conversion between; and the run goes on
-    from the one before it to the same bits."""
+    """Weights, config, tokenizer and end token load without conversion, and a resumed run stays
+    bit-identical.
+    """
     shares = (LlamaConfig, MoEConfig, GptOssConfig, Qwen3NextConfig, Qwen35Config)
     if FAMILIES[family].config not in shares:
-        recipe["model"].pop("num_key_value_heads")  # the others share none
+        recipe["model"].pop("num_key_value_heads")  # the other two share no file
     recipe["model"]["model_type"] = family
     recipe["schedule"] = {"max_steps": 3}
     recipe["checkpoint"] = {"every_steps": 2}
     checkpoint = train(recipe).checkpoint
-    # Qwen3's recipe, which names no settings, is that of new models.
+    # Qwen3's recipe, which sets none of these settings, is the one for new models.
     trained = load_recipe(Path(recipe["run"]["dir"]) / "recipe.yaml")
     assert (trained.init.residual_projections == "zero") is (family == "qwen3")
     own = load(checkpoint)

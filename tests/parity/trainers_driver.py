@@ -1,10 +1,11 @@
-"""The examples for other trainers, each in a fork of a process that has imported their libraries.
+"""Run the examples for other trainers, each in a fork of a process that has imported their
+libraries.
 
     python trainers_driver.py < JOBS.json > PRINTED.json
 
-A job is a list: an example's file and its arguments. The result is what each has printed, and a
-last line "checkpoints N optimizers NAMES": the layers' forward passes under activation
-checkpointing, and the classes of the optimizers that took steps.
+A job is a list: an example's file and its arguments. The result is the output of each, and a last
+line "checkpoints N optimizers NAMES": the layers' forward passes under activation checkpointing,
+and the classes of the optimizers that took steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run(job: list[str]) -> None:
 
 
 def printed(job: list[str]) -> str:
-    """What an example prints.
+    """Return the output of an example.
 
     Raises:
         SystemExit: it failed; its error is on stderr.

@@ -1,4 +1,4 @@
-"""What to train with a budget: laws, batches, and the model that comes out."""
+"""The suggested model for a budget: scaling laws, batch sizes, and the resulting model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ _MUCH = usual_text(_VOCAB, None)
 
 
 def rate_of(flops: float, memory: float = math.inf) -> Rate:
-    """Of hardware that only multiplies, and holds 16 bytes for each parameter."""
+    """Return the rate of hardware limited only by its FLOPs and by 16 bytes of memory per
+    parameter.
+    """
 
     def rate(model: Suggestion, _: float, way: Compiling) -> float | None:
         return way.gain * flops / model.flops if 16 * model.parameters <= memory else None
@@ -86,7 +88,7 @@ def test_expected_bits_lie_between_law_and_guessing() -> None:
 
 def test_worth_of_bytes_repeated_text_adds_less_up_to_a_limit() -> None:
     assert worth_of_bytes(100, math.inf) == worth_of_bytes(100, 100) == 100
-    # Muennighoff et al.: up to four epochs are nearly as good as new text.
+    # Muennighoff et al.: up to four epochs are almost as good as new text.
     assert 0.9 * 400 < worth_of_bytes(400, 100) < 400
     assert worth_of_bytes(1e9, 100) == pytest.approx(100 * (1 + 15.39))
 
@@ -116,7 +118,7 @@ def test_suggestions_on_100_machines_match_model_and_rates_of_train_texts() -> N
         seconds = 10 ** draws.uniform(1.5, 5.5)
         tokens = 10 ** draws.uniform(5, 9)
         flops = 10 ** draws.uniform(10, 14)
-        # Small models reach a smaller share of the rate.
+        # Small models reach a smaller share of the peak rate.
         rates = [(1e7, draws.uniform(0.2, 1) * flops / 1e7), (5e8, flops / 5e8)]
         memory = int(10 ** draws.uniform(8.5, 10.2))
         compiler = draws.choice(compilers)
@@ -195,7 +197,8 @@ def test_model_ladder_grows_in_valid_steps() -> None:
 def test_suggest_compute_budget_balances_tokens_and_parameters(exponent: int) -> None:
     rate, seconds = rate_of(1e15), 10**exponent / 1e15
     found = suggest(rate, _MODELS, _MUCH, seq_len=_ROW, seconds=seconds)
-    # Some 20 tokens a parameter; a rung off is a factor of two, and small models' embeddings weigh.
+    # About 20 tokens per parameter. The next size is a factor of two away, and small models consist
+    # mostly of embeddings.
     assert 8 < found.tokens / found.parameters < 50
     assert found.seconds == pytest.approx(0.94 * seconds, rel=0.01)
     assert found.tokens == found.max_steps * found.global_batch_tokens
@@ -228,7 +231,7 @@ def test_suggest_little_text_uses_four_epochs_and_model_that_does_not_memorize()
         assert little.layer_parameters <= 16 * unique
         assert little.epochs is not None
         assert little.epochs == pytest.approx(little.tokens / unique)
-        # More would harm: there is time left.
+        # More epochs would be harmful, although there is time left.
         assert little.epochs <= 1.05 * defaults.MOST_EPOCHS
         assert little.seconds < 1e5
         assert little.bits > much.bits
@@ -255,9 +258,10 @@ def test_model_ladder_for_sharding_has_divisible_key_value_heads() -> None:
     cut: list[Any] = list(model_ladder(grouped, cuts=8))
     assert [one.hidden_size for one in cut] == [one.hidden_size for one in _MODELS]
     shared = {one.hidden_size: one.num_key_value_heads for one in cut}
-    # A quarter of the heads is 8 of 32, and 12 of 48: as near to that as can be shared by 8.
+    # A quarter of the heads is 8 of 32, and 12 of 48: the nearest number of key-value heads that 8
+    # devices can share.
     assert {width: shared[width] for width in (1024, 2048, 3072)} == {1024: 8, 2048: 8, 3072: 8}
-    # 12 heads can't be shared by 8: nothing is gained by others than the usual 3.
+    # 8 devices can't share 12 heads, so the usual 3 are kept.
     assert shared[768] == 3
     assert all(one.num_attention_heads % one.num_key_value_heads == 0 for one in cut)
 
@@ -315,5 +319,5 @@ def test_model_ladder_layout_valid_in_one_size_only_raises_config_error() -> Non
     model = of_family("qwen3_moe").model_copy(
         update={"num_hidden_layers": 100, "decoder_sparse_step": 100}
     )
-    with pytest.raises(ConfigError, match=r"only in its current size.*leave no layer with experts"):
+    with pytest.raises(ConfigError, match=r"only at its current size.*leave no layer with experts"):
         list(model_ladder(model))

@@ -1,4 +1,4 @@
-"""The speed from which a new model is chosen: measured on this machine, or predicted."""
+"""The speed used to choose a new model: measured on this machine, or predicted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ GIB = 1 << 30
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens of a step that are measured: 1 ms for a thousand, and 5 ms at least."""
+    """Replace the measurement of a step by 1 ms per thousand tokens, at least 5 ms, and list the
+    measured numbers of tokens.
+    """
     numbers: list[int] = []
 
     def step(recipe: ResolvedRecipe, hardware: Hardware) -> StepTime:
@@ -44,14 +46,15 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def has_gpu(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Machine:
-    """This machine with an H100 that has so much free memory."""
+    """Return this machine with an H100 that has some free memory."""
     # An earlier test may have asked for other shapes.
     speed_module._predicted_speeds.cache_clear()
     monkeypatch.setattr(speed_module, "free_memory_bytes", lambda _: free_bytes)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
 
     def elsewhere(recipe: Recipe, machine: Machine) -> ResolvedRecipe:
-        # Resolving for this machine asks for triton, which a machine without a GPU can lack.
+        # Resolving for this machine requires triton, which may be missing on a machine without a
+        # GPU.
         return resolve_for(recipe, replace(machine, is_here=False))
 
     monkeypatch.setattr(speed_module, "resolve_for", elsewhere)
@@ -81,7 +84,8 @@ def test_new_model_speed_without_free_memory_is_predicted(
     assert speed.origin == "predicted by the planner"
     assert not timed
     assert len(speed.rates) == len(speed.steps) == 2
-    # A larger model trains slower, and a step of 512 tokens takes less time than one of 32,768.
+    # A larger model trains more slowly, and a step of 512 tokens takes less time than one of
+    # 32,768.
     assert speed.rates[0][1] > speed.rates[1][1]
     assert 0 < speed.steps[0][1] < speed.steps[1][1]
 
@@ -137,7 +141,7 @@ def test_plan_on_busy_machine_reports_it(
     choices = choose(TextFacts(512, 1e6, 2.0, Hardness(1.72, 2.24, 1.0), 1e5), speed, Length(60.0))
     said = "this machine is busy: training will be slower unless other programs are stopped"
     assert (said in length_lines(choices, speed, "the text")) is busy
-    assert not new_model_speed(has_gpu(monkeypatch, 70 * GIB)).is_busy  # its GPU may be free
+    assert not new_model_speed(has_gpu(monkeypatch, 70 * GIB)).is_busy  # its GPU may be idle
 
 
 def test_new_model_speed_missing_device_is_named() -> None:
@@ -178,7 +182,7 @@ def test_forecast_uses_speed_that_run_was_planned_with(
 def test_predicted_step_counts_products_of_muon(
     gpu: str | None, implementation: str, stacks: int
 ) -> None:
-    """Muon takes 15 products for a matrix, or for a stack of matrices of one size."""
+    """Muon computes 15 matrix products per matrix, or per stack of matrices of the same size."""
     machine = find_machine(gpu)
     model: dict[str, Any] = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64}
     values = {
@@ -195,14 +199,14 @@ def test_predicted_step_counts_products_of_muon(
         if entry.operator.phase == "optimizer"
         and entry.operator.base_name in ("mm", "addmm", "bmm", "baddbmm")
     )
-    # Seven matrices a layer: four of 64 x 64, two of 64 x F, and one of F x 64.
+    # Seven matrices per layer: four of 64 x 64, two of 64 x F, and one of F x 64.
     assert products == 15 * stacks
 
 
 def test_new_model_speed_ignores_compile_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The way to compile, whose gain multiplies it, is chosen afterwards."""
+    """The compile mode, whose gain multiplies the speed, is chosen afterwards."""
     asked: list[Any] = []
 
     def rate(recipe: ResolvedRecipe, _: Machine) -> float:

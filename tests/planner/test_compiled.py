@@ -1,4 +1,6 @@
-"""Deep compiled models from shallow ones and graphs, and compiled code without kernels."""
+"""Estimates of deep compiled models from shallow models and graphs, and compilation without
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +64,17 @@ def test_compiled_plan_is_extrapolated_from_minimum_number_of_layers(
         return shallow.model.num_hidden_layers, more.model.num_hidden_layers, steps
 
     assert depths(12) == (few, few + 1, 12 - few)
-    # With no more layers than that there is nothing to gain.
+    # For a model this shallow, nothing would be saved.
     assert depths(few + 1) is None
 
 
 def _compiled_made_up(layers: int, *, fused: bool, each: int = 15) -> MemoryPrediction:
-    """Each layer saves 10 and has gradients of `each`; unfused, 400 more are there for a time."""
+    """Return a made-up prediction: each layer saves 10 bytes and has gradients of `each`. Without
+    fusion, 400 more bytes exist temporarily.
+    """
     extra = 0 if fused else 400
     saved, gradients = 10 * layers, each * layers
-    # Of a layer with all others before or behind it.
+    # The middle is at the layer with either all activations or all gradients of the others.
     middle = 82 + max(saved, gradients)
     phases = {
         "setup": PhasePeak(5 * layers, {"weights": 5 * layers}),
@@ -79,7 +83,7 @@ def _compiled_made_up(layers: int, *, fused: bool, each: int = 15) -> MemoryPred
             100 + extra + saved, {"activations": saved, "temporaries": 100 + extra}
         ),
         MIDDLE_BACKWARD: PhasePeak(middle + extra, {"temporaries": middle + extra}),
-        # With few layers, any of its places may be the highest.
+        # With few layers, the peak may be at any position.
         LATE_BACKWARD: PhasePeak(80 + 2 * extra + saved, {"temporaries": 80 + 2 * extra + saved}),
         "clipping": PhasePeak(20 + gradients, {"gradients": gradients, "temporaries": 20}),
         "optimizer": PhasePeak(70 + gradients + layers, {"gradients": 70 + gradients + layers}),
@@ -90,7 +94,7 @@ def _compiled_made_up(layers: int, *, fused: bool, each: int = 15) -> MemoryPred
 
 
 def _with(found: MemoryPrediction, phase: str, **parts: int) -> MemoryPrediction:
-    """With other parts in a phase."""
+    """Replace parts of a phase."""
     return replace(found, phases=found.phases | {phase: PhasePeak(sum(parts.values()), parts)})
 
 
@@ -104,7 +108,7 @@ def _with(found: MemoryPrediction, phase: str, **parts: int) -> MemoryPrediction
 def test_compiled_plan_line_has_slope_of_graphs(
     depth: int, phase: str, parts: dict[str, int]
 ) -> None:
-    # Of the graphs of the shallow model one step is traced, the third.
+    # Of the shallow model's graphs, only one step, the third, is traced.
     graphs = _with(_compiled_made_up(1, fused=False), "optimizer", gradients=1)
     del graphs.phases["setup"]
     found = from_graphs(
@@ -124,8 +128,8 @@ def test_compiled_plan_line_has_slope_of_graphs(
 @pytest.mark.parametrize(
     ("at_one", "at_twenty"),
     [
-        # Early in the backward pass all activations are there, late all gradients; a layer in the
-        # middle has what is more before or behind it.
+        # Early in the backward pass all activations are in memory, late in it all gradients, and in
+        # the middle the larger of the two.
         ({}, 110 + 10 * 19),
         ({"backward": 10}, 92 + 10 * 19),
         ({"backward": 10, MIDDLE_BACKWARD: 10, LATE_BACKWARD: 500}, 500 + 4 * 19),
@@ -146,7 +150,7 @@ def test_compiled_plan_peak_inside_a_layer_is_found_in_two_layer_graph() -> None
         _compiled_made_up(n, fused=fused, each=4)
         for n, fused in ((1, True), (1, False), (2, False))
     )
-    # 50 bytes more than in the middle of one layer, and 90 more than early in it.
+    # 50 bytes more than in the middle of a layer, and 90 more than early in it.
     graphs.phases[MIDDLE_BACKWARD] = PhasePeak(550, {"temporaries": 550})
     more.phases["backward"] = PhasePeak(600, {"temporaries": 600})
     assert from_graphs(fused, graphs, more, 19).phases["backward"].bytes == 110 + 50 * 19
@@ -161,7 +165,7 @@ def test_compiled_plan_accumulated_gradients_are_counted_beside_new_ones(
         for n, fused in ((1, True), (1, False), (2, False))
     )
     one.phases[LATE_BACKWARD] = PhasePeak(2000, {"gradients": 2000})
-    # Weights that are not trained have no gradients; narrow ones have narrow gradients.
+    # Frozen weights do not have gradients; low-precision weights have low-precision gradients.
     plain = from_graphs(one, graphs, two, 10).phases["backward"].bytes
     accumulated = from_graphs(one, graphs, two, 10, accumulates=True).phases["backward"].bytes
     assert accumulated == plain + more * 10
@@ -184,7 +188,7 @@ def test_compiled_plan_optimizer_in_backward_holds_gradients_before_update() -> 
             {"activations": 10, "gradients": -2},
             {"activations": 935},
         ),
-        # What is missing may be more than the largest part has.
+        # The missing bytes may exceed the largest part.
         (
             {"activations": 9, "gradients": 8, "temporaries": 1},
             {"activations": 0, "gradients": 0, "temporaries": -3},
@@ -301,7 +305,7 @@ def test_compiled_plan_includes_copy_at_any_depth(layers: int) -> None:
         ({"efficiency": {"activation_checkpointing": "full"}}, 0.005),
         ({"efficiency": {"activation_checkpointing": "full", "loss_chunk_tokens": 64}}, 0.005),
         ({"lora": {"rank": 4}}, 0.005),
-        # Few tokens: gradients are more than activations.
+        # Few tokens: the gradients are larger than the activations.
         (
             {
                 "data": {"seq_len": 32},
@@ -330,7 +334,7 @@ def test_compiled_plan_from_few_layers_equals_plan_from_all(
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_graphs_run_on_request() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
-        # Inductor makes one operator of product and sum, in the graph that it is given.
+        # Inductor fuses product and sum into one operator in its input graph.
         return (x @ y + y[0]).relu().exp()
 
     def steps(fuses: bool, *chosen: bool) -> list[list[str]]:
@@ -345,7 +349,7 @@ def test_compiled_graphs_run_on_request() -> None:
                 with tracer, tracer.forward_pass():
                     out = compiled(x, y)
                 found.append([tracer.trace.operators[i].name for i in tracer.trace.calls])
-                # Its backward pass runs too.
+                # The backward pass runs, too.
                 loss = out.sum()
                 loss.backward()
         return found

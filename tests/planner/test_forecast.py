@@ -1,4 +1,4 @@
-"""What a run was expected to take beside what it takes, advice, and `--plan auto`."""
+"""A run's predicted memory and speed compared with the measurement, advice, and `--plan auto`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "resid_pdrop": 0.1,
 }
-#: Bytes of it.
+#: In bytes.
 _WEIGHTS = 4 * (300 * 32 + 64 * 32 + 2 * 32 + 2 * (12 * 32 * 32 + 13 * 32))
 
 
@@ -79,7 +79,7 @@ def _own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Prophet:
-    """Says always the same."""
+    """A forecaster that always returns the same prediction."""
 
     def forecast(self, recipe: Recipe, hardware: Hardware, processes: int) -> Forecast | None:
         assert recipe.model is not None
@@ -98,7 +98,7 @@ def test_forecast_is_compared_with_measured_run(
     words = "tensors 3.00 GiB, most in the loss (logits and loss 2.00 GiB, weights 1.00 GiB)"
     assert f"planned: {words}; process " in said
     assert " GiB; 2 tokens/s (1 to 3)\n" in said
-    # Each figure of the beginning is compared with its own.
+    # Each figure at the start is compared with its own measurement.
     measured = (
         r"\ntraining took \d+ s: [\d,]+ tokens/s \(planned 2\), tensors 0\.\d+ GiB \(planned "
     )
@@ -107,7 +107,7 @@ def test_forecast_is_compared_with_measured_run(
     )
     found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["peak_bytes"] == 3 * 2**30
-    # What is resident and what is to come, each byte of it with three tenths that are kept.
+    # Resident memory and predicted tensors; the process keeps 30 % more than their bytes.
     assert found["predicted"]["process_bytes"] > 1.3 * 3 * 2**30
     assert found["measured"]["peak_bytes"] is None
     assert 0 < found["measured"]["allocated_bytes"] < found["measured"]["process_bytes"]
@@ -154,9 +154,9 @@ def test_process_memory_freed_before_run_is_not_counted(recipe: dict[str, Any]) 
 
 @pytest.mark.skipif(allocated_bytes() is None, reason="this C library counts nothing")
 def test_memory_watch_counts_allocated_not_freed_bytes() -> None:
-    gc.collect()  # else what earlier tests have left is freed meanwhile
+    gc.collect()  # otherwise memory that earlier tests left is freed meanwhile
     before = allocated_bytes()
-    # Larger than what the allocator maps on its own, and smaller.
+    # Two sizes: larger and smaller than the allocator's threshold for a separate mapping.
     tensors = [torch.ones(16 << 20), *(torch.ones(10_000) for _ in range(1000))]
     after, own = allocated_bytes(), sum(tensor.nbytes for tensor in tensors)
     tensors.clear()
@@ -168,7 +168,8 @@ def test_memory_watch_counts_allocated_not_freed_bytes() -> None:
 
 
 def test_memory_watch_peak_is_relative_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    # At the start, 40 of them counted; of three looks; where 30 are counted; of two looks.
+    # Samples: 100 at the start, of which 40 counted; three; 200 at the second level, of which 30
+    # counted; two.
     seen = [100, 300, 250, 200, 180, 400, 390]
     watch = AllocatedPeak()
     monkeypatch.setattr("firstlight.hardware.process_memory.allocated_bytes", lambda: seen.pop(0))
@@ -179,7 +180,7 @@ def test_memory_watch_peak_is_relative_to_start(monkeypatch: pytest.MonkeyPatch)
             watch.look()
         assert watch.peak_bytes == 300 - 60
         watch.find_level(30)
-        # What was seen before counts by the higher level.
+        # Earlier samples are compared with the higher level.
         assert watch.peak_bytes == 300 - 150
         for _ in range(2):
             watch.look()
@@ -199,14 +200,14 @@ def test_tensor_bytes_count_frozen_tensors_and_exclude_freed_ones() -> None:
     tensors = [torch.ones(1 << 18), torch.nn.Parameter(torch.ones(1 << 18))]
     gc.collect()
     before = comparison.tensor_bytes()
-    gc.freeze()  # as a run does after its first step
+    gc.freeze()  # like a run after its first step
     assert comparison.tensor_bytes() == before
     tensors.pop()
     assert comparison.tensor_bytes() == before - (1 << 20)
 
 
 class Broken:
-    """Knows nothing, and says so badly."""
+    """A forecaster that fails with an unhelpful error."""
 
     def forecast(self, *_: object) -> Forecast | None:
         raise KeyError("float16")
@@ -249,7 +250,7 @@ def test_forecast_process_cannot_end_run(
         result = firstlight.train(recipe, forecaster=forecaster, progress=True)
     assert started.poll() is not None
     assert (
-        f"memory and speed can't be predicted: the process that predicts failed: {said}\n"
+        f"memory and speed can't be predicted: the prediction process failed: {said}\n"
         in capfd.readouterr().err
     )
     assert result.step == 12
@@ -266,9 +267,9 @@ def test_forecast_process_started_in_vain_is_ended() -> None:
 def test_forecast_process_predicts_update_compiled_by_torchao(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its kernel would crash on tensors that have no memory."""
+    """The kernel would crash on tensors without memory."""
     pytest.importorskip("torchao")
-    # A run waits no longer than is of use to it: on busy cores, the process takes longer.
+    # A run does not wait this long for its forecast, but on busy cores the process takes longer.
     monkeypatch.setattr(forecasting, "_MOST_SECONDS", 300.0)
     optimizer = {"name": "adamw8bit", "eight_bit_library": "torchao"}
     recipe = settled(optimizer=optimizer, batch={"micro_batch_size": 1})
@@ -325,14 +326,14 @@ def test_forecast_equals_that_of_planner() -> None:
     assert found is not None
     assert found.parts["weights"] == _WEIGHTS
     assert found.parts["optimizer_states"] >= 2 * _WEIGHTS
-    # The run's own first steps show its speed here.
+    # The run's first steps give its speed here.
     assert found.tokens_per_second is None
     assert found.peak_bytes == max(found.phases.values()) == found.phases[found.phase]
     assert {"forward", "backward", "evaluation", "samples", "save"} <= found.phases.keys()
     batch = {"global_batch_tokens": 512, "micro_batch_size": 4}
     shared = forecast_run(settled(batch=batch), _CPU, 2)
     assert shared is not None
-    # Its gradients wait in DDP's buckets; half of the rows.
+    # Its gradients are in DDP's buckets, and each process has half of the rows.
     assert shared.phases["save"] == found.phases["save"] + _WEIGHTS
 
 
@@ -350,9 +351,10 @@ def test_memory_advice_names_cause_and_remedies(
     assert found is not None
     assert found.startswith("in the ")
     assert "logits and loss" in found
-    # By what is known it would have fitted: what saves the most is named.
+    # According to the prediction the run fits, so the advice is the change that saves the most
+    # memory.
     assert _named(found) == ways[needed.index(min(needed))].changes
-    # Where the others fit too, the first, which costs least speed.
+    # If several changes fit, the advice is the first one, which costs the least speed.
     slightly_more = int(1.01 * max(needed) / _CPU_SHARE)
     monkeypatch.setattr(
         "firstlight.planner.plan.machine.free_memory_bytes", lambda _: slightly_more
@@ -363,13 +365,13 @@ def test_memory_advice_names_cause_and_remedies(
 
 
 def _named(advice: str) -> dict[str, Any]:
-    """The change that an advice names."""
+    """Return the change suggested by an advice."""
     key, value = advice.split("; with ")[1].split(" it would be")[0].split()
     return {key: int(value) if value.isdigit() else value}
 
 
 def trying(monkeypatch: pytest.MonkeyPatch, fits: int, peak_bytes: int = 10**6) -> list[int]:
-    """Have so many rows fit; which were tried."""
+    """Replace the trial so that `fits` rows fit, and list the rows that were tried."""
     tried: list[int] = []
 
     def try_rows(recipe: Recipe, hardware: Hardware, rows: int) -> Trial | None:
@@ -390,7 +392,7 @@ def test_plan_auto_tries_planned_settings_first(
     assert asked == tried
     assert found.batch.rows == chosen
     assert found.batch.accumulation(64) == 8 // chosen
-    assert sum("does not fit after all" in line for line in told) == len(tried) - 1
+    assert sum("does not fit, contrary to the plan" in line for line in told) == len(tried) - 1
     assert told[-1].startswith(f"plan: as it stands, micro-batch of {chosen} rows; peak memory")
 
 
@@ -403,10 +405,10 @@ def test_plan_auto_without_fitting_candidate_raises_config_error(
         planned_recipe(settled(), _CPU, lambda _: None)
     assert asked == [8, 4, 2, 1]
     monkeypatch.setattr("firstlight.planner.plan.machine.free_memory_bytes", lambda _: 2**10)
-    # What saves memory is there already, so that there is little to try.
+    # The recipe already saves memory, so there is little left to try.
     saving = {"activation_checkpointing": "full", "loss_chunk_tokens": 64}
     least = settled(efficiency={"compile": False, "precision": "fp32", **saving})
-    with pytest.raises(ConfigError, match="nothing that the plan tried fits"):
+    with pytest.raises(ConfigError, match="none of the plan's candidates fits"):
         planned_recipe(least, _CPU, lambda _: None)
 
 
@@ -434,7 +436,7 @@ def test_plan_auto_in_process_returns_recipe_messages_and_errors(
     found = planned_elsewhere(written, _CPU, told.append, "weights")
     assert found.model_dump() == planned.model_dump()
     assert told == ["one", "two"]
-    assert set(said["recipe"]) == {"data", "model"}  # what is not written is open
+    assert set(said["recipe"]) == {"data", "model"}  # keys that the recipe does not set are open
     assert (said["what"], said["device"], said["init_from"]) == ("plan", "cpu", "weights")
     answer({"told": [], "problem": "nothing fits"})
     with pytest.raises(ConfigError, match="nothing fits"):
@@ -445,7 +447,7 @@ def test_plan_auto_in_process_returns_recipe_messages_and_errors(
 
 
 class Keeps:
-    """Keeps the recipe that it is asked about."""
+    """Stores the recipe passed to it."""
 
     recipe: Recipe
 
@@ -488,7 +490,9 @@ def test_forecast_covers_evaluation_samples_and_saves(
     checkpoint: dict[str, Any],
     phase: str,
 ) -> None:
-    """Against all that torch's allocator hands out in a run, from its setup to its last save."""
+    """Compared with everything that torch's allocator provides during a run, from setup to the last
+    save.
+    """
     model = {"model_type": "mistral", "hidden_size": 64, "max_position_embeddings": 2000}
     recipe["data"]["seq_len"] = seq_len
     recipe |= {
@@ -518,7 +522,9 @@ def test_forecast_covers_evaluation_samples_and_saves(
 def test_forecast_covers_average_of_last_weights(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the means in fp32 and no sums, and the copies of the checkpoints are gone."""
+    """The means are stored in fp32 without sums, and the copies for the checkpoints have been
+    freed.
+    """
     cleared, peaks, keeps, clear = [], [], Keeps(), Snapshot.clear
 
     def watched(snapshot: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""Each named difference between a target's kernels and a trace on fake CPU tensors."""
+"""Each known difference between a target's kernels and a trace on fake CPU tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ _A100, _V100 = cuda_target("A100", (8, 0)), cuda_target("V100", (7, 0))
 
 
 def workspace_of(function: Any, *tensors: Tensor) -> tuple[int, int]:
-    """(predicted, measured) bytes that a function's kernels allocate beside their results."""
+    """Return the (predicted, measured) bytes that a function's kernels allocate in addition to its
+    results.
+    """
     tracer = Tracer()
     with fake_tensors(), tracer:
         function(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in tensors))
@@ -68,7 +70,7 @@ def threads_of(number: int) -> Iterator[None]:
 
 
 def heads(length: int, dtype: torch.dtype, size: int = 32) -> Tensor:
-    """[1, 2, T, D], a token's heads next to each other as models have them."""
+    """Return [2, 4, T, D] with a memory layout like [2, T, 4, D], as models create heads."""
     return torch.randn(1, length, 2, size).to(dtype).transpose(1, 2)
 
 
@@ -80,7 +82,7 @@ def test_workspace_of_attention_has_blocks_per_thread(
 ) -> None:
     function = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     q = heads(length, dtype, size)
-    # Without oneDNN a CPU with tiles (AMX) computes as one that has none.
+    # Without oneDNN, a CPU with tiles (AMX) computes like a CPU without them.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", tiles)
     predicted, measured = workspace_of(lambda q: function(q, q, q, 0.0, True), q)
     assert predicted == measured
@@ -100,7 +102,7 @@ def test_workspace_of_attention_has_blocks_per_thread(
 def test_workspace_of_tiled_attention_packs_keys_and_values(
     shape: tuple[int, ...], plain: int, packed: int
 ) -> None:
-    # Measured on two threads of a CPU with AMX for bf16, but not for fp16.
+    # Measured on two threads of a CPU that has AMX for bf16, but not for fp16.
     for dtype, target, expected in (
         (torch.bfloat16, _TILES, packed),
         (torch.bfloat16, Target(threads=2), plain),
@@ -151,7 +153,7 @@ def test_workspace_of_half_precision_attention_backward_is_at_least_measured(
     assert measured * 0.99 <= predicted <= measured * 1.2
 
 
-# Every value with every other one.
+# Covers every pair of values.
 @pytest.mark.parametrize(
     "kept, masked, length, drops, dtype",
     [
@@ -186,11 +188,11 @@ def test_workspace_of_blockwise_attention_is_reordered_rows_and_score_block(
     def backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
         return ops.blockwise_attention_backward(g, q, k, v, *arguments(more))
 
-    # Of few rows, products in bf16 lay them out anew.
+    # With few rows, bf16 products copy them into another layout.
     scratch = torch.get_num_threads() * _MIB // 10 if (dtype, length) == (torch.bfloat16, 64) else 0
     for function, tensors in ((forward, (q, k, v)), (backward, (gradient, q, k, v))):
         predicted, measured = workspace_of(function, *tensors, *more)
-        # The profiler's own objects are some bytes.
+        # The profiler's own objects take a few bytes.
         assert predicted <= measured + 64
         assert measured <= predicted + 64 + scratch
 
@@ -264,7 +266,7 @@ def test_workspace_of_mixed_dtype_operands_includes_conversion() -> None:
     assert workspace_of(lambda a, b: a + b, wide, half) == (4000, 4000)
     assert workspace_of(lambda a, b: a.add_(b), wide, half) == (4000, 4000)
     assert workspace_of(lambda a, b: a + b, wide, wide.clone()) == (0, 0)
-    # A single number is none.
+    # A scalar is not copied.
     assert workspace_of(lambda a, b: a * b, half, torch.tensor(2.0))[0] == 0
 
 
@@ -280,13 +282,13 @@ def test_workspace_of_8_bit_update_is_needed_on_cpu_only() -> None:
     assert workspace_bytes(operator, _A100) == 0
 
 
-# What a GPU keeps
+# Tensors saved on a GPU
 
 
 def kept_by(
     function: Any, target: Target, dtype: torch.dtype = torch.float32, *, expands: bool = False
 ) -> int:
-    """Bytes that autograd keeps of a function of [2, 4, 128, 64], beside its input."""
+    """Return the bytes that autograd saves for a function of [2, 4, 128, 64], without its input."""
     tracer = Tracer()
     with fake_tensors(), tracer, CudaKernels(target, expands=expands):
         x = torch.empty(2, 4, 128, 64, dtype=dtype, requires_grad=True)
@@ -309,7 +311,7 @@ def attention(x: Tensor) -> Tensor:
 
 def test_flash_attention_saves_output_and_one_sum_per_query() -> None:
     kept = kept_by(attention, _A100, torch.bfloat16)
-    # And two numbers of the generator.
+    # Plus two numbers for the random generator.
     assert kept == 2 * _NUMBERS + 4 * 2 * 4 * 128 + 16 + 8
 
 
@@ -338,7 +340,7 @@ def test_grouped_attention_without_flash_repeats_keys_or_holds_scores() -> None:
 
     assert kept_by(grouped, _A100) > 4 * _SCORES
     assert kept_by(grouped, _A100, torch.bfloat16) < 4 * _SCORES
-    # firstlight's models repeat the keys instead: those, the values, the output, and the sums.
+    # firstlight's models repeat the keys instead: saved are keys, values, output and sums.
     kept = kept_by(grouped, _A100, expands=True)
     assert 0 <= kept - (3 * 4 * _NUMBERS + 4 * 2 * 4 * 128) <= 64
 
@@ -353,7 +355,8 @@ def test_masked_grouped_attention_on_hopper_and_blackwell_uses_cudnn(
 
     target = cuda_target("H100", capability, torch_version=version)
     kept = kept_by(grouped, target, torch.bfloat16)
-    # The output, a sum for each query, the mask as numbers, and two numbers of the generator.
+    # The output, one sum per query, the mask converted to numbers, and two numbers for the random
+    # generator.
     assert 0 <= kept - (2 * _NUMBERS + 4 * 2 * 4 * 128 + 2 * 128 * 128) <= 64
     assert kept_by(grouped, _A100, torch.bfloat16) > 4 * _SCORES
     before = cuda_target("H100", capability, torch_version=(2, 10))
@@ -367,7 +370,9 @@ def test_masked_grouped_attention_on_hopper_and_blackwell_uses_cudnn(
 def test_planned_attention_kernel_matches_that_of_fake_device(
     capability: tuple[int, int], learns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are torch's order. Evaluations, which do not learn, have no cuDNN attention."""
+    """Both use torch's order of preference. Evaluations do not need gradients and have no cuDNN
+    attention.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(fake_cuda, "TORCH_TAKES_GROUPS", False)
     planned = CudaKernels(cuda_target("a GPU", capability))
@@ -402,7 +407,7 @@ def test_planned_attention_kernel_matches_that_of_fake_device(
     "kernel", ["flash_attention_for_cpu", "flash_attention", "efficient_attention"]
 )
 def test_grouped_attention_flops_equal_those_of_repeated_keys(kernel: str, heads: int) -> None:
-    # With values of another size than the keys.
+    # The values have another size than the keys.
     query, key, value = (
         torch.empty(2, 4, 10, 8),
         torch.empty(2, heads, 12, 8),
@@ -491,7 +496,7 @@ def test_allocator_reuses_freed_block_and_merges_neighbours() -> None:
 
 
 def test_allocator_unusable_gap_counts_as_reserved() -> None:
-    # 64 MiB freed, of which 16 are taken for good: the next 64 need a segment of their own.
+    # 64 MiB are freed, 16 of which are reused for good: the next 64 need a new segment.
     lifetimes = [(64 * _MIB, 0, 0), (16 * _MIB, 1, 9), (64 * _MIB, 2, 9)]
     assert reserved_bytes(lifetimes) == 128 * _MIB
 

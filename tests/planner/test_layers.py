@@ -1,4 +1,4 @@
-"""Deep models from shallow ones: against the full trace and against real runs."""
+"""Predictions for deep models from shallow ones, compared with the full trace and real runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from planner_recipes import GPT2, LLAMA, predict_evaluation, recipe
 def from_few(
     recipe: ResolvedRecipe, trace: Callable[[ResolvedRecipe], MemoryPrediction]
 ) -> MemoryPrediction:
-    """Planned from what the recipes with fewer layers take."""
+    """Predict a recipe from recipes with fewer layers."""
     recipes, join = in_fewer_layers(recipe)
     return join([trace(one) for one in recipes])
 
@@ -55,7 +55,7 @@ def test_planned_identical_layers_each_add_same_memory(settings: dict[str, Any])
     assert found.phase == whole.phase
     flops = [sum(e.count * e.operator.flops for e in p.operators) for p in (whole, found)]
     assert flops[0] == flops[1]
-    # Of lists of all parameters there is one operator, however many layers.
+    # Operators on lists of all parameters occur once, for any number of layers.
     listed = [
         sum(e.count * streamed_bytes(e.operator) for e in p.operators if not e.operator.outputs)
         for p in (whole, found)
@@ -86,15 +86,15 @@ def test_deep_model_evaluation_is_planned_from_few_layers(
         whole.parts,
         "evaluation",
     )
-    # What the training step took before it has been given back.
+    # The memory of the earlier training step has been freed.
     assert found.total_bytes == whole.total_bytes == whole.peak_bytes
 
 
 def test_large_vocabulary_loss_is_part_of_backward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Its gradient interrupts the pass after few operators, which were taken for a pass of their
-    # own: with 8 rows, two and three layers had their late peaks at different places.
+    # The loss's gradient comes early in the backward pass and was counted as a separate pass: with
+    # 8 rows, the late peaks of two and three layers were at different positions.
     deep = recipe(
         model=GPT2 | {"num_hidden_layers": 7, "vocab_size": 20_000},
         batch={"micro_batch_size": 8},
@@ -118,7 +118,7 @@ def test_recomputed_layers_do_not_hold_rounded_weights() -> None:
             },
         )
     )
-    # All of them rounded would be half of the weights.
+    # Half of the weights, if all were rounded.
     parts = found.phases["loss"].parts
     assert parts.get("temporaries", 0) < parts["weights"] / 4
 
@@ -128,12 +128,12 @@ def test_frozen_bf16_base_leaves_nothing_in_fp32() -> None:
     efficiency = {"precision": "bf16_params"}
     found = trace_memory(recipe(model=model, lora={"rank": 1}, efficiency=efficiency))
     table = 8192 * 64
-    # While the second of embedding and head is rounded, the first is so already.
+    # While the second of embedding and head is rounded, the first has already been rounded.
     assert found.phases["setup"].bytes < (4 + 4 + 2) * table + 2**18
 
 
 def _made_up(layers: int) -> MemoryPrediction:
-    """Early in the backward pass 100 + 10 a layer, late 80 + 12 a layer."""
+    """Return a made-up prediction: 100 + 10 per layer early in the backward pass, 80 + 12 late."""
     early, late = 100 + 10 * layers, 80 + 12 * layers
     phases = {
         "backward": PhasePeak(early, {"activations": early}),
@@ -219,7 +219,8 @@ def test_planned_different_layers_are_all_traced() -> None:
 def test_trace_backward_pass_is_split_into_stretches(stretches: int, peaks: dict[str, int]) -> None:
     trace = Trace(phase_names=["forward", "backward"])
     trace.operators = [Operator("aten.relu.default", "backward", (), (), 0, 0)]
-    # Two steps: forward, then six operators backward, the fourth of which has most in the second.
+    # Two steps, each with a forward operator and six backward ones; the peak is at the fourth
+    # backward operator of the second step.
     for _ in range(2):
         trace.phases.extend([0, 1, 1, 1, 1, 1, 1])
         trace.calls.extend([0] * 7)

@@ -1,4 +1,4 @@
-"""Kinds of GPUs that were measured: what a plan says of them."""
+"""Plans for GPU models that have been measured."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ efficiency: {compile: false}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of this machine's measured GPUs, in a cache of the test's own."""
+    """Return the file with this machine's measured GPUs, in a cache folder of this test."""
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path))
     return tmp_path / "calibration" / "gpus.json"
 
@@ -71,7 +71,7 @@ def test_plan_reports_whether_gpu_kind_was_measured(cache: Path, tmp_path: Path)
     assumed = "from the data sheet and a measured H100, not measured itself"
     assert f"speed of H200: {assumed}" in said
     assert before["as_it_stands"]["speed"]["source"] == assumed
-    # An H200 loads the kernels of an H100.
+    # An H200 uses the same kernels as an H100.
     h100 = measured_gpu(find_gpu("H100"))
     assert h100 is not None
     assert before["as_it_stands"]["training"]["overhead_bytes"] == h100.context_bytes
@@ -134,7 +134,7 @@ def test_unmeasured_gpu_shares_are_scaled_from_h100(name: str, reaches: float) -
     same = h100 if name == "H200" else DEFAULT_SHARES
     assert found.attention.expected == pytest.approx(same.attention.expected)
     assert found.attention_backward.expected == pytest.approx(same.attention_backward.expected)
-    # As wide as without a measurement.
+    # The relative width equals that without a measurement.
     for one in ("products", "launch_seconds"):
         default, scaled = getattr(DEFAULT_SHARES, one), getattr(found, one)
         assert scaled.slow / scaled.fast == pytest.approx(default.slow / default.fast)
@@ -177,7 +177,7 @@ def test_predicted_gpu_order_follows_data_sheets(size: str, rows: int) -> None:
             "efficiency": {"precision": "bf16", "compile": False},
         }
     )
-    # V100 and T4 have no bf16: fp16 has the same products and bytes.
+    # V100 and T4 do not support bf16; fp16 has the same products and bytes.
     counted = trace_memory(recipe, cuda_target("any", (8, 0)))
     for compiled in (False, True):
         work = replace(workload_of(recipe), compiled=compiled)
@@ -188,9 +188,9 @@ def test_predicted_gpu_order_follows_data_sheets(size: str, rows: int) -> None:
             for name in {name for pair in _ORDER for name in pair}
         }
         for faster, slower in _ORDER:
-            # Where the host's launches take all of the time, all are equal.
+            # If kernel launches by the host take all the time, all are equal.
             assert rate[faster] >= rate[slower] * (1 - 1e-9), (faster, slower, compiled, rate)
-        # Nearly equal: 24 and 26 TFLOP/s, 320 and 360 GB/s.
+        # Almost equal: 24 and 26 TFLOP/s, 320 and 360 GB/s.
         assert 0.7 < rate["T4"] / rate["RTX 3060 12GB"] < 1.1, rate
 
 

@@ -1,4 +1,4 @@
-"""`firstlight plan`: the machine that is meant, what is open in a recipe, the search, the text."""
+"""`firstlight plan`: the target machine, open keys of a recipe, the search, and the output."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def recipe(**sections: Any) -> Recipe:
 
 @pytest.fixture
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The speed of new models, which takes seconds to predict: that of an H100."""
+    """Replace the speed of new models, which takes seconds to predict, by that of an H100."""
     monkeypatch.setattr(planning, "new_model_speed", speed_of_h100)
 
 
@@ -97,7 +97,7 @@ def test_parse_bytes_accepts_units(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "24 apples", "GiB", "-3GiB", "1e3"])
 def test_memory_size_invalid_text_raises_config_error(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a size of memory: write for example 24GiB"):
+    with pytest.raises(ConfigError, match="is not a memory size: use, for example, 24GiB"):
         parse_bytes(text)
 
 
@@ -132,7 +132,7 @@ def test_find_machine_invalid_machines_raise_config_error(monkeypatch: pytest.Mo
         find_machine("RTX 4091")
     with pytest.raises(ConfigError, match="--gpus is 0"):
         find_machine("RTX 4090", count=0)
-    with pytest.raises(ConfigError, match="--gpus 2 needs the kind of GPU"):
+    with pytest.raises(ConfigError, match="--gpus 2 requires the GPU model"):
         find_machine(count=2)
     with pytest.raises(ConfigError, match="--gpu-memory is 24 bytes"):
         find_machine(memory_bytes=24)
@@ -156,9 +156,9 @@ def test_resolve_for_decides_open_keys_and_keeps_others() -> None:
     assert settled.efficiency.compile is False
     assert settled.efficiency.attention == "flex"
     assert (settled.batch.rows, settled.data.seq_len) == (3, 32)
-    # fp16 is for who asks for it, as in a run.
+    # As in a run, fp16 is only used on request.
     v100 = find_machine("V100 16GB")
-    # Its matrix units are for fp16 alone.
+    # The V100's tensor cores only support fp16.
     narrow = resolve_for(recipe(), v100)
     assert narrow.efficiency.precision == "fp16"
     assert "precision fp32" in dict(methods(narrow, v100))
@@ -201,9 +201,10 @@ def test_alignment_warnings_name_sizes_slow_on_matrix_units() -> None:
     wide = resolve_for(
         recipe(model={**_MODEL, **heads, "hidden_size": 60, "intermediate_size": 67}), t4
     )
-    hidden, layer = alignment_warnings(wide, None)  # and none of the keys' width, 10
+    # without a warning about the width of the keys, 10
+    hidden, layer = alignment_warnings(wide, None)
     assert ": set it to 72, up to" in layer
-    # 64 is not a multiple of 6 heads.
+    # 64 is not divisible by 6 heads.
     assert "model.hidden_size 60 is not a multiple of 8" in hidden
     assert ": set it to 72, up to" in hidden
     assert hidden.endswith("times the speed of a step, with the other sizes aligned as well")
@@ -211,7 +212,7 @@ def test_alignment_warnings_name_sizes_slow_on_matrix_units() -> None:
     (keys,) = alignment_warnings(wide, None)
     assert keys.startswith("a width of 12 inside the model is not a multiple of 8")
     assert ": use head sizes that are multiples of 8, up to" in keys
-    # fp32 is not computed by matrix units.
+    # Tensor cores do not compute fp32.
     slow = recipe(model={**_MODEL, "intermediate_size": 67}, efficiency={"precision": "fp32"})
     assert not list(alignment_warnings(resolve_for(slow, t4), None))
 
@@ -245,8 +246,9 @@ def test_packet_note_names_unaligned_widths_and_their_cost(
     padded = [[-(-size // multiple) * multiple for size in shape] for shape in shapes]
     more = sum(a * b for a, b in padded) / sum(a * b for a, b in shapes) - 1
     assert found == [
-        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
-        f"Their products cost at least what the next multiples cost: {more:.1%} more arithmetic"
+        f"not multiples of {multiple}, which this GPU's tensor cores read at full speed: {named}. "
+        f"Their products cost at least as much as with the next multiples: {more:.1%} more "
+        "arithmetic"
     ]
 
 
@@ -278,7 +280,9 @@ def test_plan_vocabulary_comes_from_recipe_weights_or_prepared_data(
 ) -> None:
     gpu = find_machine("RTX 4090")
     without = {**_MODEL, "vocab_size": 0}
-    with pytest.raises(ConfigError, match=r"is not prepared here: .* --planning.vocab_size 50257"):
+    with pytest.raises(
+        ConfigError, match=r"is not on this machine: .* --planning.vocab_size 50257"
+    ):
         resolve_for(recipe(model=without), gpu)
     manifest = {"vocab_size": 999, "splits": {"train": {"tokens": 12345}}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
@@ -292,7 +296,9 @@ def test_plan_vocabulary_comes_from_recipe_weights_or_prepared_data(
 def fake_outcomes(
     monkeypatch: pytest.MonkeyPatch, bytes_a_row: dict[str, int], fixed: int
 ) -> list[dict[str, Any]]:
-    """Have a step take so much for each row, by what activations are kept; what was looked at."""
+    """Replace the estimate by a fixed number of bytes per row for each kind of activation
+    checkpointing, and list the candidates.
+    """
     asked: list[dict[str, Any]] = []
 
     def estimate(_: Estimator, candidate: Candidate) -> Estimate:
@@ -326,13 +332,13 @@ def test_best_estimate_uses_largest_micro_batch_that_divides_step(
     ramp = {"ramp_start_tokens": 4 * plain.data.seq_len, "ramp_steps": 5}
     ramped = with_changes(plain, {"batch": {**dict(plain.batch), **ramp}})
     assert list(micro_batches(ramped, machine)) == [4, 2, 1]
-    # 4 + 3 x 6 = 22 fit without saving anything; full checkpointing takes all 12 rows.
+    # 4 + 3 x 6 = 22 GiB fit without saving memory; full checkpointing fits all 12 rows.
     best = best_estimate(plain, machine)
     assert best is not None
     assert best.recipe.batch.rows == 12
     assert best.recipe.efficiency.activation_checkpointing == "full"
     assert best.fits
-    # A global batch that fits as it stands needs nothing.
+    # A global batch that fits without changes is kept.
     small = resolve_for(recipe(batch={"global_batch_tokens": 6 * 64}), machine)
     best = best_estimate(small, machine)
     assert best is not None
@@ -372,7 +378,7 @@ def test_best_estimate_searches_uncompiled_and_checks_compiled_once(
     first = asked.index(True)
     assert first > 0
     assert all(asked[first:])
-    # What does not fit as it is meant is not called a plan.
+    # Without a candidate that fits as written, there is no plan.
     assert (best is not None) is fits
     if best is not None:
         assert best.fits
@@ -385,7 +391,7 @@ def test_best_estimate_searches_compiled_if_nothing_fits_uncompiled(
 ) -> None:
     def estimate(_: Estimator, candidate: Candidate) -> Estimate:
         changed = with_changes(candidate.recipe, candidate.changes)
-        # Smaller micro-batches alone fit, and only compiled.
+        # Only smaller micro-batches fit, and only if compiled.
         size = changed.batch.rows * _GIB + (0 if candidate.compiles else 99 * _GIB)
         memory = MemoryPrediction(size, "backward", {}, {}, size, 0, 0, ())
         made = (candidate.name, candidate.changes, changed, memory)
@@ -404,7 +410,7 @@ def test_best_estimate_searches_compiled_if_nothing_fits_uncompiled(
     assert best is not None
     assert (best.fits, best.is_bound) == (True, False)
     assert best.recipe.batch.rows == 1
-    # So are ways out of what does not fit.
+    # The same holds for suggestions if nothing fits.
     assert all(
         not one.is_bound for one in nearest_estimates(resolve_for(written, machine), machine)
     )
@@ -441,20 +447,20 @@ def test_best_estimate_skips_compiled_check_if_it_cannot_fit(
         lambda estimator, candidates, *_: (estimate(estimator, one) for one in candidates),
     )
     machine = find_machine("RTX 4090")
-    # With chunks, the second way is the same as the first.
+    # With chunks, the second option is identical to the first.
     efficiency = {"compile": True, "loss_chunk_tokens": 64}
     written = recipe(efficiency=efficiency, batch={"micro_batch_size": 4})
     compiled = open_micro_batch(resolve_for(written, machine))
     assert best_estimate(compiled, machine) is None
     assert nearest_estimates(compiled, machine) == []
-    # As it stands, it was.
+    # The recipe as written was estimated.
     rows = [
         with_changes(compiled, one.changes).batch.rows for one in asked if one.compiles and one.name
     ]
     assert (len(rows) == 1) is hopeless
-    # Where the smallest micro-batch does not fit, no larger one is compiled.
+    # If the smallest micro-batch does not fit, no larger one is compiled.
     assert set(rows[1:]) <= {1}
-    # What goes without torch.compile is the same when it is asked for again.
+    # A candidate without torch.compile needs no second estimate.
     offloading = [one for one in asked if one.changes.get("efficiency.compile") is False]
     assert [one.compiles for one in offloading] == [False]
 
@@ -514,9 +520,9 @@ def test_method_table_compares_uncompiled_steps_with_uncompiled_baseline() -> No
     plan = Plan(machine, resolve_for(recipe(), machine), first, methods=methods_found)
     rows = {row[0]: row[1:4] for row in method_rows(plan)}
     assert rows["no torch.compile"] == ("4.00 GiB", "-100%", "does not fit")
-    # A bound that is too large says nothing of the compiled step.
+    # A bound above the limit does not imply that the compiled step exceeds it.
     assert rows["chunked loss"] == ("< 3.00 GiB", "25%", "may not fit")
-    # Compiling leaves what lies beside the allocator.
+    # Compiling does not change memory outside of the allocator.
     assert rows["Adafactor"][2] == "does not fit"
     assert any("<: without torch.compile" in line for line in blocks(plan) if type(line) is str)
 
@@ -543,7 +549,7 @@ def test_compiled_step_of_short_run_is_not_traced_for_forecast(
 
 
 def test_loss_chunk_reason_is_given_for_compiled_steps_too() -> None:
-    # Of their bytes it is not known which are logits.
+    # In a compiled step, it is unknown how many bytes are logits.
     machine = find_machine("H100")
     chunked = resolve_for(
         recipe(
@@ -571,7 +577,7 @@ def test_plan_without_fitting_candidate_names_nearest_fit(
     assert "4 devices with fsdp" in names
     assert "2 devices with fsdp" not in names
     assert all(one["rows"] == 1 for one in asked[-5:])
-    # They share the same step of 8 rows.
+    # They divide the same step of 8 rows.
     assert [one["batch.gradient_accumulation_steps"] for one in asked[-5:]] == [2, 1, 1, 1, 1]
     asked.clear()
     tensor = {"tensor_parallel": 2}
@@ -582,7 +588,8 @@ def test_plan_without_fitting_candidate_names_nearest_fit(
         for one in asked
         if "distributed" in one
     }
-    # Two devices that compute the same rows have the 8 of a step; fsdp's have other rows.
+    # Two devices that compute the same rows process all 8 rows of a step; with fsdp, each has
+    # different rows.
     assert steps[2] == 4
     ways = {name: (changes, where) for name, changes, where in _fallbacks(plain, machine)}
     changes, where = ways["2 devices with fsdp, offloading to the CPU"]
@@ -608,7 +615,7 @@ def test_best_estimate_tries_other_optimizers_only_for_adamw_as_last_resort(
 def test_best_estimate_never_repeats_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fake_outcomes(monkeypatch, {"none": 9, "selective": 3 * _GIB, "full": 3 * _GIB}, _GIB)
     machine = find_machine(memory_bytes=24 * _GIB)
-    # Of what is cut and computed again already, two ways of saving are the same.
+    # With accumulation and full checkpointing already set, two options would be identical.
     efficiency = {"activation_checkpointing": "full", "compile": False}
     batch = {"global_batch_tokens": 64 * 64}
     best_estimate(resolve_for(recipe(efficiency=efficiency, batch=batch), machine), machine)
@@ -666,13 +673,15 @@ def test_method_table_lists_only_methods_not_in_recipe() -> None:
     names = dict(methods(with_changes(plain, changed), machine))
     assert not set(names) & {"activation checkpointing, full", "Muon", "LoRA, rank 16"}
     assert not any(name.startswith("gradient accumulation") for name in names)
-    # Each can be meant, alone beside the recipe.
+    # Each option is valid together with the recipe.
     for changes in dict(methods(plain, machine)).values():
         with_changes(plain, changes)
 
 
 def test_candidate_change_removes_incompatible_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way of the table and of where nothing fits can be meant, with these options as well."""
+    """Each option of the table, and of the suggestions if nothing fits, is valid with these
+    options, too.
+    """
     machine = find_machine("RTX 4090")
     plain = resolve_for(
         recipe(
@@ -716,7 +725,7 @@ def test_resolve_for_attention_follows_precision_if_open() -> None:
 
 @pytest.mark.parametrize("budget", [{"seconds": -1.0}, {"tokens": 0.0}, {"price_per_hour": -2.0}])
 def test_budget_not_positive_raises_config_error(budget: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="must be more than 0"):
+    with pytest.raises(ConfigError, match="must be greater than 0"):
         Budget(**budget)
 
 
@@ -741,7 +750,7 @@ def test_budget_suggestion_is_divisible_for_tensor_parallelism(cut: dict[str, in
 def test_budget_of_one_hour_on_gpu_decides_compiling_for_suggested_run(
     written: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe's own run of two steps is too short for it."""
+    """The recipe's own run of two steps is too short to be worth compiling."""
     found: list[ResolvedRecipe] = []
 
     def noted(one: ResolvedRecipe, *_: Any) -> None:
@@ -759,7 +768,7 @@ def test_budget_of_one_hour_on_gpu_decides_compiling_for_suggested_run(
 
 @pytest.mark.slow
 def test_budget_of_time_is_used_regardless_of_recipe_model_size() -> None:
-    """One of 32 wide keeps no GPU busy; the suggested one does."""
+    """A model of width 32 can't use a GPU fully; the suggested one can."""
     schedule = {
         "epochs": 2,
         "min_learning_rate": 1e-5,
@@ -776,17 +785,17 @@ def test_budget_of_time_is_used_regardless_of_recipe_model_size() -> None:
     assert found is not None
     assert way is not None
     assert way.tokens_per_second is not None
-    # Evaluations get the rest, as in `train TEXTS --budget`.
+    # Evaluations get the remaining time, as in `train TEXTS --budget`.
     steps = 1200 * (1 - defaults.EVALUATION_SHARE)
     assert 0.99 * steps < found.seconds <= steps
     assert found.seconds == pytest.approx(found.tokens / way.tokens_per_second.expected)
     assert way.recipe.schedule.max_steps == found.max_steps
     assert way.recipe.schedule.min_lr_ratio == 1e-5 / 1e-3
-    # Without data, the share of 9 steps is not known: the default, a twentieth.
+    # Without data, the share for 9 steps is unknown, so the default of 5 % applies.
     assert way.recipe.schedule.warmup_steps is way.recipe.schedule.warmup_ratio is None
     rates = new_model_rates("adamw", found.config.hidden_size)
     assert way.recipe.optimizer.learning_rate == rates["learning_rate"]
-    # The warm-up begins at the same share of the suggested peak: here at the peak itself.
+    # The warm-up starts at the same fraction of the suggested peak, which here is the peak itself.
     assert way.recipe.schedule.initial_learning_rate == way.recipe.optimizer.learning_rate
     assert 4 < found.tokens / found.parameters < 60
 
@@ -864,7 +873,7 @@ def test_budget_of_time_uses_at_most_epochs_of_recipe(
     said = "\n".join(block for block in blocks(plan) if isinstance(block, str))
     assert " epochs of the prepared text, the limit of schedule.epochs" in said
     assert "optimizer.learning_rate" not in plan.replacements
-    assert "no rule is known for the learning rates of adafactor" in said
+    assert "no known rule to scale the learning rates of adafactor" in said
 
 
 @pytest.mark.parametrize("section", ["lora", "preference"])
@@ -920,7 +929,7 @@ def test_plan_of_an_adapter_uses_its_settings_and_new_tokens(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("known_speed")
 def test_budget_for_models_that_cannot_be_sharded_raises_config_error() -> None:
-    # No other model with heads 32 wide has a multiple of 133 heads.
+    # No other model with head dimension 32 has a multiple of 133 heads.
     machine = find_machine("RTX 4090", count=133)
     model = {**_MODEL, "num_attention_heads": 133, "hidden_size": 4256, "intermediate_size": 8512}
     written = recipe(
@@ -956,7 +965,7 @@ _GPU_VALUES: dict[str, Any] = {
 def planned(
     capfd: pytest.CaptureFixture[str], path: str, *options: str
 ) -> tuple[dict[str, Any], str]:
-    """What --json and stderr say."""
+    """Return the output of --json and stderr."""
     code = main(["plan", path, "--gpu", "RTX 4090", "--json", *options])
     said = capfd.readouterr()
     assert code == 0, said.err
@@ -972,13 +981,13 @@ def test_plan_command_plans_for_absent_gpu(
     first = found["as_it_stands"]
     assert first["fits"]
     parts = first["training"]["parts"]
-    # CUDA's allocator rounds each tensor up to 512 bytes.
+    # CUDA's allocator rounds the size of each tensor up to a multiple of 512 bytes.
     assert 0 <= parts["weights"] - 4 * found["parameters"] < 512 * 30
     assert first["training"]["peak_bytes"] == sum(parts.values())
     speed = first["speed"]["tokens_per_second"]
     assert 0 < speed["low"] <= speed["expected"] <= speed["high"]
     assert "as it stands: " in said
-    # What is written is a recipe, with what the plan decided.
+    # The written recipe contains the plan's decisions.
     written = load_recipe(out)
     assert written.efficiency.precision == "bf16"
     assert written.batch.rows == 8
@@ -998,7 +1007,7 @@ def test_plan_tensor_parallel_gpus_hold_their_part() -> None:
         settled = resolve_for(
             recipe(batch=batch, efficiency=efficiency, distributed=distributed), machine
         )
-        # 16 rows a step, of which each of two groups has half.
+        # 16 rows per step, half of them for each of two groups.
         assert settled.batch.rows == 8
         found[name] = Estimator().estimate(Candidate(settled, machine))
         assert found[name].fits, found[name].problem
@@ -1007,7 +1016,7 @@ def test_plan_tensor_parallel_gpus_hold_their_part() -> None:
         for name, one in found.items()
         if one.training is not None
     }
-    # Norms are whole on both; blocks are rounded up.
+    # Norms are replicated on both; blocks are rounded up.
     assert 0.5 < weights["two"] / weights["alone"] < 0.6
     assert 0.5 < weights["four"] / weights["two"] < 0.6
     training = found["four"].training
@@ -1039,7 +1048,9 @@ def test_plan_other_engines_on_gpus_fit(count: int, sections: dict[str, Any]) ->
 
 
 def test_plan_run_length_equals_that_of_training(data: Path) -> None:
-    """Of epochs of prepared data, on several devices; with max_steps without data; else unknown."""
+    """From epochs of prepared data on several devices, or from max_steps without data; otherwise
+    unknown.
+    """
     machine = find_machine("RTX 4090", None, 2)
     values: dict[str, Any] = {
         "data": {"dir": str(data), "seq_len": 32},
@@ -1136,7 +1147,7 @@ def test_plan_command_prints_precision_and_next_command(
     assert prepare.endswith(f"--out '{tmp_path / 'data set'}'")
     assert train == f"next: firstlight train {path} --optimizer.learning_rate 3e-4"
     assert " tokens/s" in said.out
-    # The same recipe on a GPU that is too small.
+    # The same recipe on a GPU with too little memory.
     small = [*options, "--gpu-memory", "200MiB", "--data.dir", "hf://datasets/x/y", "--json"]
     assert main(["plan", path, *small, "--batch.micro_batch_size", "4"]) == 3
     said = capfd.readouterr()
@@ -1170,11 +1181,11 @@ _FLASH_ON_T4 = [
     "options, words",
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
-        (["--gpu-memory", "lots"], "is not a size of memory"),
+        (["--gpu-memory", "lots"], "is not a memory size"),
         (["--gpu", "T4", "--budget", "soon"], "is not a time"),
-        (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "needs a known GPU"),
+        (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "requires a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
-        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, or set --budget"),
+        (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, --budget"),
         (["--gpu", "A100 80GB", "--efficiency.precision", "fp8"], "this is A100 80GB: use bf16"),
         (_FLASH_ON_T4, "8.0 or higher (Ampere and later), but this is T4"),
     ],

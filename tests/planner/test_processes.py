@@ -1,4 +1,4 @@
-"""Functions run in processes of their own."""
+"""Calling functions in separate processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with workers.started() as found:
     print(*found.map(gc.isenabled, [(), ()]))
     print(*(count > 100_000 for count in found.map(gc.get_freeze_count, [(), ()])))
 """
-    # In this process the one that forks may have been started by another test.
+    # In a new process, because another test may have started the fork server of this one.
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("False False\nTrue True\n", 0)
 
@@ -54,7 +54,7 @@ def test_worker_processes_collect_garbage_before_next_call(processes: WorkerProc
 def test_worker_processes_run_one_call_elsewhere_or_inline_without_processes(
     processes: WorkerProcesses,
 ) -> None:
-    # A crash of the only call is no crash of the process that asks.
+    # A single call runs in a separate process, too: its crash must not affect this process.
     ((square, process),) = processes.map(squared, [(3,)])
     assert square == 9
     assert process != os.getpid()
@@ -70,7 +70,7 @@ def test_worker_processes_raise_error_of_call_and_continue(
     assert next(results) == 0
     with pytest.raises(ConfigError, match="1 can't be"):
         next(results)
-    # Among what comes next is the result of the third call, for which nobody waits.
+    # The result of the third call is still in the queue, although nobody reads it.
     found = list(processes.map(squared, [(number,) for number in range(4)]))
     assert [square for square, _ in found] == [0, 1, 4, 9]
 
@@ -87,7 +87,7 @@ def test_worker_processes_raise_unpicklable_errors(processes: WorkerProcesses) -
 def test_worker_processes_start_on_first_use() -> None:
     before = set(multiprocessing.active_children())
     with workers.started() as some:
-        # One would be waited for until it has imported torch.
+        # Before the first call: starting a process would include importing torch.
         assert set(multiprocessing.active_children()) == before
         list(some.map(squared, [(1,), (2,)]))
         assert len(set(multiprocessing.active_children()) - before) == 2
@@ -108,14 +108,14 @@ def test_worker_processes_interrupted_start_raises_keyboard_interrupt(
 @pytest.mark.parametrize(
     "number, message",
     [
-        (signal.SIGKILL, "was killed, most likely for lack of memory"),
-        (signal.SIGSEGV, "was ended by SIGSEGV: a library .* has crashed"),
+        (signal.SIGKILL, "was killed, most likely because memory ran out"),
+        (signal.SIGSEGV, "was ended by SIGSEGV: a library .* crashed"),
     ],
 )
 def test_worker_processes_ended_process_raises_without_hanging(number: int, message: str) -> None:
     with workers.started() as some:
         with pytest.raises(TrainingError, match=message):
             list(some.map(end_by, [(number,), (number,)]))
-        # Nor is it asked again.
+        # Later calls are not sent to it, either.
         with pytest.raises(TrainingError, match=message):
             list(some.map(squared, [(number,) for number in range(9)]))

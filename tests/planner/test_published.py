@@ -1,11 +1,11 @@
 """Published tables of GPU memory, against the planner.
 
-bert-large, fine-tuned on a V100 of 16 GB with batch 4 and sequence 512, read with the driver's
-tool: made with Hugging Face's Trainer in early 2022 (torch 1.10), with explicit attention with
-dropout, AdamW parameter by parameter, gradients zeroed in place and clipped. The context of
-1,343 MB was measured there, too.
+bert-large, fine-tuned on a 16 GB V100 with batch size 4 and sequence length 512; memory as reported
+by the driver. Hugging Face's Trainer was used in early 2022 (torch 1.10), with unfused attention
+and dropout, AdamW one parameter at a time, and gradients clipped and zeroed in place. The context
+of 1,343 MB was measured there, too.
 
-LoRA on an A100 of 40 GB: Lit-GPT's `tutorials/resource-tables.md` of 2023-10-27 (torch 2.1), see
+LoRA on a 40 GB A100: Lit-GPT's `tutorials/resource-tables.md` of 2023-10-27 (torch 2.1), see
 `_LitGPT`.
 """
 
@@ -26,7 +26,7 @@ from firstlight.planner.memory.module import plan_module
 _MB = 2**20
 _CONTEXT = 1343 * _MB
 
-#: MB read, by row.
+#: Measured MB, by row.
 _PUBLISHED = {
     "plain": 14_949,
     "fp16": 13_939,
@@ -112,16 +112,17 @@ def test_published_memory_table_is_met_within_8_percent_and_in_order() -> None:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A model of Lit-GPT's table.
+    """A model in Lit-GPT's table.
 
     Attributes:
-        vocab, width, heads, layers, inner: its sizes, the vocabulary with its padding.
-        rotary: numbers of a head that are turned.
-        tokens: of the longest example of Alpaca under its tokenizer, as the table's page says.
-        is_llama: RMSNorm, SwiGLU, attention and MLP one after the other, no biases; else LayerNorm,
-            GELU, attention and MLP side by side.
-        has_two_norms: attention and MLP have a norm each.
-        head_bias: the head has a bias.
+        vocab, width, heads, layers, inner: sizes of the model; the vocabulary includes its padding.
+        rotary: number of dimensions per head that are rotated.
+        tokens: length of the longest Alpaca example under the model's tokenizer, from the table's
+            page.
+        is_llama: True for RMSNorm, SwiGLU, attention followed by the MLP, and no biases; False for
+            LayerNorm, GELU, and attention parallel to the MLP.
+        has_two_norms: True if attention and MLP have separate norms.
+        head_bias: True if the head has a bias.
     """
 
     vocab: int
@@ -137,8 +138,9 @@ class _Shape:
 
 
 class _RMSNorm(nn.Module):
-    """Computed in fp32, as in the tree that published the table. In the older commit that the table
-    names it is computed in bf16: with that, the Llamas' three figures come out 3 to 5 % low."""
+    """RMSNorm computed in fp32, as in the tree with the published table. The older commit named in
+    the table computes it in bf16, which would give 3 to 5 % less for the three Llama models.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -151,7 +153,7 @@ class _RMSNorm(nn.Module):
 
 
 class _QKV(nn.Module):
-    """Queries, keys and values in one product, with LoRA of rank 8 on the first and the last."""
+    """Queries, keys and values as one product, with LoRA of rank 8 on queries and values."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -213,7 +215,7 @@ class _Layer(nn.Module):
 
 
 def _turned(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions for the first numbers of each head; the tables are in fp32."""
+    """Rotate the first dimensions of each head, with fp32 tables."""
     count = cos.shape[-1]
     first, rest = x_BHTD[..., :count], x_BHTD[..., count:]
     other = torch.cat((-first[..., count // 2 :], first[..., : count // 2]), dim=-1)
@@ -221,18 +223,19 @@ def _turned(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _LitGPT(nn.Module):
-    """The models of `finetune/lora.py` as they lie in memory, with what decides their figures:
+    """The models of `finetune/lora.py` with their memory layout, and the settings that determine
+    their figures:
 
     - "Max GPU RAM" is what the script prints, `torch.cuda.max_memory_allocated() / 1e9`: decimal
-      gigabytes of tensors, without context, fragments, or what the allocator holds ready. It is
+      gigabytes of tensors, without the context, fragmentation, or the allocator's cache. It equals
       `MemoryPrediction.peak_bytes`.
-    - `--precision bf16-true`: all parameters, the adapters' too, are bf16, and so are gradients and
-      AdamW's moments. Fabric converts what `forward` returns, the logits, to fp32.
-    - the first micro-batch holds the longest example, to which its others are padded; the peak is
-      there, in the first of 128 / micro-batch backward passes.
+    - `--precision bf16-true`: all parameters, including the adapters, are bf16, as are gradients
+      and AdamW's moments. Fabric converts the result of `forward`, the logits, to fp32.
+    - the first micro-batch contains the longest example, and its other rows are padded to this
+      length; it has the peak, in the first of 128 / micro-batch backward passes.
     - the head is applied to 128 positions at a time, and so is the loss; the script holds all the
       logits in a variable until the next step.
-    - `conv1d` is cuDNN's, whose workspaces are not counted; they were small.
+    - `conv1d` uses cuDNN, whose workspaces are not counted; they were small.
     """
 
     cos: Tensor

@@ -1,4 +1,4 @@
-"""What engines leave of each part on one of several devices."""
+"""The memory of each part on one of several devices, by engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recipe(accumulation: int = 1, **distributed: Any) -> ResolvedRecipe:
 
 
 def whole() -> dict[str, int]:
-    """Bytes of a parameter's fp32 value, gradient and moments, for all of the model."""
+    """Return the bytes of the fp32 weights, the gradients and the moments of the whole model."""
     model = recipe().model
     size = 4 * sum(p.numel() for p in meta_model(model).parameters())
     return {"weights": size, "gradients": size, "optimizer_states": 2 * size}
@@ -49,12 +49,12 @@ def test_rank_memory_ddp_holds_full_state_and_buckets() -> None:
     forward = {name: size for name, size in alone().parts.items() if name != "gradients"}
     phases = {**alone().phases, "forward": PhasePeak(sum(forward.values()), forward)}
     found = of_one_rank(replace(alone(), phases=phases), recipe(), 4)
-    # The gradients lie in them, in every phase.
+    # The buckets hold the gradients in every phase.
     assert found.phases["forward"].parts["gradients"] == whole()["gradients"]
     assert found.peak_bytes == alone().peak_bytes
     assert found.overhead_bytes == 400 * _MIB
     assert of_one_rank(alone(), recipe(), 1) == alone()
-    # Those of the micro-batches before the last don't yet.
+    # Gradients accumulated over earlier micro-batches are not in the buckets.
     found = of_one_rank(alone(), recipe(2), 4)
     assert found.peak_bytes == alone().peak_bytes + whole()["gradients"]
 
@@ -67,7 +67,7 @@ def test_rank_memory_fsdp_shards_state_and_keeps_full_gradients_if_accumulating(
     assert "communication" not in step
     assert found.peak_bytes == sum(found.parts.values())
     assert found.reserved_bytes == found.peak_bytes + 7
-    # Embedding, positions and the last norm; and the layer that comes next.
+    # Embedding, positions and the last norm, plus the next layer.
     outside, layer = 300 * 32 + 1024 * 32 + 64, 12 * 32 * 32 + 13 * 32
     assert found.phases["forward"].parts["communication"] == 4 * (outside + layer)
     more = of_one_rank(alone(), recipe(2, engine="fsdp"), 4)
@@ -85,7 +85,7 @@ def test_rank_memory_notes_cpu_memory_of_start() -> None:
     large = one.model.model_copy(update={"hidden_size": 1024, "num_hidden_layers": 80})
     size = 4 * sum(p.numel() for p in meta_model(large).parameters()) / 2**30
     found = of_one_rank(alone(), one.model_copy(update={"model": large}), 4)
-    said = f"in the CPU's memory: 4 x {size:.1f} GiB"
+    said = f"in CPU memory: 4 x {size:.1f} GiB"
     assert said in found.notes[-1]
     zero = recipe(engine="deepspeed").model_copy(update={"model": large})
     assert said in of_one_rank(alone(), zero, 4).notes[-1]
@@ -107,9 +107,9 @@ def test_rank_memory_zero_shards_by_stage_and_keeps_weight_copy() -> None:
         step = found.phases["optimizer"].parts
         assert step["weights"] == weights + size // 4
         assert step["optimizer_states"] == 2 * size // 4
-        # The shard of the gradients, and the tensor that the update reads.
+        # The shard of the gradients, and the tensor read by the update.
         assert step["gradients"] == 2 * size // 4
-    # Stage 1 has all gradients, and the bucket for them, until the last micro-batch is done.
+    # Stage 1 has all gradients and their bucket until the last micro-batch is done.
     forward = of_one_rank(alone(), recipe(2, engine="deepspeed", zero_stage=1), 4).phases["forward"]
     assert forward.parts["gradients"] == forward.parts["communication"] // 2 == size
 
@@ -121,7 +121,7 @@ def test_rank_memory_zero_3_gathers_parameters_only_with_several_processes() -> 
     zero = recipe(engine="deepspeed", zero_stage=3)
     found = of_one_rank(started, zero, 4)
     assert found.phases["setup"] == whole_model
-    # The bucket, and all parameters, which are so small that they stay gathered.
+    # The bucket, and all parameters, which are small enough to stay gathered.
     assert found.phases["forward"].parts["communication"] == 2 * size
     assert found.phases["optimizer"].parts["communication"] == 2 * size
     assert of_one_rank(alone(), zero, 1).phases["forward"].parts["communication"] == size
@@ -133,7 +133,7 @@ def test_rank_memory_zero_offload_on_cpu_counts_as_device_memory() -> None:
     moved = recipe(engine="deepspeed", zero_stage=1, offload="cpu")
     gpu, cpu = (of_one_rank(alone(), moved, 4, on_cpu=on_cpu) for on_cpu in (False, True))
     assert "optimizer_states" not in gpu.parts
-    # Two moments, two copies of the weights, the gradients, and a buffer for one of them.
+    # Two moments, two copies of the weights, the gradients, and a buffer for one of these.
     assert gpu.host_bytes == 5 * size // 4 + largest
     assert cpu.host_bytes == 0
     found = cpu.phases["optimizer"].bytes
@@ -146,7 +146,7 @@ def test_rank_exchange_counts_micro_batches_and_offloaded_bytes() -> None:
     assert found.offloaded_bytes == 2 * 50 * 3
 
 
-# Parts of a model
+# Model parallelism
 
 
 def llama(accumulation: int = 1, tied: bool = False, **distributed: Any) -> ResolvedRecipe:
@@ -178,7 +178,7 @@ def test_own_part_has_its_heads_layers_and_batch_share() -> None:
     assert isinstance(found.model, LlamaConfig)
     assert (found.model.num_attention_heads, found.model.num_key_value_heads) == (2, 1)
     assert (found.model.head_dim, found.model.intermediate_size) == (8, 48)
-    # Two copies share the batch.
+    # Two replicas share the batch.
     assert found.batch.global_batch_tokens == 512
     staged = own_part(llama(pipeline=2), 2).model
     assert staged is not None
@@ -187,9 +187,9 @@ def test_own_part_has_its_heads_layers_and_batch_share() -> None:
 
 
 def test_own_part_indivisible_shapes_raise_config_error() -> None:
-    with pytest.raises(ConfigError, match="num_key_value_heads 2 can't be divided"):
+    with pytest.raises(ConfigError, match="num_key_value_heads 2 is not divisible"):
         own_part(llama(tensor_parallel=4), 4)
-    with pytest.raises(ConfigError, match="pipeline puts the embedding and the head"):
+    with pytest.raises(ConfigError, match="pipeline places the embedding and the head"):
         own_part(llama(pipeline=2, tied=True), 2)
     with pytest.raises(ConfigError, match=r"3 processes can't be divided .*: plan for 4"):
         own_part(llama(tensor_parallel=2), 3)
@@ -204,7 +204,7 @@ def test_rank_memory_vocabulary_tables_are_sharded_into_equal_parts() -> None:
     peak = PhasePeak(5 * 4 * whole, {"weights": 4 * whole, "activations": 16 * whole})
     before = MemoryPrediction(peak.bytes, "loss", peak.parts, {"loss": peak}, peak.bytes, 0, 0, ())
     found = with_own_tables(before, one, part)
-    # Two tables of 301 rows of 32: 151 of each are here.
+    # Two tables of 301 rows and width 32; this rank has 151 rows of each.
     assert found.parts["weights"] == 4 * (whole - 2 * 150 * 32)
     assert found.parts["activations"] == 16 * whole
     assert found.peak_bytes == sum(found.parts.values())

@@ -1,4 +1,4 @@
-"""The arithmetic of predicted speed, against figures worked out by hand."""
+"""Predicted speed, compared with calculations by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from firstlight.recipe import parse_resolved_recipe
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
-#: Figures that are easy to divide by, and shares that take nothing away.
+#: Figures that are easy to divide by, and full efficiency.
 ROUND_GPU = GPU("Round", 2**34, 1e12, 1e13, 1e13, 1e14, 1e14, 1e11, (8, 0))
 ALL = Range.exact(1.0)
 FREE = Range.exact(0.0)
@@ -124,9 +124,9 @@ def test_matrix_vector_product_is_bound_by_memory() -> None:
 
 
 def test_tile_share_accounts_for_edge_tiles_and_last_wave() -> None:
-    k = 2**40  # so that the ends of a tile don't count
+    k = 2**40  # large enough to neglect the partial tiles at the end
     assert tile_share(MatrixProduct(1, 1280, 1280, k, BF16), 100) == pytest.approx(1.0)
-    # A row more is a row of tiles more: 110 tiles in two turns of 100.
+    # One more row requires one more row of tiles: 110 tiles in two rounds of 100.
     lost = tile_share(MatrixProduct(1, 1281, 1280, k, BF16), 100)
     assert lost == pytest.approx(1281 / 1408 * 110 / 200)
 
@@ -210,7 +210,9 @@ def test_many_small_operators_are_bound_by_launching() -> None:
 
 
 def test_selective_checkpointing_launches_each_operator_twice() -> None:
-    """In the forward pass, and as the backward pass computes it again. Views are seen, too."""
+    """Once in the forward pass, and again when the backward pass recomputes it. Views are recorded,
+    too.
+    """
     tiny = op("add.Tensor", [((4,), FP32)] * 2, [((4,), FP32)])
     view = op("view.default", [((4,), FP32)], [((4,), FP32)])
     back = replace(tiny, phase="backward")
@@ -263,7 +265,7 @@ def test_ring_exchange_sends_each_gradient_twice_except_own_share() -> None:
     ddp = Exchange(processes=4, gradient_bytes=100.0)
     assert overlapping_bytes(ddp) == 150
     fsdp = Exchange(True, 4, weight_bytes=50.0, gradient_bytes=100.0, micro_batches=3)
-    # The weights in both passes of each micro-batch, the gradients in the last.
+    # The weights in both passes of each micro-batch, and the gradients in the last one.
     assert overlapping_bytes(fsdp) == 0.75 * (3 * 2 * 50 + 100)
     sums = Exchange(tensor_parallel=2, hidden_bytes=10.0, layers=12)
     assert waiting_bytes(sums) == 4 * 12 * 10
@@ -292,7 +294,7 @@ def test_deep_model_adds_operators_of_each_layer() -> None:
         e.count * bytes_of(x) for e in found for x in e.operator.inputs if not e.operator.outputs
     )
     assert adam == 4 * (4 * (9 + 10 * (5 + 6)) + 1 + 10 * 2)
-    # Parameters, gradients and moments of each further layer lie in lists of the same order.
+    # The parameters, gradients and moments of each further layer appear in lists in the same order.
     (layer,) = [e.operator.inputs for e in found if e.count == 7 and not e.operator.outputs]
     assert layer == ((((5,), FP32), ((6,), FP32)) * 4) + (((), FP32),) * 2
 
@@ -367,7 +369,7 @@ def test_published_rates_lie_within_predicted_range(
             "efficiency": {"precision": "bf16", "compile": True, "attention": attention},
         }
     )
-    # As a plan does: the trace of a compiled step has no kernels.
+    # As in a plan, where the trace of a compiled step does not contain kernels.
     counted = trace_memory(uncompiled(recipe), cuda_target(gpu, (8, 0)))
     rates = predict_speed(counted, workload_of(recipe), find_gpu(gpu)).tokens_per_second
     assert rates.slow < published < rates.fast
@@ -387,7 +389,7 @@ def test_throughput_counts_all_micro_batches_of_step() -> None:
 
 
 def test_expert_products_are_matrix_products_compiled_or_not() -> None:
-    """They were streams, of which nothing was left when they were compiled."""
+    """They were counted as streams, which compiling removes entirely."""
     model = {
         "model_type": "mixtral",
         "vocab_size": 64,
@@ -449,7 +451,7 @@ def test_fp8_products_of_large_layers_take_half_the_time() -> None:
         "efficiency": {"precision": "fp8", "compile": True},
     }
     work = workload_of(plain_recipe(values))
-    # Queries and outputs, and those of the MLP; keys and values have 1M weights.
+    # Queries, outputs and the MLP; keys and values have only 1M weights.
     assert work.fp8_products == {(2048, 2048, 4096), (2048, 4096, 4096)}
     in_bf16 = workload_of(plain_recipe({**values, "efficiency": {"precision": "bf16"}}))
     assert not in_bf16.fp8_products

@@ -1,5 +1,6 @@
-"""Tracing without memory: exact bytes where they can be counted by hand, and equality with what
-torch's allocator counts for the same code on real tensors."""
+"""Tracing without memory: exact bytes where they can be counted by hand, and equality with torch's
+allocator for the same code on real tensors.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +53,10 @@ class TestCountedByHand:
             trace = tracer.finish()
             del loss
         peak = predict(trace, Target()).phases["forward"]
-        # The input; relu's result, which both relu and the second layer keep; the loss itself.
+        # The input; relu's result, which both relu and the second layer save; and the loss itself.
         assert peak.parts["weights"] == self.weights
         assert peak.parts["activations"] >= self.batch + 4 * 10 * 32
-        # At most, the first product beside relu's result.
+        # At most the first product together with relu's result.
         assert peak.bytes == self.weights + self.batch + 2 * 4 * 10 * 32
 
     def test_optimizer_phase_holds_weights_gradients_and_states(self) -> None:
@@ -96,7 +97,8 @@ class TestCountedByHand:
     def test_trace_counts_operators_and_their_flops(self) -> None:
         found = plan_module(TwoLayers(), [torch.empty(10, 16)], optimizer="sgd", target=Target())
         flops = sum(entry.count * entry.operator.flops for entry in found.operators)
-        # Forward 2, backward 2 for the weights, and 2 for the second layer's input.
+        # 2 for the forward pass, 2 for the weights' gradients, and 2 for the gradient of the second
+        # layer's input.
         assert flops == 2 * 10 * (2 * 16 * 32 + 3 * 32 * 8)
         products = [e for e in found.operators if e.operator.name == "aten.mm.default"]
         assert sum(entry.count for entry in products) == 5
@@ -130,7 +132,7 @@ def test_gpu_setup_weights_are_made_on_cpu_except_for_references() -> None:
     model = recipe(LLAMA).model
     assert model is not None
     whole = count_parameters(meta_model(model)).total
-    # Half of it are the vocabulary's tables, in bf16.
+    # The vocabulary's tables, which are half of it, are in bf16.
     assert found("RTX 4090")["weights"] < 3 * whole
     assert found(None)["weights"] > 4 * whole
     pairs = {"kind": "preference", "files": "pairs.jsonl", "dir": None}
@@ -172,8 +174,8 @@ def test_plan_module_on_meta_device_allocates_nothing() -> None:
     [
         ({"optimizer": "adamv"}, "did you mean 'adamw'"),
         ({"precision": "fp61"}, "did you mean 'fp16'"),
-        ({"activation_checkpointing": True}, "no gradient_checkpointing_enable"),
-        ({"loss": lambda _: torch.empty(2)}, "the model returns no loss"),
+        ({"activation_checkpointing": True}, "not have gradient_checkpointing_enable"),
+        ({"loss": lambda _: torch.empty(2)}, "the model does not return a loss"),
         ({"optimizer": None}, "optimizer 'None' is unknown"),
         ({"gradient_accumulation_steps": 0}, "it must be at least 1"),
         ({"zero_grad": "x"}, "zero_grad 'x' is unknown"),
@@ -187,7 +189,7 @@ def test_plan_module_unsupported_input_raises_config_error(
 
 
 def test_plan_module_without_parameters_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match="ReLU has no trained parameters"):
+    with pytest.raises(ConfigError, match="ReLU has no trainable parameters"):
         plan_module(nn.ReLU(), [torch.empty(10, 16)], target=Target())
 
 
@@ -322,7 +324,7 @@ _METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-#: What is unlike in what it takes; `make test-slow` runs all.
+#: Settings with different memory use; `make test-slow` runs all.
 _UNLIKE = (
     *("bf16 residual", "fp16", "bf16 parameters", "accumulation", "full checkpointing"),
     *("selective checkpointing", "offload", "chunked loss, bf16", "documents", "foreach"),
@@ -337,8 +339,8 @@ def test_planned_recipe_matches_measured_steps(name: str) -> None:
     predicted = trace_memory(planned)
     with measured_memory() as measured:
         real_steps(planned)
-    # Models so small that half-precision products' blocks (an upper bound) and small states of
-    # random numbers show.
+    # In models this small, the buffers of half-precision products (an upper bound) and of small
+    # random states are visible.
     assert measured.peak_bytes * 0.995 <= predicted.peak_bytes <= measured.peak_bytes * 1.05
     assert sum(predicted.parts.values()) == predicted.peak_bytes
 
@@ -356,7 +358,7 @@ def test_step_trace_has_expected_phases() -> None:
     assert set(found.phases) == names
     assert max(found.phases.values(), key=lambda peak: peak.bytes).bytes == found.peak_bytes
     assert "optimizer_states" in found.phases["forward"].parts
-    # Logits, and their logarithms.
+    # The logits and their logarithms.
     assert found.phases["loss"].parts["logits_and_loss"] >= 2 * 4 * 2 * 128 * 512
 
 

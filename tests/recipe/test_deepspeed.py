@@ -1,4 +1,4 @@
-"""A person's own DeepSpeed configuration file beside a recipe."""
+"""A user's DeepSpeed configuration file used with a recipe."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_deepspeed_file_fills_keys_left_open_by_recipe(tmp_path: Path) -> None:
             "offload_optimizer": {"pin_memory": False},
         }
     }
-    # As a resumed run has it, whose recipe has every key.
+    # As in a resumed run, whose recipe contains every key.
     resumed = parse_recipe(recipe.model_dump(mode="json"))
     assert with_deepspeed_file(resumed, 2) == resumed
 
@@ -116,7 +116,7 @@ def test_deepspeed_file_global_batch_determines_accumulation(
         ({"optimizer": {"type": "Lamb"}}, {}, "optimizer.type is Lamb"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, "scheduler.type is not supported: remove it"),
         ({"zero_optimisation": {"stage": 1}}, {}, "(did you mean 'zero_optimization.stage'?)"),
-        ({"zero_optimization": {"stage": 0}}, {}, "which is distributed.engine ddp"),
+        ({"zero_optimization": {"stage": 0}}, {}, "which corresponds to distributed.engine ddp"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {}, "which needs"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "are both true"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {}, "fp16.loss_scale is 128"),

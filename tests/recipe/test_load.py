@@ -30,7 +30,7 @@ _SECTIONS = {section: kind for section, kind, _ in recipe_fields() if section !=
 
 
 def refusal(values: dict[str, Any]) -> str:
-    """What a recipe is refused with."""
+    """Return the error message for a recipe."""
     with pytest.raises(ConfigError) as caught:
         parse_recipe({"data": {"dir": "d"}, **values})
     return str(caught.value)
@@ -43,7 +43,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def refused_text(folder: Path, text: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
-    """What a recipe file is refused with: always one line."""
+    """Return the error message for a recipe file, which is always one line."""
     with pytest.raises(ConfigError) as caught:
         load_recipe(write(folder, text), overrides)
     assert "\n" not in str(caught.value)
@@ -59,10 +59,10 @@ def test_load_recipe_overrides_take_precedence_over_file_and_defaults(tmp_path: 
         "data: {dir: corpus}\noptimizer: {learning_rate: 0.5, weight_decay: 0.25}\n",
     )
     recipe = load_recipe(path, [("optimizer.learning_rate", "3e-4"), ("run.seed", "5")])
-    assert recipe.optimizer.learning_rate == 3e-4  # override beats file
-    assert recipe.optimizer.weight_decay == 0.25  # file beats default
+    assert recipe.optimizer.learning_rate == 3e-4  # an override wins over the file
+    assert recipe.optimizer.weight_decay == 0.25  # the file wins over the default
     assert recipe.optimizer.eps == 1e-8  # default
-    assert recipe.run.seed == 5  # override of a section that the file lacks
+    assert recipe.run.seed == 5  # an override in a section that the file does not have
     assert recipe.data.dir == "corpus"
 
 
@@ -203,7 +203,7 @@ def test_recipe_fractional_step_count_raises_config_error(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_recipe_infinite_or_nan_settings_raise_config_error(value: float) -> None:
-    # An infinite one can't be saved with a checkpoint; the run would end at its first.
+    # An infinite metric can't be saved in a checkpoint: the run would end at its first one.
     numbers = [
         f"{section}.{key}"
         for section, kind, key in recipe_fields()
@@ -222,7 +222,7 @@ def test_recipe_infinite_or_nan_settings_raise_config_error(value: float) -> Non
         assert any(f"{name}: input should be" in message for message in said)
 
 
-# --- what is refused, and how it is said -----------------------------------------------------
+# --- errors and their messages ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_batch_indivisible_global_batch_raises_with_nearest_values(tokens: int, 
 
 def test_batch_global_batch_contradicting_accumulation_raises_config_error() -> None:
     batch = BatchConfig(micro_batch_size=8, global_batch_tokens=512, gradient_accumulation_steps=3)
-    with pytest.raises(ConfigError, match="which makes it 2"):
+    with pytest.raises(ConfigError, match="which implies 2"):
         batch.accumulation(32)
 
 
@@ -495,7 +495,7 @@ def test_project_recipes_are_not_empty() -> None:
 @pytest.mark.parametrize("path", _RECIPES, ids=lambda path: str(path.stem))
 def test_project_recipes_all_parse(path: Path) -> None:
     recipe = load_recipe(path)
-    if recipe.model is None:  # that of --init-from
+    if recipe.model is None:  # as with --init-from
         assert recipe.data.seq_len is not None
         assert recipe.batch.accumulation(recipe.data.seq_len) >= 1
         return
@@ -583,7 +583,7 @@ def test_other_names_table_values_are_valid() -> None:
         assert name not in {key.split(".")[1] for key in known_keys()} - {"dropout"}
 
 
-#: Of nanoGPT's train.py, and of LLMs-from-scratch's GPT_CONFIG_124M, settings and training loops.
+#: Settings and training loops from nanoGPT's train.py and from LLMs-from-scratch's GPT_CONFIG_124M.
 _NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint
 init_from wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size
 block_size n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2
@@ -601,7 +601,7 @@ def test_other_names_table_covers_nanogpt_and_book_settings() -> None:
 
 
 def test_other_names_table_covers_transformers_training_arguments() -> None:
-    # Read from the source, since the import takes many seconds.
+    # Read from the source, because the import takes many seconds.
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         pytest.skip("transformers is not installed")

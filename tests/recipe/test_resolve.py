@@ -1,4 +1,4 @@
-"""What `resolve` decides where a recipe leaves a key open."""
+"""How `resolve` decides the keys that a recipe leaves open."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recipe_of(**sections: Any) -> Recipe:
 
 @dataclass
 class Place:
-    """A machine and its data, to be changed."""
+    """A machine and its data, which a test can change."""
 
     rate: float = 1e12
     precision: Any = "bf16"
@@ -100,7 +100,7 @@ def test_resolve_sets_every_open_key() -> None:
     assert found.efficiency.compile is False
     assert found.efficiency.loss_chunk_tokens == 0
     assert found.batch.micro_batch_size == 4
-    # And nothing else.
+    # And no other key.
     keys = {"precision", "attention", "compile", "loss_chunk_tokens"}
     assert found.efficiency.model_dump(exclude=keys) == recipe.efficiency.model_dump(exclude=keys)
     sections = {"efficiency", "batch"}
@@ -144,7 +144,7 @@ def test_resolve_resumed_run_keeps_earlier_choices() -> None:
     first = Place().resolve(recipe)
     assert first.efficiency.attention == "blockwise"
     place = Place(precision="fp32", rate=1.0, rows=8)
-    # A new run would be another one today.
+    # A new run would be resolved differently today.
     assert place.resolve(recipe) != first
     assert place.tries == 1
     assert place.resolve(recipe, first.model_dump()) == first
@@ -168,22 +168,22 @@ def test_resolve_resumed_run_uses_keys_now_in_recipe() -> None:
 def test_resolve_long_run_is_compiled_if_possible() -> None:
     assert Place(rate=1e3).resolve(recipe_of()).efficiency.compile is True
     assert Place(rate=1e3, compiles=False).resolve(recipe_of()).efficiency.compile is False
-    # How long it will be is not known: most runs are long.
+    # The length is unknown: most runs are long.
     assert Place(tokens=None).resolve(recipe_of()).efficiency.compile is True
 
 
 @pytest.mark.parametrize(
     ("device", "cores", "chosen"),
     [
-        ("cuda", 16, {20: None, 40: True, 60: True, 200: True, 400: False}),  # such as an H100
-        ("cuda", 2, {40: None, 60: None, 200: True, 1200: False}),  # such as a T4
+        ("cuda", 16, {40: None, 60: True, 200: True, 400: False}),  # like an H100
+        ("cuda", 2, {40: None, 60: None, 200: True, 1200: False}),  # like a T4
         ("cpu", 2, {40: None, 60: None, 200: None, 600: True}),
     ],
 )
 def test_resolve_compile_auto_compiles_if_run_is_long_enough(
     device: str, cores: int, chosen: dict[int, bool | None]
 ) -> None:
-    """`chosen` is `compile_regional` by seconds of the run; None is not compiled."""
+    """`chosen` is the resolved `compile_regional` by seconds of the run; None is not compiled."""
     wide = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
     place = Place(device=device, cores=cores, tokens=None)
     for seconds, regional in chosen.items():
@@ -211,7 +211,7 @@ def test_resolve_resumed_run_keeps_its_compile_mode() -> None:
 
 
 def test_resolve_launch_bound_steps_count_for_compiling() -> None:
-    """At the peak rate, 20,000 steps of this tiny model would take no time."""
+    """At the peak rate, 20,000 steps of this tiny model would take almost no time."""
     recipe = recipe_of(schedule={"max_steps": 20_000}, model={"num_hidden_layers": 8})
     assert Place(device="cuda", rate=1e15).resolve(recipe).efficiency.compile is True
     assert Place(device="cpu", rate=1e15).resolve(recipe).efficiency.compile is False
@@ -296,7 +296,7 @@ def test_resolve_splits_cpu_step_into_micro_batches_that_fill_threads() -> None:
     assert rows("cuda", global_batch_tokens=16 * 512) == 8
     assert rows(global_batch_tokens=15 * 512) == 1
     assert rows(global_batch_tokens=16 * 512, gradient_accumulation_steps=4) == 4
-    # The accumulation is that of whole steps; without it, the first steps have to come out even.
+    # Accumulation applies to whole steps; without it, the first steps must divide evenly.
     ramp = {"global_batch_tokens": 16 * 512, "ramp_start_tokens": 4 * 512, "ramp_steps": 3}
     assert rows("cuda", gradient_accumulation_steps=4, **ramp) == 4
     assert rows("cuda", **ramp) == 4
@@ -319,7 +319,7 @@ def test_resolve_chosen_micro_batch_is_divided_among_processes(
 ) -> None:
     whole = {"global_batch_tokens": 192, **batch}
     place = Place(processes=processes)
-    # In the recipe that a run has written, and in the checkpoint of a run that left it open.
+    # In the recipe that a run has saved, and in the checkpoint of a run that left the key open.
     written = recipe_of(batch={"micro_batch_size": 12, "divide_micro_batch": True, **whole})
     found = place.resolve(written).batch
     assert found.micro_batch_size == expected
@@ -348,7 +348,7 @@ def test_resolve_indivisible_batch_across_processes_raises_with_alternatives() -
     assert refused(1, **given | {"micro_batch_size": 3}) == (
         "set batch.micro_batch_size to 2, or use 96 or 144"
     )
-    # A chosen micro-batch follows the tokens of a step.
+    # The chosen micro-batch size follows the tokens per step.
     chosen = {"divide_micro_batch": True, **given}
     assert refused(3, **chosen) == "start 2 or 4 processes, or use 96 or 144"
 
@@ -360,7 +360,7 @@ def test_resolve_micro_batch_option_replaces_chosen_one() -> None:
 
 
 def test_resolve_run_begun_with_torch_adafactor_keeps_it() -> None:
-    """A checkpoint from before there was the key is one."""
+    """Such a checkpoint was saved before the key existed."""
     recipe = recipe_of(optimizer={"name": "adafactor"}, batch={"micro_batch_size": 2})
     first = Place().resolve(recipe)
     assert first.optimizer.adafactor_variant == "paper"
@@ -377,7 +377,7 @@ def test_resolve_run_begun_with_torch_adafactor_keeps_it() -> None:
 
 
 def test_resolve_run_begun_with_8_bit_embeddings_keeps_them() -> None:
-    """Where nothing was said, older versions had False, and still older ones no such key."""
+    """If the key was not set, older versions saved False, and even older ones saved nothing."""
     recipe = recipe_of(optimizer={"name": "adamw8bit"}, batch={"micro_batch_size": 2})
     first = Place().resolve(recipe)
     assert first.optimizer.embeddings_in_32_bits is True
@@ -425,7 +425,7 @@ _RECIPES = st.fixed_dictionaries(
 
 
 def named(key: str, value: Any) -> dict[str, Any]:
-    """A section with a key, or without it."""
+    """Return a section with a key, or without it."""
     return {} if value is None else {key: value}
 
 
@@ -487,7 +487,7 @@ def test_resolve_gives_same_recipe_for_train_and_plan(
         patched.setattr(resolving, "find_compiler", lambda _: known)
         planned = resolve_for(recipe, machines.find_machine())
         trained = resolve(recipe, facts_here(cpu, epoch_tokens=tokens, new_model=True))
-        # As before there were settings of new models.
+        # As before settings for new models existed.
         before = resolve(recipe, facts_here(cpu, epoch_tokens=tokens))
     assert planned == trained
     has_layout = drawn["model_type"] == "qwen3" and not drawn["tie_word_embeddings"]
@@ -506,10 +506,11 @@ def test_for_new_model_recipe_without_settings_gets_new_model_defaults() -> None
     place = Place(new_model=True)
     found = place.resolve(recipe)
     assert place.told[0] == (
-        "the recipe sets no optimizer, schedule or initial weights: using those of new models"
+        "the recipe sets no optimizer, schedule or initial weights: using the settings for new "
+        "models"
     )
     rates = found.optimizer
-    # Those of a width of 192, for a quarter of it.
+    # The keys that a model of width 192 gets, at a quarter of that width.
     assert (rates.name, rates.muon_learning_rate) == ("muon", 0.024)
     assert (rates.learning_rate, rates.head_lr_multiple) == (0.3, 0.08)
     assert (rates.muon_beta2, rates.embedding_weight_decay, rates.max_grad_norm) == (0.95, 0, 0)
@@ -517,7 +518,7 @@ def test_for_new_model_recipe_without_settings_gets_new_model_defaults() -> None
     schedule = found.schedule
     assert (schedule.kind, schedule.max_steps, schedule.decay_fraction) == ("wsd", 300, 0.65)
     assert (schedule.min_lr_ratio, schedule.warmup_ratio) == (0, 0.02)
-    # Resolved recipes are complete, and so not changed again.
+    # Resolved recipes are complete, so they do not change when resolved again.
     assert for_new_model(found, {}) is found
 
 
@@ -545,7 +546,7 @@ def test_for_new_model_recipe_with_settings_is_unchanged(given: dict[str, Any]) 
 @pytest.mark.parametrize("named_before", [False, True])
 def test_for_new_model_resumed_run_keeps_original_settings(named_before: bool) -> None:
     recipe = recipe_of(model=_NEW, schedule={"max_steps": 300})
-    # A run of before there were settings of new models, or one whose recipe named its own.
+    # A run from before settings for new models existed, or one whose recipe sets them itself.
     own = {"optimizer": {"learning_rate": 2e-3}, "schedule": {"kind": "linear", "max_steps": 200}}
     began = recipe_of(model=_NEW, **(own if named_before else {}))
     earlier = Place().resolve(began).model_dump(mode="json")
@@ -553,7 +554,7 @@ def test_for_new_model_resumed_run_keeps_original_settings(named_before: bool) -
     assert found.optimizer == began.optimizer
     assert found.schedule == began.schedule.model_copy(update={"max_steps": 300})
     assert found.init == began.init
-    # And a run that began with them goes on with them.
+    # A run that started with them continues with them.
     new = Place(new_model=True).resolve(recipe)
     again = Place().resolve(recipe, new.model_dump(mode="json"))
     assert again == new
@@ -584,8 +585,12 @@ def test_resolve_data_kind_decides_masking_and_preference_section(kind: str) -> 
     ("kind", "sections", "message"),
     [
         ("chat", {"data": {"dir": "data", "document_masking": False}}, "can't be disabled for"),
-        ("text", {"preference": {"beta": 0.2}}, "set data.kind preference, or remove the section"),
-        ("preference", {}, "need a model that already answers"),
+        (
+            "text",
+            {"preference": {"beta": 0.2}},
+            "set data.kind to preference, or remove the section",
+        ),
+        ("preference", {}, "need a model that can already answer"),
     ],
 )
 def test_resolve_recipe_contradicting_its_data_raises_config_error(

@@ -1,4 +1,4 @@
-"""What the tests of reports share."""
+"""Fixtures shared by the tests of reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from firstlight.report import report
 
 @pytest.fixture
 def no_drawings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages have an empty drawing in each chart's place: drawing takes a second for a page, and
-    most of a page's texts and all of its data stand beside the drawings."""
+    """Replace each chart by an empty drawing. Drawing takes a second per page, and most of a page's
+    texts and all of its data are outside of the drawings.
+    """
     monkeypatch.setattr(report, "svg", lambda *_, **__: Markup("<svg></svg>"))

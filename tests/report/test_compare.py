@@ -1,4 +1,4 @@
-"""Several runs side by side, and `firstlight report`."""
+"""Comparing several runs, and `firstlight report`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from report_runs import HOSTILE, MOST_HOSTILE, Page, record, validation, write_r
 
 
 def run(folder: Path, loss: float = 4.0, steps: int = 10, **more: Any) -> Path:
-    """A run whose losses fall towards `loss`."""
+    """Write a run whose losses fall towards `loss`."""
     records = [
         record(
             step,
@@ -69,11 +69,11 @@ def test_distinct_labels_are_unique(parts: set[tuple[str, ...]]) -> None:
 def test_compare_folder_named_twice_raises_config_error(tmp_path: Path) -> None:
     run(tmp_path / "a")
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"link is named twice"):
+    with pytest.raises(ConfigError, match=r"link is listed twice"):
         write_report([tmp_path / "a", tmp_path / "link"], tmp_path / "c.html")
 
 
-# --- what is compared ------------------------------------------------------------------------
+# --- compared values -------------------------------------------------------------------------
 
 
 def test_recipe_differences_lists_only_differing_keys() -> None:
@@ -107,7 +107,7 @@ def test_comparison_page_highlights_best_value(tmp_path: Path) -> None:
     assert rows["steps"] == (["10", "10", "4"], set())
     assert rows["training time"][0] == ["6 min", "6 min", "2.4 min"]
     assert "rollbacks" not in rows
-    # With another tokenizer, a loss is another quantity.
+    # Losses with different tokenizers are not comparable.
     run(tmp_path / "b", 3.0, starts=[{"step": 0, "tokenizer_sha256": "two"}])
     found = compare([read_run(f) for f in folders])
     assert {name: b for name, _, b in number_table(found)}["validation loss"] == set()
@@ -279,8 +279,12 @@ def test_compare_folder_without_run_is_named(tmp_path: Path) -> None:
         (tmp_path / "run-2", InputError, r"run-2 does not exist \(did you mean 'run-1'\?\)"),
         (tmp_path / "no" / "where", InputError, r"no/where does not exist"),
         (tmp_path / "file", InputError, r"file is a file"),
-        (tmp_path / "empty", InputError, r"empty is not a run folder: it has no metrics\.jsonl"),
-        (checkpoint, InputError, r"step-00000004 is a checkpoint: name its run folder, .*run-1$"),
+        (
+            tmp_path / "empty",
+            InputError,
+            r"empty is not a run folder, because it does not contain metrics\.jsonl",
+        ),
+        (checkpoint, InputError, r"step-00000004 is a checkpoint: use its run folder, .*run-1$"),
     ]
     for folder, kind, said in cases:
         for named in ([folder], [good, folder]):

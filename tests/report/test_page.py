@@ -1,4 +1,4 @@
-"""report.html: complete, self-contained, harmless whatever a run holds, and not too large."""
+"""report.html is complete, self-contained and small, and escapes a run's content."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _START = {
 
 @pytest.fixture
 def drawn_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, no run has one."""
+    """Other tests do not draw reports."""
     monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
 
 
@@ -50,7 +50,7 @@ def page_of(run: Path) -> Page:
 
 
 def full_run(folder: Path, name: str = "run") -> Path:
-    """Everything that a run can have."""
+    """Write a run with every optional part."""
     records = [
         record(
             step,
@@ -76,7 +76,7 @@ def full_run(folder: Path, name: str = "run") -> Path:
 
 @pytest.fixture(scope="module")
 def drawn_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A full run with its report, which tests copy."""
+    """Write a full run with its report once; tests copy it."""
     run = full_run(tmp_path_factory.mktemp("drawn"))
     draw_report(run)
     return run
@@ -201,9 +201,9 @@ def test_run_page_folder_with_only_recipe_is_supported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", slow_but(MOST_HOSTILE, HOSTILE))
 def test_run_page_escapes_content_of_run(tmp_path: Path, text: str) -> None:
-    """Samples, prompts, names, keys, events, recipe, machine: all are only text."""
+    """Samples, prompts, names, keys, events, the recipe and the machine appear as plain text."""
     name = text.replace("/", "").replace("\x00", "").replace("\ud800", "")
-    # File names and YAML can't hold all that samples can.
+    # File names and YAML allow fewer characters than samples.
     listed = "".join(c for c in text if c.isprintable())
     run = write_run(
         tmp_path / name,
@@ -231,7 +231,7 @@ def test_run_page_escapes_content_of_run(tmp_path: Path, text: str) -> None:
 @given(st.text(), st.text())
 def test_run_page_shows_any_sample_unchanged(tmp_path: Path, prompt: str, text: str) -> None:
     run = write_run(tmp_path / "run", [], samples=[(1, prompt, text)])
-    # A line end right after `<pre>` would be dropped: there is none.
+    # HTML would drop a line break right after `<pre>`; there is none.
     assert '<pre class="sample"><b>' in run_page(read_run(run))
     assert page_of(run).texts("pre")[0] == visible(prompt) + visible(text)
 
@@ -310,7 +310,9 @@ def test_run_page_damaged_file_is_named_and_old_report_kept(
 
 
 def without_each(line: dict[str, Any], *kept: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each key of a record but those in `kept`, with the record without it and with null for it."""
+    """Yield each key of a record except those in `kept`, with two records: one without the key, and
+    one with null.
+    """
     for key in line.keys() - {"step", *kept}:
         yield key, {name: value for name, value in line.items() if name != key}
         yield key, {**line, key: None}
@@ -357,7 +359,7 @@ def test_run_page_supports_incomplete_starts(tmp_path: Path) -> None:
 
 
 def test_run_page_of_many_steps_stays_small(tmp_path: Path) -> None:
-    """Fifty thousand here: a page does not grow any further with steps."""
+    """Tested with fifty thousand steps; more steps do not enlarge the page."""
     lines = [record(step, **{"train/loss": math.sin(step) + 3}) for step in range(1, 50_001)]
     lines[31_000]["train/loss"] = 99.0
     samples = [(step, "<" * 100, "&<>'\"" * 400) for step in range(1, 2000)]
@@ -432,13 +434,13 @@ def test_run_page_restart_from_beginning_forgets_earlier_starts(recipe: dict[str
     assert [start["step"] for start in read_run(run).starts] == [0]
     train(recipe, resume=True)
     assert [start["step"] for start in read_run(run).starts] == [0, 8]
-    train(recipe, resume=True)  # there is nothing left to do
+    train(recipe, resume=True)  # nothing is left to do
     assert [start["step"] for start in read_run(run).starts] == [0, 8]
     assert [event["event"] for event in read_run(run).what_happened] == ["resumed"]
 
 
 def test_chart_secondary_axis_has_round_numbers_at_matching_steps() -> None:
-    """With a batch that grows from 100 to 200 tokens at step 50."""
+    """The batch grows from 100 to 200 tokens at step 50."""
     steps = np.arange(101.0)
     tokens = Series(steps, np.where(steps < 50, 100 * steps, 200 * steps - 5000))
     losses = Line("loss", Series(steps, np.exp(-steps)), 0)

@@ -53,7 +53,7 @@ def require_whole(content: bytes) -> None:
 
 
 def draw(run: Path, records: list[dict[str, Any]], *samples: str) -> None:
-    """Draw the picture of a run with these records, which is complete."""
+    """Draw the picture of a run with these records, and check that it is complete."""
     require_whole(report.picture_of(read_run(write(run, records, *samples))))
 
 
@@ -141,6 +141,6 @@ def test_smooth_keeps_constant_values(value: float, count: int) -> None:
 
 
 def test_smooth_halves_weight_per_half_life() -> None:
-    # Weights 1, 1/2, 1/4 from the newest backwards: so few points have a half-life of one.
+    # Weights 1, 1/2, 1/4 backwards from the newest: with so few points, the half-life is one point.
     assert smooth([4.0, 2.0, 1.0]) == pytest.approx([4.0, (2 + 2) / 1.5, (1 + 1 + 1) / 1.75])
     assert smooth([]) == []

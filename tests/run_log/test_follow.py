@@ -1,4 +1,4 @@
-"""Logs that another process writes while they are read."""
+"""Reading logs while another process writes them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_follower_replaced_file_is_read_from_start(tmp_path: Path) -> None:
     follower = LineFollower(path)
     append(path, {"a": 1}, {"a": 2})
     follower.new()
-    # Longer than the first one: its size alone would not tell.
+    # Longer than the first text, so the size alone does not reveal the change.
     append(other, {"a": 1}, {"b": 2}, {"b": 3})
     os.replace(other, path)
     assert follower.new() == ([{"a": 1}, {"b": 2}, {"b": 3}], True)
@@ -55,7 +55,7 @@ def test_follower_replaced_file_is_read_from_start(tmp_path: Path) -> None:
     assert follower.new() == ([], True)
     append(path, {"c": 1})
     assert follower.new() == ([{"c": 1}], False)
-    # Cut short in its place.
+    # Truncated in place.
     path.write_text("", encoding="utf-8")
     assert follower.new() == ([], True)
     follower.close()
@@ -86,7 +86,7 @@ def test_follower_pairs_steps_with_texts_written_after_them(tmp_path: Path) -> N
     append(metrics, {"step": 2}, {"step": 3}, {"no": "step"})
     both = [{"step": 2, "text": "a"}, {"step": 2, "text": "b"}]
     assert follower.new() == [({"step": 2}, both), ({"step": 3}, [])]
-    # Back to step 1, whose successor writes another text.
+    # Back to step 1; the process that continues writes a different text.
     for path in (metrics, samples):
         path.unlink()
     append(samples, {"step": 2, "text": "c"})

@@ -1,4 +1,4 @@
-"""The numbers under the curves: read, thinned, written for people."""
+"""The numbers behind the curves: reading, thinning and formatting them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_metrics_written_and_read_are_bitwise_equal(
     write(path, *records)
     read = read_json_lines(path)
     assert read == records
-    # == takes 0.0 for -0.0 and 1 for 1.0; repr does not.
+    # == treats 0.0 like -0.0 and 1 like 1.0; repr does not.
     assert repr(read) == repr(records)
     assert path.read_bytes().count(b"\n") == len(records)
 
@@ -86,7 +86,7 @@ def test_read_json_lines_skips_last_line_truncated_at_any_byte(tmp_path: Path) -
     whole = path.read_bytes()
     for size in range(start, len(whole) + 1):
         path.write_bytes(whole[:size])
-        # Without its newline alone, the last line still holds all that was said.
+        # If only the newline is missing, the last line is still complete.
         expected = [first, second] if size >= len(whole) - 1 else [first]
         assert read_json_lines(path) == expected
 
@@ -255,7 +255,7 @@ def test_metrics_line_rejected_by_disk_is_undone(tmp_path: Path) -> None:
 
 
 class AlmostFull(Disk):
-    """Takes as many bytes at a time as `room` says, then no more."""
+    """Accepts bytes while `room` allows, then none."""
 
     def __init__(self, *room: int) -> None:
         self.room = list(room)
@@ -269,7 +269,7 @@ class AlmostFull(Disk):
 def test_metrics_partial_write_is_completed_or_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An almost full disk takes a part of a line, then nothing."""
+    """An almost full disk accepts part of a line, then nothing."""
     path = tmp_path / "m.jsonl"
     write(path, {"step": 1})
     before = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The server with a tiny model: on a port of its own in a thread, or without any sockets."""
+"""The server with a tiny model: on its own port in a thread, or without sockets."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KEY = b"Secret-Key-1"
 
 @dataclass
 class Live:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: where.
-        service: what answers.
-        decoder: what it decodes with.
+        url: the base URL of the server.
+        service: the service that handles requests.
+        decoder: the decoder that the service uses.
     """
 
     url: str
@@ -41,23 +41,23 @@ class Live:
 
     @property
     def address(self) -> tuple[str, int]:
-        """For sockets."""
+        """The address for sockets."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
         assert parts.port is not None
         return parts.hostname, parts.port
 
     def connect(self) -> socket.socket:
-        """A connection that gives up when nothing comes."""
+        """Open a connection with a timeout."""
         return socket.create_connection(self.address, timeout=PATIENCE)
 
     def sample(self, name: str, **labels: str) -> float:
-        """A number of /metrics."""
+        """Return the value of a metric in /metrics."""
         return sample(self.service, name, **labels)
 
 
 def sample(service: Service, name: str, **labels: str) -> float:
-    """A number that a service counts; 0 before it is counted first."""
+    """Return the value of one of a service's metrics, or 0 if it has not been counted yet."""
     return service.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
@@ -68,7 +68,7 @@ def live(
     loaded: LoadedModel | None = None,
     **options: Any,
 ) -> Iterator[Live]:
-    """A server on a free port of this machine, in a thread."""
+    """Run a server on a free port of this machine, in a thread."""
     decoder = WatchedDecoder() if decoder is None else decoder
     chosen = ServerOptions(**{"port": 0, "model_name": "tiny", "shutdown_timeout": 0, **options})
     service = Service(loaded or tiny_loaded(), chosen, lambda: decoder)
@@ -95,10 +95,10 @@ class Answer:
     """A response.
 
     Attributes:
-        status: 0 where none has begun.
-        headers: the last of each name.
-        body: as far as it has come.
-        complete: whether its end has come.
+        status: the HTTP status, or 0 before the response has started.
+        headers: the last value for each name.
+        body: the part of the body received so far.
+        complete: True if the body has ended.
     """
 
     status: int = 0
@@ -108,12 +108,12 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
+        """Parse the body as JSON."""
         return json.loads(self.body)
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error, which must have OpenAI's shape."""
+        """Return the error, which must have OpenAI's format."""
         (error,) = self.json.values()
         assert set(self.json) == {"error"}
         assert set(error) == {"message", "type", "param", "code"}
@@ -128,10 +128,10 @@ class Answer:
 
 @dataclass
 class Request:
-    """A request that a test makes without sockets.
+    """A request sent without sockets.
 
     Attributes:
-        gone: to be set when the client goes away.
+        gone: event that the test sets when the client disconnects.
     """
 
     method: str
@@ -144,7 +144,7 @@ class Request:
     state: dict[str, Any] = field(default_factory=dict)
 
     async def receive(self) -> dict[str, Any]:
-        """As ASGI has it."""
+        """Receive an ASGI message."""
         if self.body:
             content = self.body.pop(0)
             return {"type": "http.request", "body": content, "more_body": bool(self.body)}
@@ -152,7 +152,7 @@ class Request:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """As ASGI has it."""
+        """Send an ASGI message."""
         if message["type"] == "http.response.start":
             assert self.answer.status == 0
             self.answer.status = message["status"]
@@ -167,11 +167,11 @@ class Request:
 
 
 class Direct:
-    """An application that is called without sockets.
+    """An application called without sockets.
 
     Attributes:
-        service: what answers.
-        decoder: what it decodes with.
+        service: the service that handles requests.
+        decoder: the decoder that the service uses.
     """
 
     def __init__(self, app: ASGIApp, service: Service, decoder: WatchedDecoder) -> None:
@@ -183,17 +183,17 @@ class Direct:
         self.service.loop = asyncio.get_running_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """In the application's event loop."""
+        """Run a coroutine in the application's event loop."""
         return self._runner.run(coroutine)
 
     def close(self) -> None:
-        """End it."""
+        """Stop the application."""
         self.decoder.release()
         self.service.stop()
         self._runner.close()
 
     async def answer(self, request: Request) -> Answer:
-        """Ask, in the event loop."""
+        """Send a request within the event loop and return the response."""
         path, _, query = request.path.partition("?")
         scope = {
             "type": "http",
@@ -222,7 +222,7 @@ class Direct:
         headers: list[tuple[bytes, bytes]] | None = None,
         body: list[bytes] | None = None,
     ) -> Answer:
-        """Ask, and wait for the answer. `content` is sent as JSON, `body` as it is."""
+        """Send a request and wait for the response. `content` is sent as JSON, `body` unchanged."""
         request = request_for(path, content, method=method, headers=headers, body=body)
         return self.run(self.answer(request))
 
@@ -235,7 +235,7 @@ def request_for(
     headers: list[tuple[bytes, bytes]] | None = None,
     body: list[bytes] | None = None,
 ) -> Request:
-    """A request with JSON, or with other headers and another body."""
+    """Create a request with JSON, or with other headers and another body."""
     if body is None:
         body = [b"" if content is None else json.dumps(content).encode()]
     if headers is None:
@@ -252,7 +252,7 @@ def new_direct(
     max_queue: int = 64,
     limits: Limits | None = None,
 ) -> Direct:
-    """An application with a tiny model."""
+    """Create an application with a tiny model."""
     decoder = WatchedDecoder() if decoder is None else decoder
     options = ServerOptions(model_name="tiny", max_queue=max_queue, limits=limits or Limits())
     service = Service(loaded or tiny_loaded(), options, lambda: decoder)
@@ -262,7 +262,7 @@ def new_direct(
 
 
 def events(body: bytes) -> list[Any]:
-    """The server-sent events of a stream, which must end as OpenAI's do."""
+    """Return the server-sent events of a stream, which must end like OpenAI's streams."""
     parts = body.decode().split("\n\n")
     assert parts.pop() == ""
     assert all(part.startswith("data: ") for part in parts)

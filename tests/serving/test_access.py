@@ -1,4 +1,4 @@
-"""Who may ask: keys, names of the host, pages of elsewhere."""
+"""Access control: API keys, host names, and pages from other origins."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WRONG_KEYS: dict[str, list[bytes]] = {
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Direct]:
-    """An application with a key."""
+    """Create an application with a key."""
     app = new_direct(access=Access("0.0.0.0", KEY))
     yield app
     app.close()
@@ -59,7 +59,9 @@ def locked() -> Iterator[Direct]:
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[Direct]:
-    """An application for this machine, without a key, that one page elsewhere may ask."""
+    """Create an application for this machine that does not require a key and allows one other
+    origin.
+    """
     app = new_direct(access=Access("127.0.0.1", None, ["My.Box"], ["https://Page.example", "null"]))
     yield app
     app.close()
@@ -155,7 +157,7 @@ def test_access_foreign_host_name_returns_403(local: Direct, path: str, hosts: l
     "origins",
     [
         [b"https://evil.example"],
-        [b"http://localhost"],  # another port than that of the header Host
+        [b"http://localhost"],  # a port that differs from the Host header's
         [b"http://localhost:3000"],
         [b"https://localhost:8000"],  # another scheme
         [b"x://localhost:8000"],
@@ -235,7 +237,7 @@ def test_access_public_server_accepts_any_or_listed_host_names() -> None:
 
 
 def is_answered(access: Access, name: str) -> bool:
-    """Whether a request with this name in its header Host has access."""
+    """Return True if a request with this name in its Host header has access."""
     headers = [(b"host", name.encode())]
     try:
         access.require({"type": "http", "scheme": "http", "path": "/", "headers": headers})

@@ -1,4 +1,6 @@
-"""The chat page without a browser: who may ask, what the page may do, settings, one at a time."""
+"""The chat page without a browser: access, content security policy, settings, and one answer at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.serving.access import LoopbackGuard, content_security_policy
 from firstlight.serving.chat_page import Address, Answers, changed_settings, require_web
 
-# Who may ask
+# Access
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_chat_page_without_chainlit_names_install_command(
         require_web("127.0.0.1", 8000)
 
 
-# What the page may do
+# Content security policy
 
 
 def rules_of(policy: str) -> dict[str, list[str]]:
@@ -122,7 +124,7 @@ def test_chat_page_tags_with_external_hosts_are_removed() -> None:
 
 
 def asked(app: Any, scope: Scope) -> list[Message]:
-    """What an ASGI application sends."""
+    """Return the messages that an ASGI application sends."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -236,7 +238,7 @@ def test_chat_page_invalid_settings_raise_config_error(
 
 
 class Slow:
-    """A session whose tokens come when the test lets them."""
+    """A session that generates a token whenever the test allows it."""
 
     def __init__(self, running: list[int]) -> None:
         self.permits = threading.Semaphore(0)
@@ -290,7 +292,7 @@ def pieces_of(answers: Answers, session: Slow, text: str) -> Any:
 
 
 async def close(pieces: Any, session: Slow) -> None:
-    """End an answer; the token that its thread waits for comes after it was told to stop."""
+    """Close an answer. The token for which its thread waits comes after the request to stop."""
     closing = asyncio.ensure_future(pieces.aclose())
     while not session.stopped.is_set():
         await asyncio.sleep(0)
@@ -304,7 +306,7 @@ def test_chat_page_streams_pieces_without_blocking_event_loop() -> None:
         pieces = pieces_of(answers, session, "a")
         for number in range(3):
             coming = asyncio.ensure_future(anext(pieces))
-            await asyncio.sleep(0)  # others have their turn while the model works
+            await asyncio.sleep(0)  # other tasks run while the model computes
             assert not coming.done()
             session.permits.release()
             assert await coming == f"a{number}"
@@ -335,7 +337,7 @@ def test_chat_page_second_answer_waits_for_first() -> None:
 
 
 def reading(answers: Answers, session: Slow, text: str) -> asyncio.Task[None]:
-    """Somebody who takes all pieces of an answer."""
+    """Read all pieces of an answer."""
 
     async def read() -> None:
         async with contextlib.aclosing(pieces_of(answers, session, text)) as pieces:
@@ -351,7 +353,7 @@ def test_chat_page_cancelled_answer_releases_model_after_it_stops(times: int) ->
         one, other = sessions
         one.permits.release()
         task = reading(answers, one, "a")
-        while one.tried < 2:  # it waits for its second token
+        while one.tried < 2:  # the answer waits for its second token
             await asyncio.sleep(0)
         for _ in range(times):
             task.cancel()

@@ -1,4 +1,4 @@
-"""Connections that are slow, too many, too large or no HTTP at all, on real sockets."""
+"""Connections that are slow, too many, too large, or not HTTP, on real sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of one response that says how long it is."""
+    """Read the status, headers and body of one response with a content length."""
     received = b""
     while b"\r\n\r\n" not in received:
         piece = connection.recv(4096)
@@ -34,12 +34,12 @@ def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
     headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
     while len(body) < int(headers["content-length"]):
         body += connection.recv(4096)
-    assert len(body) == int(headers["content-length"])  # and nothing comes behind it
+    assert len(body) == int(headers["content-length"])  # nothing follows the response
     return int(status.split()[1]), headers, body
 
 
 def require_error(connection: socket.socket, status: int) -> None:
-    """Read an error of OpenAI's shape."""
+    """Read an error in OpenAI's format."""
     found, headers, body = read_answer(connection)
     assert found == status
     assert headers["content-type"] == "application/json"
@@ -47,7 +47,7 @@ def require_error(connection: socket.socket, status: int) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Wait until the server has closed it."""
+    """Wait until the server has closed the connection."""
     try:
         while connection.recv(4096):
             pass
@@ -58,14 +58,16 @@ def is_closed(connection: socket.socket) -> bool:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    """One whose patience is short."""
+    """Run a server with short timeouts."""
     limits = Limits(header_timeout=0.3, body_timeout=0.3, max_body_bytes=1000)
     with live(limits=limits) as running:
         yield running
 
 
 def drip(connection: socket.socket, content: bytes) -> bool:
-    """Send byte by byte, slower than the server's patience; whether it was cut off."""
+    """Send byte by byte, too slowly for the server's timeout. Return True if the server closed the
+    connection.
+    """
     connection.settimeout(0.05)
     for place in range(10_000):
         try:
@@ -185,7 +187,7 @@ def test_connection_invalid_http_or_long_head_is_rejected(server: Live, content:
         try:
             received = connection.recv(4096)
         except ConnectionResetError:
-            return  # it sent more than is read
+            return  # the test sent more than the server reads
         assert received.split()[1] in (b"400", b"403", b"431")
         assert is_closed(connection)
 
@@ -225,7 +227,7 @@ def test_connection_bytes_after_request_are_discarded(monkeypatch: pytest.Monkey
         content = content_for("/v1/completions", stream=True, max_tokens=9)
         connection.sendall(raw_request("/v1/completions", content))
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-        connection.sendall(HEALTH * 100_000)  # more than fits into the system's buffers
+        connection.sendall(HEALTH * 100_000)  # more than the system's buffers can hold
         assert kept < 10_000
         decoder.release()
         assert is_closed(connection)
@@ -311,7 +313,7 @@ def test_server_shutdown_completes_or_ends_answers_in_bounded_time(whole: bool) 
 
 
 def wait_for_end(server: Live) -> None:
-    """Until the scheduler has been told to stop."""
+    """Wait until the scheduler has been told to stop."""
     scheduler = server.service.scheduler
     with scheduler._changed:
         assert scheduler._changed.wait_for(lambda: scheduler._stopping, PATIENCE)

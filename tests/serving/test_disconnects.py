@@ -1,4 +1,4 @@
-"""Clients that go away, and clients that don't read: what was for them ends, and nothing stays."""
+"""Clients that disconnect or do not read: their requests end, and no resources are leaked."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 def content_for(path: str, **fields: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
     needed = {"prompt": "x"} if path == PATHS[0] else plain
-    # Greedy: the token that ends a turn isn't met by chance.
+    # Greedy: the token that ends a turn is not sampled by chance.
     return {**needed, "max_tokens": 60, "temperature": 0, **fields}
 
 
 @contextmanager
 def held(sequences: int = 2) -> Iterator[Direct]:
-    """An application whose decoder waits for the test."""
+    """Create an application whose decoder waits for the test."""
     app = new_direct(WatchedDecoder(sequences, held=True))
     try:
         yield app
@@ -45,7 +45,7 @@ def held(sequences: int = 2) -> Iterator[Direct]:
 
 
 async def begun(app: Direct, request: Request, steps: int) -> asyncio.Task[Any]:
-    """A request, after so many steps."""
+    """Start a request, and return it after this many steps."""
     task = asyncio.create_task(app.answer(request))
     app.decoder.allow(steps)
     await asyncio.to_thread(app.decoder.wait_for, lambda: app.decoder.steps == steps)
@@ -69,7 +69,7 @@ def test_disconnected_client_costs_at_most_two_more_steps(path: str, stream: boo
         status = "200" if stream else "499"
         assert sample(app.service, "firstlight_requests_total", route=path, status=status) == 1
         app.decoder.release()
-        # The decoder may go on as it likes; when another text is complete, it has nothing else.
+        # The decoder is free to run. Once another text is complete, nothing else is left.
         other = app.ask(PATHS[0], content_for(PATHS[0], max_tokens=4))
         assert other.status == 200
         assert app.decoder.steps <= 5 + 2 + 3
@@ -135,7 +135,7 @@ def test_disconnect_during_write_ends_texts() -> None:
 
 
 def raw_request(path: str, content: Any) -> bytes:
-    """As a client sends it."""
+    """Return the bytes of a request as a client sends them."""
     body = json.dumps(content).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -143,7 +143,7 @@ def raw_request(path: str, content: Any) -> bytes:
 
 @contextmanager
 def counting_answers(server: Live, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Gives a function that waits until so many requests are over."""
+    """Yield a function that waits until this many requests have ended."""
     changed, over = threading.Condition(), 0
     plain = server.service.metrics.requests.labels
 
@@ -200,7 +200,7 @@ def test_half_closed_client_receives_its_answer(stream: bool) -> None:
         connection.shutdown(socket.SHUT_WR)
         decoder.release()
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    # What is written to see whether the client is gone has no meaning to it.
+    # Bytes that the server wrote to detect a disconnect have no meaning for the client.
     *interim, head, body = answer.replace(b":\n\n", b"").split(
         b"\r\n\r\n", answer.count(b" 100 ") + 1
     )
@@ -211,7 +211,7 @@ def test_half_closed_client_receives_its_answer(stream: bool) -> None:
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers whose buffers for unread bytes are soon full."""
+    """Give servers small buffers for unread bytes."""
     plain = socket.create_server
 
     def small(*args: Any, **values: Any) -> socket.socket:
@@ -264,7 +264,8 @@ def test_client_with_full_buffers_is_given_time_then_dropped(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(server.address)
         content = content_for(PATHS[1], n=8, logprobs=True, top_logprobs=20)
-        connection.sendall(raw_request(PATHS[1], content))  # plain: half a megabyte at once
+        # without streaming: half a megabyte at once
+        connection.sendall(raw_request(PATHS[1], content))
         wait_for_answers(1)
         assert lost.wait(PATIENCE), f"waited {PATIENCE:g} s for the end of the connection"
         connection.settimeout(PATIENCE)
@@ -278,12 +279,12 @@ def test_client_with_full_buffers_is_given_time_then_dropped(
 
 
 def drop(server: Live, generator: random.Random) -> int:
-    """Ask, read a little or nothing, and go away; return how many requests were made."""
+    """Send requests, read little or nothing, and disconnect. Return the number of requests."""
     path = generator.choice(PATHS)
     content = content_for(path, stream=generator.random() < 0.6, n=generator.randint(1, 3))
     sent = raw_request(path, {**content, "max_tokens": generator.randint(20, 90)})
     connection = server.connect()
-    if generator.random() < 0.2:  # before it is whole
+    if generator.random() < 0.2:  # before the request is complete
         connection.sendall(sent[: generator.randrange(len(sent))])
         connection.close()
         return 0
@@ -298,7 +299,7 @@ def drop(server: Live, generator: random.Random) -> int:
 
 
 def dropped(server: Live, count: int, seed: int) -> None:
-    """So many clients that go away, four at a time; afterwards nothing is left of them."""
+    """Disconnect this many clients, four at a time, then check that no resources are left."""
 
     def some(part: int) -> None:
         generator = random.Random(seed * 100 + part)
@@ -310,14 +311,14 @@ def dropped(server: Live, count: int, seed: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    # Those that went away are before this one, whatever state they are in.
+    # Disconnected clients come before this one, whatever their state is.
     with server.connect() as last:
         last.sendall(raw_request(PATHS[0], content_for(PATHS[0], max_tokens=3)))
         assert last.recv(2000).startswith(b"HTTP/1.1 200")
 
 
 def wait_for_nothing(server: Live) -> None:
-    """Ask until the server has no texts but those of the one who asks."""
+    """Send requests until the server has no other texts."""
     for _ in range(10_000):
         with server.connect() as connection:
             connection.sendall(raw_request(PATHS[0], content_for(PATHS[0], max_tokens=2)))
@@ -329,7 +330,7 @@ def wait_for_nothing(server: Live) -> None:
 
 
 def jobs_left() -> int:
-    """How many sequences anything in this process still knows of."""
+    """Return the number of sequences still referenced in this process."""
     gc.collect()
     return sum(type(one) is ScheduledSequence for one in gc.get_objects())
 
@@ -341,7 +342,7 @@ def test_fifty_dropped_connections_leave_nothing() -> None:
         wait_for_nothing(server)
         assert len(server.decoder) == 0
         assert server.sample("firstlight_client_disconnects_total") > 5
-        assert jobs_left() <= before + 1  # the loop's variable
+        assert jobs_left() <= before + 1  # the loop variable
 
 
 @pytest.mark.slow
@@ -389,7 +390,7 @@ def test_failed_stream_delivers_unread_text_to_slow_client() -> None:
         plain_send = request.send
 
         async def send(message: Any) -> None:
-            await failed.wait()  # the first piece is on its way until then
+            await failed.wait()  # the first piece is not sent before
             await plain_send(message)
 
         request.send = send  # type: ignore[method-assign]

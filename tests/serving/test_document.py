@@ -1,6 +1,6 @@
-"""The OpenAPI document: what it says of a request is what is accepted, and what it says of an
-answer is what comes. The examples are what schemathesis found, which
-tests/faults/test_fuzzed_server.py runs."""
+"""The OpenAPI document describes exactly the requests that are accepted and the responses that are
+sent. The examples were found by schemathesis, which tests/faults/test_fuzzed_server.py runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = tiny_tokenizer().vocab_size
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[Direct]:
-    """An application for this machine."""
+    """Create an application for this machine."""
     app = new_direct(WatchedDecoder(8))
     yield app
     app.close()
@@ -32,18 +32,18 @@ def direct() -> Iterator[Direct]:
 
 @pytest.fixture(scope="module")
 def document(direct: Direct) -> Any:
-    """Its document."""
+    """Return its OpenAPI document."""
     return direct.ask("/openapi.json").json
 
 
 def is_documented(document: Any, path: str, body: Any) -> bool:
-    """Whether a body is one that the document allows."""
+    """Return True if the document allows a request body."""
     (media,) = document["paths"][path]["post"]["requestBody"]["content"].values()
     schema = {**media["schema"], "components": document["components"]}
     return bool(jsonschema_rs.is_valid(schema, body))
 
 
-#: Fields, and whether they are fine.
+#: Fields, and True if they are valid.
 BOTH: list[tuple[dict[str, Any], bool]] = [
     ({"seed": 610.0}, True),
     ({"seed": 610.5}, False),
@@ -92,7 +92,7 @@ CHATS: list[tuple[dict[str, Any], bool]] = [
     ({"top_logprobs": 2, "logprobs": False}, False),
     ({"top_logprobs": 2, "logprobs": True}, True),
     ({"top_logprobs": None}, True),
-    ({"max_completion_tokens": 4}, False),  # beside max_tokens
+    ({"max_completion_tokens": 4}, False),  # together with max_tokens
     ({"max_completion_tokens": 4, "max_tokens": None}, True),
     ({"max_tokens": 0}, False),
     ({"tools": [], "tool_choice": "auto"}, True),

@@ -1,4 +1,6 @@
-"""`echo` with log-probabilities: what lm-evaluation-harness' local-completions scores by."""
+"""`echo` with log-probabilities, which lm-evaluation-harness's local-completions model uses for
+scoring.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ PROMPT = "the star falls 日本"
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[Direct]:
-    """An application for this machine."""
+    """Create an application for this machine."""
     app = new_direct()
     yield app
     app.close()
 
 
 def asked(direct: Direct, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a greedy completion with echo."""
+    """Return the choices of a greedy completion with echo."""
     answer = direct.ask(PATH, {"echo": True, "temperature": 0, **fields})
     assert answer.status == 200, answer.body
     found: list[dict[str, Any]] = answer.json["choices"]
@@ -39,14 +41,16 @@ def asked(direct: Direct, **fields: Any) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def expected_logprobs(ids: list[int]) -> list[float]:
-    """Of all tokens but the first, by one pass over the whole."""
+    """Return the log-probabilities of all tokens but the first, from one forward pass."""
     logprobs_TV = tiny_model()(torch.tensor([ids]))[0, :-1].log_softmax(-1)
     found: list[float] = logprobs_TV.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     return found
 
 
 def require_scored(choice: dict[str, Any], ids: list[int], top: int) -> None:
-    """The log-probabilities are the model's, at the right tokens, with the likeliest beside."""
+    """Check that the log-probabilities are the model's and belong to the right tokens, and that the
+    most likely tokens are listed.
+    """
     found = choice["logprobs"]
     assert {len(values) for values in found.values()} == {len(ids)}
     assert found["token_logprobs"][0] is None
@@ -157,7 +161,7 @@ def test_echo_non_finite_weights_return_500(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_echo_duplicate_token_text_keeps_highest_log_probability() -> None:
-    """By the highest value, clients see whether a token was the likeliest."""
+    """Clients use the highest value to find out if a token was the most likely one."""
     from firstlight.generation.continuation import TokenLogprob
     from firstlight.serving.response import LogprobsWriter, TokenTexts
 

@@ -1,4 +1,6 @@
-"""Requests of all kinds, made by the thousand: no 5xx, and every error in OpenAI's shape."""
+"""Thousands of generated requests of all kinds: no 5xx status, and every error in OpenAI's
+format.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ JSON = st.recursive(
 )
 _TEXT = st.text(max_size=30) | st.sampled_from(["the star", "<|im_end|>", "日本 🙂"])
 _IDS = st.lists(st.integers(0, 321), min_size=1, max_size=10)
-#: Values that are allowed; of others there are enough in JSON.
+#: Valid values; JSON provides enough invalid ones.
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prompt": _TEXT
     | st.lists(_TEXT, min_size=1, max_size=3)
@@ -81,7 +83,7 @@ _SPOILED = [b"", b"", b"\x00", b"\xff", b'"', b"{", b"]", b"NaN", b"9" * 50]
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, bytes]:
-    """Paths and bodies, from what is fine to what is nonsense."""
+    """Generate paths and bodies, from valid requests to random bytes."""
     path = draw(st.sampled_from(sorted(PATHS)))
     needed = _NEEDED[path]
     if draw(st.integers(0, 9)) == 0:
@@ -93,7 +95,7 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
         content[draw(st.sampled_from(NAMES))] = draw(JSON)
     body = json.dumps(content).encode()
-    if draw(st.integers(0, 4)) == 0:  # a part of it, or something in the middle of it
+    if draw(st.integers(0, 4)) == 0:  # truncate the body, or insert something
         place, added = draw(st.integers(0, len(body))), draw(st.sampled_from(_SPOILED))
         body = body[:place] + added + (body[place:] if added else b"")
     return path, body
@@ -101,14 +103,14 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[Direct]:
-    """An application that is asked many times."""
+    """Create an application that receives many requests."""
     app = new_direct(WatchedDecoder(8))
     yield app
     app.close()
 
 
 def require_proper(answer: Answer, path: str) -> None:
-    """No 5xx, OpenAI's shape in every case."""
+    """Check that the status is not 5xx and that the response has OpenAI's format."""
     assert answer.complete
     assert answer.status in (200, 400, 404), answer.body
     if answer.status != 200:
@@ -126,7 +128,7 @@ def require_proper(answer: Answer, path: str) -> None:
 
 
 def hunted(direct: Direct, count: int) -> tuple[Callable[[], None], list[int]]:
-    """A hypothesis test of so many requests, and the statuses that it will have seen."""
+    """Return a hypothesis test with this many requests, and the list that gets their statuses."""
     statuses: list[int] = []
 
     @settings(max_examples=count, suppress_health_check=list(HealthCheck), database=None)
@@ -149,7 +151,7 @@ def test_server_answers_three_hundred_generated_requests(direct: Direct) -> None
     hunt, statuses = hunted(direct, 300)
     hunt()
     require_settled(direct)
-    # Enough of them are fine for the others to be told apart from them.
+    # Enough requests of both kinds, valid and invalid.
     assert len(statuses) >= 300
     assert statuses.count(200) > 45
     assert statuses.count(400) > 45

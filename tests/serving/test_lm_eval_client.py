@@ -1,4 +1,4 @@
-"""lm-evaluation-harness' own local-completions model, against a server on a port."""
+"""lm-evaluation-harness's local-completions model with a server on a port."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from firstlight.lora.loading import LoadedModel, load_model
 
 pytest.importorskip("lm_eval")
 
-# What the harness and its dependencies warn of while they are imported and run is not ours.
+# Warnings from the import and use of the harness and its dependencies do not concern firstlight.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def local_completions(url: str, folder: Path, **options: Any) -> Any:
-    """The harness' model, with the tokenizer of a folder."""
+    """Create the harness model with the tokenizer of a folder."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     return LocalCompletionsAPI(
@@ -45,7 +45,7 @@ def requests(pairs: list[tuple[str, str]]) -> list[Any]:
 
 
 def drawn_pairs() -> list[tuple[str, str]]:
-    """Contexts with two continuations each; the model's own greedy one is among them."""
+    """Draw contexts with two continuations each, including the model's own greedy one."""
     generator = random.Random(4)
     words = "the a light first dawn star river stone bird".split()
     loaded = tiny_loaded()
@@ -96,7 +96,7 @@ def test_lm_eval_client_hellaswag_scores_match_built_in_scorer(shared: Path, cou
     asked = requests([(item.context, f" {end}") for item in items for end in item.choices])
     decoder: Any = _Released(loaded.model, 8, context)
     with live(decoder, loaded=loaded) as server:
-        # The tokenizer puts <s> before a text, and so must the harness.
+        # The tokenizer adds <s> before a text, so the harness must do so, too.
         lm = local_completions(
             server.url, folder, batch_size=16, max_length=context, add_bos_token=True
         )
@@ -110,7 +110,7 @@ def test_lm_eval_client_hellaswag_scores_match_built_in_scorer(shared: Path, cou
 
 
 class _Released(BatchDecoder):
-    """A plain decoder where a watched one is expected."""
+    """A plain decoder in place of a watched one."""
 
     def release(self) -> None:
-        """It is never held."""
+        """Do nothing: this decoder is never held."""

@@ -1,4 +1,4 @@
-"""OpenAI's own client, against a server on a port."""
+"""OpenAI's client with a server on a port."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MESSAGES: list[Any] = [
 
 
 def client_of(server: Live, key: str = KEY.decode()) -> Any:
-    """One that tries once."""
+    """Create a client without retries."""
     return openai.OpenAI(
         base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_SECONDS
     )
@@ -37,25 +37,25 @@ def client_of(server: Live, key: str = KEY.decode()) -> Any:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    """One with a key, for all tests of this file that don't hold it up."""
+    """Run a server with a key, for all tests of this file that do not block it."""
     with live(api_key=KEY) as running:
         yield running
 
 
 @pytest.fixture
 def client(server: Live) -> Iterator[Any]:
-    """A client with the right key."""
+    """Create a client with the right key."""
     with client_of(server) as one:
         yield one
 
 
 def alone(prompt: str = PROMPT, **config: Any) -> str:
-    """What firstlight.generate says."""
+    """Return the result of firstlight.generate."""
     return generate(tiny_loaded(), prompt, **config).text
 
 
 def chat_alone(max_new_tokens: int) -> str:
-    """What the model says after the conversation."""
+    """Return the model's answer to the conversation."""
     ids = tiny_tokenizer().encode_chat(MESSAGES, add_generation_prompt=True)
     config = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0)
     text = continuation(tiny_loaded(), ids, config)
@@ -114,7 +114,7 @@ def test_openai_chat_returns_message_and_usage(client: Any) -> None:
     assert choice.finish_reason == "length"
     ids = tiny_tokenizer().encode_chat(MESSAGES, add_generation_prompt=True)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), 9)
-    # The answer can be sent back as it is.
+    # The response can be sent back unchanged.
     again = client.chat.completions.create(
         model="tiny",
         messages=[*MESSAGES, choice.message, {"role": "user", "content": "one"}],
@@ -389,7 +389,7 @@ def test_openai_full_queue_raises_rate_limit_error() -> None:
         decoder.release()
         assert list(first)[-1].choices[0].finish_reason == "length"
         assert server.sample("firstlight_queue_refusals_total") == 1
-        # There is room once more.
+        # There is a free place again.
         client.completions.create(model="tiny", prompt="x")
 
 

@@ -1,4 +1,4 @@
-"""The scheduler: who is decoded with whom, in which order, and what happens when one fails."""
+"""The scheduler: batching, order, and failures of single requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from firstlight.serving.scheduler import QueueFullError, ScheduledSequence, Sche
 def scheduling(
     decoder: WatchedDecoder, *, max_queue: int = 100
 ) -> Iterator[tuple[Scheduler, Collected]]:
-    """A scheduler that ends with the block."""
+    """Run a scheduler that stops at the end of the block."""
     collected = Collected()
     scheduler = new_scheduler(decoder, collected, max_queue=max_queue)
     try:
@@ -78,7 +78,7 @@ def test_scheduler_texts_join_and_leave_running_batch_independently() -> None:
         decoder.allow(3)
         collected.wait(short)
         assert not collected.ended(long)
-        # Both had a token in one delivery: they ran in one batch.
+        # Both got a token in the same delivery, so they were in one batch.
         assert [long, short] in collected.batches
         decoder.allow(20)
         collected.wait(long)
@@ -104,19 +104,19 @@ def test_scheduler_delivers_first_token_before_next_step() -> None:
 
 
 def test_scheduler_serves_texts_in_order_of_arrival() -> None:
-    """Short texts that keep coming don't delay one that came before them."""
+    """A steady stream of short texts does not delay an earlier text."""
     decoder = WatchedDecoder(2)
     with scheduling(decoder, max_queue=1000) as (scheduler, collected):
         generator = random.Random(0)
         sequences = [new_sequence(max_new_tokens=generator.randint(1, 12)) for _ in range(200)]
         for number, sequence in enumerate(sequences):
-            sequence.text.prompt_ids.append(number % 320)  # to know it by
+            sequence.text.prompt_ids.append(number % 320)  # identifies the text
         started: list[ScheduledSequence] = []
         order: list[ScheduledSequence] = []
 
         def submit(part: Sequence[ScheduledSequence]) -> None:
             for sequence in part:
-                with scheduler._changed:  # the order in which they get in line
+                with scheduler._changed:  # the order in which they are queued
                     order.append(sequence)
                     scheduler.submit([sequence])
 
@@ -144,7 +144,7 @@ def test_scheduler_long_prompt_lets_others_continue_before_next_joins() -> None:
         decoder.allow(1)
         decoder.wait_for(lambda: len(decoder.prompts) == 2)
         decoder.wait_for(lambda: decoder.steps == 1)
-        decoder.allow(1)  # with the second
+        decoder.allow(1)  # together with the second
         decoder.wait_for(lambda: len(decoder.prompts) == 3)
         assert decoder.steps == 2
         decoder.release()
@@ -181,7 +181,7 @@ def test_scheduler_cancelled_job_is_removed_within_two_steps(others: int) -> Non
         decoder.allow(3)
         decoder.wait_for(lambda: decoder.steps == 3)
         scheduler.cancel([dropped])
-        decoder.allow(9)  # with none left, only the step that may have been begun is done
+        decoder.allow(9)  # if none is left, only a step already in progress is completed
         collected.wait(*kept)
         decoder.release()
         after = new_sequence("one")
@@ -203,7 +203,7 @@ def test_scheduler_cancelled_waiting_job_frees_place_immediately() -> None:
         scheduler.submit([third])
         decoder.release()
         collected.wait(first, third)
-        scheduler.cancel([first, second, third])  # what is over is nobody's loss
+        scheduler.cancel([first, second, third])  # canceling a finished sequence has no effect
     assert second not in collected.updates
 
 
@@ -254,7 +254,7 @@ def test_scheduler_prompt_rejected_by_decoder_fails_alone() -> None:
 def test_scheduler_prompt_failing_after_joint_start_fails_alone() -> None:
     decoder = WatchedDecoder(4)
     with scheduling(decoder) as (scheduler, collected):
-        # Prompts that are scored join one by one: the first is there when the second fails.
+        # Prompts to be scored join one at a time: the first has joined when the second fails.
         good, bad = (new_sequence(prompt_logprobs=0) for _ in range(2))
         bad.text.prompt_ids[0] = 10**6
         scheduler.submit([good, bad])

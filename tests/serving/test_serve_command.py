@@ -1,4 +1,6 @@
-"""`firstlight serve` as a process: starting, refusing to start, ending, and standing a siege."""
+"""`firstlight serve` as a process: start, refusal to start, shutdown, and operation under
+attack.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a folder."""
+    """Save the tiny model in a folder."""
     made = tmp_path_factory.mktemp("models") / "my-model"
     made.mkdir()
     for name, text in model_files(tiny_model().config, tiny_tokenizer()).items():
@@ -59,7 +61,7 @@ class Running:
 
     Attributes:
         process: the command.
-        ready: what --json printed.
+        ready: the JSON object printed by --json.
     """
 
     process: subprocess.Popen[bytes]
@@ -67,15 +69,15 @@ class Running:
 
     @property
     def address(self) -> tuple[str, int]:
-        """For sockets."""
+        """The address for sockets."""
         return "127.0.0.1", int(self.ready["url"].rpartition(":")[2])
 
     def connect(self) -> socket.socket:
-        """A connection that gives up when nothing comes."""
+        """Open a connection with a timeout."""
         return socket.create_connection(self.address, timeout=PATIENCE)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Exit code and stderr after a signal."""
+        """Send a signal and return exit code and stderr."""
         self.process.send_signal(number)
         _, said = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, said.decode()
@@ -83,7 +85,7 @@ class Running:
 
 @contextmanager
 def running(folder: Path, *options: str, **environment: str) -> Iterator[Running]:
-    """The command, once it is ready."""
+    """Run the command, and yield it once it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-m", "firstlight", "serve", str(folder), "--port=0", "--json", *options],
         stdout=subprocess.PIPE,
@@ -108,7 +110,7 @@ def test_serve_prints_address_and_exits_with_0(folder: Path) -> None:
         ready = server.ready
         assert ready["model"] == "my-model"
         assert (ready["max_batch_size"], ready["max_context_tokens"]) == (3, 64)
-        # 2 layers, 2 heads of 4, keys and values, 4 bytes each.
+        # 2 layers, 2 heads of dimension 4, keys and values, 4 bytes each.
         assert ready["cache_bytes"] == 2 * 2 * 4 * 2 * 4 * 64 * 3
         assert ready["needs_key"] is False
         with urllib.request.urlopen(f"{ready['url']}/v1/models", timeout=PATIENCE) as answer:
@@ -166,7 +168,7 @@ def test_serve_signals_ignored_at_start_stay_ignored(number: int) -> None:
 
 
 def invoke(*arguments: str) -> Any:
-    """The error of a command that doesn't start."""
+    """Return the error of a command that does not start."""
     result = CliRunner().invoke(serve_command, arguments)
     return result.exception
 
@@ -200,11 +202,11 @@ def test_serve_missing_package_names_install_command(monkeypatch: pytest.MonkeyP
         require_packages()
 
 
-# A siege
+# Attacks
 
 
 class Besieger:
-    """Slow connections and others that are up to no good, all at once, until it is told to end."""
+    """Opens slow and malicious connections, all at the same time, until it is told to stop."""
 
     def __init__(self, server: Running, slow: int) -> None:
         self._server, self._slow = server, slow
@@ -228,7 +230,9 @@ class Besieger:
             assert not thread.is_alive()
 
     def _drip(self) -> None:
-        """Hold connections, send a byte on one after the other, replace those that are closed."""
+        """Hold connections open, send one byte on each in turn, and replace those that are
+        closed.
+        """
         generator = random.Random(0)
         beginnings = (HEALTH[:9], POST + b"Content-Length: 900\r\n\r\n", b"")
         with ExitStack() as stack:
@@ -277,7 +281,7 @@ class Besieger:
 
 
 def besieged(folder: Path, slow: int, requests: int) -> tuple[list[float], Besieger]:
-    """Seconds that each of so many good requests took."""
+    """Return the seconds taken by each valid request during an attack."""
     took = []
     with running(folder, "--header-timeout=2", "--body-timeout=2") as server:
         with Besieger(server, slow) as besieger:
@@ -352,8 +356,10 @@ def test_serve_second_interrupt_before_shutdown_ends_answers() -> None:
 def test_serve_second_interrupt_ends_answers_with_api_error(
     folder: Path, tmp_path: Path, stream: bool
 ) -> None:
-    """Neither a plain-text 500 nor a traceback; the first one would wait for ten minutes."""
-    # Four million steps, one after the other, which no machine does before the second signal.
+    """The response is neither a plain-text 500 nor a traceback. A single interrupt would wait for
+    ten minutes.
+    """
+    # Four million sequential steps, which no machine completes before the second signal.
     long = Path(shutil.copytree(folder, tmp_path / "model"))
     config = json.loads((long / "config.json").read_text(encoding="utf-8"))
     write_file(long / "config.json", json.dumps({**config, "max_position_embeddings": 8192}))
@@ -383,7 +389,7 @@ def test_serve_second_interrupt_ends_answers_with_api_error(
 
 
 def wait_until_running(server: Running, connection: socket.socket) -> None:
-    """Wait until texts are generated for the request that was sent through the connection."""
+    """Wait until the server generates texts for the request sent through the connection."""
     deadline = time.monotonic() + PATIENCE
     while True:
         with urllib.request.urlopen(f"{server.ready['url']}/metrics", timeout=PATIENCE) as answer:
@@ -399,13 +405,13 @@ def wait_until_running(server: Running, connection: socket.socket) -> None:
 
 
 def wait_until_refused(server: Running) -> None:
-    """Wait until the server accepts no more connections."""
+    """Wait until the server stops accepting connections."""
     deadline = time.monotonic() + PATIENCE
-    # Reset: the server stopped to listen while the connection was being made.
+    # A reset means that the server stopped listening while the connection was being established.
     with suppress(ConnectionRefusedError, ConnectionResetError):
         while time.monotonic() < deadline:
             server.connect().close()
-            # A server that is slower than this loop would run out of files.
+            # Without a pause, a server slower than this loop would run out of file descriptors.
             time.sleep(0.02)
         raise AssertionError(f"waited {PATIENCE:g} s for a refusal, and connections are accepted")
 

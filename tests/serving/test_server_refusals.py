@@ -1,4 +1,4 @@
-"""Requests that are refused, each by the name of what is wrong with it."""
+"""Rejected requests, with errors that name the invalid field."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from firstlight.serving.request import UnsupportedFields
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[Direct]:
-    """An application for this machine."""
+    """Create an application for this machine."""
     app = new_direct()
     yield app
     app.close()
 
 
-# What would change the answer
+# Fields that would change the response
 
 REFUSED_VALUES: dict[str, Any] = {
     "best_of": 2,
@@ -36,7 +36,7 @@ REFUSED_VALUES: dict[str, Any] = {
 }
 
 
-#: Field -> values without effect.
+#: Field -> values that have no effect.
 NEUTRAL_VALUES: dict[str, list[Any]] = {
     "best_of": [1],
     "suffix": [""],

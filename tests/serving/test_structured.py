@@ -1,4 +1,4 @@
-"""Answers by a JSON Schema: all of them keep to it, and no schema takes long or much memory."""
+"""Structured answers follow their JSON Schema, and no schema takes much time or memory."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 def asked_format(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """The `response_format` of a schema."""
+    """Return the `response_format` of a schema."""
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 @pytest.fixture(scope="module", params=["no end token", "end token"])
 def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
-    """An application for this machine."""
+    """Create an application for this machine."""
     app = new_direct(WatchedDecoder(8), loaded=tiny_loaded(eos=request.param == "end token"))
     yield app
     app.close()
@@ -59,7 +59,7 @@ def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
-    """Of the tiny tokenizer."""
+    """Create the grammars of the tiny tokenizer."""
     texts = TokenTexts(tiny_tokenizer())
     found = Grammars(texts.vocabulary(tiny_tokenizer().vocab_size, [0]))
     yield found
@@ -71,7 +71,7 @@ def grammars() -> Iterator[Grammars]:
 def test_structured_answer_of_random_model_follows_schema(
     direct: Direct, path: str, schema: dict[str, Any]
 ) -> None:
-    """Ten choices each, hot and greedy, whole and in pieces."""
+    """Ten choices each, at high temperature and greedy, without and with streaming."""
     valid = jsonschema_rs.validator_for(schema)
     fields = {"max_tokens": 60, "response_format": asked_format(schema), "n": 5, "seed": 3}
     texts = []
@@ -93,7 +93,7 @@ def test_structured_answer_of_random_model_follows_schema(
 
 @pytest.mark.parametrize("path", POSTS)
 def test_structured_json_object_format_allows_any_object(direct: Direct, path: str) -> None:
-    """An answer that has no room to end is the beginning of one."""
+    """An answer that reaches the length limit is the start of an object."""
     for one in ({"type": "json_object"}, asked_format(None)):
         fields = body_for(path, max_tokens=40, n=8, seed=1, temperature=1, response_format=one)
         bias = {str(tiny_tokenizer().encode("}")[0]): 9, str(tiny_tokenizer().encode('"')[0]): 6}
@@ -167,7 +167,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a million items": {"type": "array", "minItems": 10**9, "items": nested(3)},
     "brackets": {"type": "string", "pattern": "(" * 20_000 + ")" * 20_000},
 }  # fmt: skip
-#: Long, but no work: the answer is the beginning of one.
+#: Long but cheap: the answer is the start of a valid one.
 FOLLOWED = ("deep", "a million items")
 
 
@@ -176,7 +176,9 @@ FOLLOWED = ("deep", "a million items")
 def test_structured_arbitrary_schemas_are_answered_with_little_cpu_time(
     direct: Direct, name: str
 ) -> None:
-    """In processor time of the processes that follow schemas, the clock being others', too."""
+    """Measured in CPU time of the processes that follow schemas, because wall-clock time depends on
+    other load.
+    """
     before = {child.pid for child in psutil.Process().children()}
     content = body_for(POSTS[1], response_format=asked_format(HOSTILE[name]))
     if name in FOLLOWED:
@@ -201,9 +203,9 @@ def test_structured_slow_schema_is_ended(
     before = len(children())
     with pytest.raises(SchemaError, match="takes too much time or memory"):
         grammars.constraint(HOSTILE["repeats of repeats"])
-    # The process that tried it is gone; that which follows others is not.
+    # The process that tried the schema has ended; the process that follows other schemas has not.
     assert len(children()) == before - 1
-    # What was refused once is not tried again.
+    # A rejected schema is not tried again.
     monkeypatch.setattr(grammars, "_trying", None)
     with pytest.raises(SchemaError, match="takes too much time or memory"):
         grammars.constraint(HOSTILE["repeats of repeats"])
@@ -220,7 +222,7 @@ def test_structured_text_continues_when_another_ended_the_process(grammars: Gram
     assert process is not None
     process.kill()
     process.wait()
-    # The one that meets it fails; the others don't notice.
+    # The constraint that uses the dead process fails; the others are not affected.
     with pytest.raises(SchemaError, match="takes too much time or memory"):
         constraints[0].push(texts[0][1])
     for token_id in texts[1][1:-1]:

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in chat answers, with a decoder whose answers are scripted."""
+"""Tool calls and reasoning in chat responses, with a decoder that returns scripted answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from firstlight.lora.loading import LoadedModel
 from firstlight.tokenizer import Tokenizer
 from waiting import PATIENCE_SECONDS
 
-#: Qwen's format, in short: tools, calls and their results, reasoning, `enable_thinking`.
+#: A short version of Qwen's format: tools, calls and their results, reasoning, `enable_thinking`.
 TEMPLATE = (
     "{% if tools %}T{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }} "
@@ -47,12 +47,12 @@ CALLING = f"<think>Hm</think>So <tool_call>{CALL}</tool_call><tool_call>{CALL}</
 
 
 def tool_tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """The tiny tokenizer, with a template that has tools."""
+    """Return the tiny tokenizer with a template that supports tools."""
     return tiny_tokenizer().extended(MARKERS, template)
 
 
 class ScriptedDecoder(WatchedDecoder):
-    """A decoder that answers every prompt with the same tokens, and then an end token."""
+    """A decoder that answers every prompt with the same tokens and an end token."""
 
     def __init__(self, answer: str) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class ScriptedDecoder(WatchedDecoder):
         self._script.append(tokenizer.special_tokens["<|im_end|>"])
 
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """As a decoder does; `lengths` are those of the answers."""
+        """Add prompts like a decoder. `lengths` are the lengths of the answers."""
         self.prompts += map(list, prompts)
         self.lengths += [0] * len(prompts)
         return self._said(self.lengths[-len(prompts) :])
 
     def step(self, token_ids: Sequence[int]) -> Tensor:
-        """As a decoder does."""
+        """Return the next tokens like a decoder."""
         self.lengths = [length + 1 for length in self.lengths]
         return self._said(self.lengths)
 
@@ -78,21 +78,21 @@ class ScriptedDecoder(WatchedDecoder):
 
 
 def answering(answer: str) -> Direct:
-    """An application that gives this answer."""
+    """Create an application that returns this answer."""
     loaded = LoadedModel(tiny_loaded().model, tool_tokenizer(), (), tiny_loaded().folder)
     return new_direct(ScriptedDecoder(answer), loaded=loaded)
 
 
 @pytest.fixture(scope="module")
 def calling() -> Iterator[Direct]:
-    """An application that calls tools."""
+    """Create an application that calls tools."""
     app = answering(CALLING)
     yield app
     app.close()
 
 
 def asked(direct: Direct, **fields: Any) -> Any:
-    """The only choice of an answer, whole or put together from its chunks."""
+    """Return the only choice of a response, not streamed or assembled from its chunks."""
     answer = direct.ask(POSTS[1], body_for(POSTS[1], **{"max_tokens": 200, **fields}))
     assert answer.status == 200, answer.body
     if not fields.get("stream"):
@@ -110,7 +110,7 @@ def asked(direct: Direct, **fields: Any) -> Any:
 
 
 def prompt_of(direct: Direct, **fields: Any) -> str:
-    """The prompt of a request, as text."""
+    """Return the prompt of a request as text."""
     direct.decoder.prompts.clear()
     asked(direct, **fields)
     (ids,) = direct.decoder.prompts
@@ -178,7 +178,7 @@ def test_chat_forced_tools_keep_their_own_definitions() -> None:
 
 
 def answering_model() -> LoadedModel:
-    """The tiny model, whose vocabulary has ChatML's tokens only."""
+    """Return the tiny model, whose vocabulary only has ChatML's tokens."""
     plain = "{% if tools %}T{% endif %}{{ messages[0].content }}"
     tokenizer = tiny_tokenizer().extended([], plain)
     return LoadedModel(tiny_loaded().model, tokenizer, (), tiny_loaded().folder)
@@ -223,7 +223,7 @@ def test_chat_messages_with_calls_results_and_reasoning_reach_template(calling: 
         "<|im_start|>tool f <|im_end|><|im_end|><|im_start|>assistant"
     )
     (ids,) = calling.decoder.prompts
-    assert ids.count(tool_tokenizer().special_tokens["<|im_end|>"]) == 3  # the result's is text
+    assert ids.count(tool_tokenizer().special_tokens["<|im_end|>"]) == 3  # the result is text
 
 
 def test_chat_template_kwargs_and_reasoning_effort_are_template_variables(
@@ -241,7 +241,7 @@ def test_chat_template_kwargs_and_reasoning_effort_are_template_variables(
 
 
 def test_chat_continue_final_message_omits_end_of_turn(calling: Direct) -> None:
-    # Parts of the token after the message, too.
+    # This includes the part of the token after the message.
     for said in ("<|im_end|> a", "<", "|", "d", "en"):
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
         plain = prompt_of(calling, messages=messages, add_generation_prompt=False)

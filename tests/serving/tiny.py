@@ -1,4 +1,4 @@
-"""Tiny models for the server's tests, and a decoder that is watched and held."""
+"""Tiny models for the server's tests, and a decoder that tests can observe and pause."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from firstlight.tokenizer.chat_template import CHAT_TEMPLATES
 from waiting import PATIENCE_SECONDS
 
 CONTEXT = 96
-#: Seconds after which a test that waits for something gives up.
+#: Seconds after which a waiting test fails.
 PATIENCE = PATIENCE_SECONDS
 
 
 @functools.cache
 def tiny_tokenizer() -> Tokenizer:
-    """320 tokens, and those that ChatML writes."""
+    """Return a tokenizer with 320 tokens and ChatML's special tokens."""
     plain = train_tokenizer(make_texts(120), 320)
     return plain.extended(["<|im_start|>", "<|im_end|>"], CHAT_TEMPLATES["chatml"])
 
 
 @functools.cache
 def tiny_model() -> Model:
-    """A Llama whose continuations are no constant, and mostly words: the single bytes, which the
-    tokenizer has most of, are unlikely."""
+    """Return a Llama model with varied continuations, mostly words: single bytes, most of the
+    tokenizer's tokens, are unlikely.
+    """
     config = LlamaConfig(
         vocab_size=tiny_tokenizer().vocab_size,
         hidden_size=16,
@@ -55,18 +56,20 @@ def tiny_model() -> Model:
 
 
 def tiny_loaded(*, eos: bool = False) -> LoadedModel:
-    """Without end tokens, so that texts have the length that is asked for, unless `eos`."""
+    """Return the tiny model without end tokens unless `eos` is set, so that texts have the
+    requested length.
+    """
     tokenizer = tiny_tokenizer()
     ends = (tokenizer.separator_id,) if eos else ()
     return LoadedModel(tiny_model(), tokenizer, ends, Path("/a/folder/tiny"))
 
 
 class WatchedDecoder(BatchDecoder):
-    """Counts its steps; where it is held, each waits until the test allows it.
+    """A decoder that counts its steps. While it is held, each step waits until the test allows it.
 
     Attributes:
-        steps: done so far.
-        prompts: of all that joined, in order.
+        steps: number of completed steps.
+        prompts: all prompts that joined, in order.
     """
 
     def __init__(self, max_sequences: int = 4, *, held: bool = False) -> None:
@@ -85,7 +88,7 @@ class WatchedDecoder(BatchDecoder):
         *,
         may_fill: bool = False,
     ) -> Tensor:
-        """As a decoder does."""
+        """Add a prompt."""
         self._note([prompt_ids])
         return super().add(prompt_ids, on_logits, may_fill=may_fill)
 
@@ -99,7 +102,7 @@ class WatchedDecoder(BatchDecoder):
             self._done.notify_all()
 
     def step(self, token_ids: Sequence[int]) -> Tensor:
-        """As a decoder does, once it may."""
+        """Run a step once it is allowed."""
         if self._held:
             assert self._allowed.acquire(timeout=PATIENCE), "the test forgot a decoder"
         self.before_step(list(token_ids))
@@ -110,16 +113,16 @@ class WatchedDecoder(BatchDecoder):
         return logits_BV
 
     def allow(self, steps: int = 1) -> None:
-        """Let it do so many steps more."""
+        """Allow this many more steps."""
         self._allowed.release(steps)
 
     def release(self) -> None:
-        """Hold it no longer."""
+        """Stop holding the decoder."""
         self._held = False
         self._allowed.release(1)
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Wait until something is so that changes with a step or a prompt."""
+        """Wait until a condition on steps or prompts is true."""
         with self._done:
             assert self._done.wait_for(what, PATIENCE), (
                 f"waited {PATIENCE:g} s for steps or prompts; seen last: {self.steps} steps, "
@@ -128,7 +131,7 @@ class WatchedDecoder(BatchDecoder):
 
 
 class Collected:
-    """What a scheduler delivers, by sequence.
+    """The updates that a scheduler delivers, by sequence.
 
     Attributes:
         batches: the sequences of each delivery.
@@ -140,7 +143,7 @@ class Collected:
         self._changed = threading.Condition()
 
     def deliver(self, updates: list[Update]) -> None:
-        """To be given to the scheduler."""
+        """Store updates; passed to the scheduler."""
         with self._changed:
             self.batches.append([update.sequence for update in updates])
             for update in updates:
@@ -148,14 +151,14 @@ class Collected:
             self._changed.notify_all()
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Wait until something is so that changes with a delivery."""
+        """Wait until a condition on deliveries is true."""
         with self._changed:
             assert self._changed.wait_for(what, PATIENCE), (
                 f"waited {PATIENCE:g} s for deliveries; seen last: {list(self.updates.values())}"
             )
 
     def ended(self, sequence: ScheduledSequence) -> bool:
-        """Whether its last update has come."""
+        """Return True if the last update of a sequence has been delivered."""
         return any(update.ended for update in self.updates.get(sequence, ()))
 
     def wait(self, *sequences: ScheduledSequence) -> None:
@@ -163,12 +166,12 @@ class Collected:
         self.wait_for(lambda: all(self.ended(sequence) for sequence in sequences))
 
     def text(self, sequence: ScheduledSequence) -> str:
-        """All its pieces."""
+        """Return the text of a sequence, joined from its pieces."""
         return "".join(update.piece for update in self.updates[sequence])
 
 
 def new_sequence(prompt: str = "the star", **config: object) -> ScheduledSequence:
-    """A sequence of 8 greedy tokens, unless `config` says otherwise."""
+    """Create a sequence of 8 greedy tokens, unless `config` differs."""
     loaded = tiny_loaded()
     values = {"max_new_tokens": 8, "temperature": 0.0, **config}
     text = Continuation(
@@ -184,7 +187,7 @@ def new_sequence(prompt: str = "the star", **config: object) -> ScheduledSequenc
 def new_scheduler(
     decoder: BatchDecoder, collected: Collected, *, max_queue: int = 100
 ) -> Scheduler:
-    """One that runs."""
+    """Create a running scheduler."""
     scheduler = Scheduler(lambda: decoder, max_queue=max_queue, deliver=collected.deliver)
     scheduler.start()
     return scheduler

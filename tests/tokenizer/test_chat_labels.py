@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned."""
+"""The tokens of a conversation that are learned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TEXTS = st.lists(
 
 
 def learned_text(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any) -> list[str]:
-    """The runs of learned tokens, each as text with its special tokens."""
+    """Return the runs of learned tokens, each as text including its special tokens."""
     chat = ChatEncoder(tokenizer).encode(messages, **options)
     runs: list[list[int]] = []
     for before, own, token in zip([False, *chat.loss_mask], chat.loss_mask, chat.ids, strict=False):
@@ -58,7 +58,7 @@ def test_chat_labels_cover_answers_and_end_tokens_only(
 def test_chat_labels_with_blocks_cover_blocks_exactly(tokenizer: Tokenizer) -> None:
     ours = with_chatml_like(tokenizer, BLOCKS)
     assert learned_text(ours, say("a", "one", "b", "two\n")) == ["one<|im_end|>", "two\n<|im_end|>"]
-    # Where the block ends earlier, so does what is learned.
+    # If the block ends earlier, so do the learned tokens.
     shorter = BLOCKS.replace(
         "message.content ~ '<|im_end|>' -}}{%- endgeneration -%}",
         "message.content -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
@@ -85,7 +85,7 @@ def test_chat_labels_of_blocks_and_prefixes_agree_with_inference_ids(
 
 @_NAMES
 def test_chat_labels_prompt_equals_inference_prompt(tokenizer: Tokenizer, name: str) -> None:
-    """What comes before the last run of learned tokens is the prompt of the last answer."""
+    """The tokens before the last run of learned tokens are the prompt of the last answer."""
     ours = with_template(tokenizer, name)
     messages = say("a question", "an answer", "another", "the light")
     chat = ChatEncoder(ours).encode(messages)
@@ -101,12 +101,13 @@ def test_chat_labels_template_reformatting_earlier_answers_uses_markers(
     tokenizer: Tokenizer,
 ) -> None:
     ours = with_chatml_like(tokenizer, THINKING)
-    for first in (" one ", "<think>hm</think>\none"):  # the thought is left out
+    for first in (" one ", "<think>hm</think>\none"):  # the reasoning is omitted
         assert learned_text(ours, say("a", first, "b", "two")) == [
             "one<|im_end|>",
             "<think>\n\n</think>\n\ntwo<|im_end|>",
         ]
-    # Its beginning is looked for, too, where the generation prompt is not that of the whole.
+    # The start of the answer is found even if the generation prompt does not match the rendered
+    # conversation.
     thinking = THINKING.replace("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>think' -}}")
     ours = with_chatml_like(tokenizer, thinking)
     assert learned_text(ours, say("a", " one ", "b", "two"))[0] == "one<|im_end|>"
@@ -141,7 +142,7 @@ def test_chat_labels_template_hiding_answers_raises_tokenizer_error(
 @pytest.mark.parametrize(
     "template, lost",
     [
-        # Only the length of earlier answers is written.
+        # The template only writes the length of earlier answers.
         (
             "{%- for m in messages -%}{{- m.role ~ ':' ~ (m.content if loop.last else "
             "m.content | length) ~ eos_token -}}{%- endfor -%}",
@@ -165,7 +166,9 @@ def test_chat_labels_answers_omitted_by_template_are_reported_lost(
 
 
 def test_chat_labels_token_starting_in_prompt_is_not_learned(tokenizer: Tokenizer) -> None:
-    """The template's last newline and the answer's first one make one token of some tokenizers."""
+    """Some tokenizers merge the template's last newline and the answer's first one into one
+    token.
+    """
     texts = [f"assistant\n\n\n{word}\n\n" for word in ("the", "dawn", "star") for _ in range(9)]
     ours = with_template(train_tokenizer(texts, 300), "chatml")
     pair = ours.encode("\n\n")
@@ -216,13 +219,13 @@ def test_chat_labels_template_refusing_conversation_raises_input_error(
 
 
 def family(tokenizer: Tokenizer, name: str, *, blocks: bool = False) -> Tokenizer:
-    """The tokenizer with the template of a family."""
+    """Return the tokenizer with the template of a model family."""
     template = (WITH_BLOCKS if blocks else WITHOUT_BLOCKS)[name]
     return tokenizer.extended(SPECIAL_TOKENS, template)
 
 
 def with_call(city: str = "Rome", content: str = "", **entries: Any) -> list[dict[str, Any]]:
-    """A question, a call with its result, and the answer."""
+    """Return a conversation with a question, a call with its result, and the answer."""
     call = {"type": "function", "function": {"name": "find", "arguments": {"city": city}}}
     return [
         {"role": "user", "content": "where"},
@@ -367,7 +370,7 @@ _TOOLS = [{"type": "function", "function": {"name": "find", "description": "Find
         ("deepseek-r1", with_call(), {"tools": _TOOLS}, {"lost_tools"}),
         ("deepseek-r1-old", say("a", "<think>hm</think>\n\none"), {}, {"lost_thoughts"}),
         ("qwen3", say("a", "<think>hm</think>\n\none", "b", "two"), {}, {"lost_thoughts"}),
-        # The lost text occurs elsewhere.
+        # The lost text also occurs elsewhere.
         ("dropping", say("be kind", "kind", system="kind"), {}, {"lost_system"}),
         ("qwen3", with_call(), {"tools": _TOOLS}, set()),
         ("gemma3", say("a", " one\n", system=" s"), {}, set()),
@@ -413,7 +416,7 @@ def test_chat_labels_lost_texts_are_found_despite_marker_layout_changes(
     assert [reason for reason, _ in chat.lost] == ["lost_text"]
 
 
-# A template and a tokenizer that don't fit
+# Mismatched template and tokenizer
 
 
 def _file(tmp_path: Any, text: str) -> str:
@@ -450,7 +453,7 @@ def test_with_chat_template_plain_text_template_needs_no_tokens(tokenizer: Token
 def test_with_chat_template_defaults_to_own_and_names_missing_one(tokenizer: Tokenizer) -> None:
     ours = with_template(tokenizer, "chatml")
     assert with_chat_template(ours, None) is ours
-    with pytest.raises(TokenizerError, match="has no chat template: set"):
+    with pytest.raises(TokenizerError, match="does not have a chat template: set"):
         with_chat_template(tokenizer, None)
     with pytest.raises(InputError, match="chat template chatlm is neither"):
         with_chat_template(tokenizer, "chatlm")

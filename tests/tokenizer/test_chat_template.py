@@ -1,5 +1,6 @@
-"""Chat templates: the built-in ones to the letter, where they are read from, what they get, and
-what they may not do."""
+"""Chat templates: the exact built-in ones, the files they are read from, their variables, and their
+restrictions.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def rendered(template: str, messages: Any = HI, **options: bool) -> str:
     return render_chat(template, messages, NAMES, **options)
 
 
-# The built-in templates, their texts written down by hand
+# The built-in templates, with their output written by hand
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_required_tokens_lists_special_tokens_of_built_in_template() -> None:
     assert set(required_tokens("llama3")) < set(tiny("ranks").special_tokens)
 
 
-# Where templates are read from
+# Files with templates
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "ranks", "pieces"])
@@ -233,7 +234,7 @@ def test_chat_template_receives_plain_data_only() -> None:
     assert rendered(template, [{"role": "user", "content": Loud("x")}]) == "xFalse"
 
 
-# Ids
+# Token ids
 
 
 def test_encode_chat_turns_only_template_output_into_special_tokens(tokenizer: Tokenizer) -> None:
@@ -260,7 +261,9 @@ _CONTENTS = st.lists(st.sampled_from(["<a>", "<ab>", "b", "a>", "<", " ", "\U000
 
 @given(contents=st.lists(_CONTENTS, min_size=1, max_size=4))
 def test_chat_pieces_join_to_rendered_text(contents: list[str]) -> None:
-    """Also where one special token is part of another, and where the usual mark is used up."""
+    """This includes special tokens that contain another one, and texts that contain the usual
+    mark.
+    """
     messages = [{"role": "user", "content": content} for content in contents]
     template = "{% for m in messages %}<a>{{ m.content }}<b<a>>{% endfor %}"
     tokens = ["<a>", "b<a>", "<b<a>>", "<ab>"]
@@ -283,7 +286,7 @@ def test_chat_pieces_separated_marker_protects_nothing_else() -> None:
     assert list(pieces) == [("a", False), ("<x>", True), ("a<x>", False)]
 
 
-# What templates may not do
+# Restrictions of templates
 
 
 @pytest.mark.parametrize(

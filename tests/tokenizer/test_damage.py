@@ -1,4 +1,4 @@
-"""Tokenizer files that are damaged, or would give other ids than their library, are refused."""
+"""Tokenizer files that are damaged, or would give other ids than their library, raise an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_load_tokenizer_missing_path_names_expected_files(tmp_path: Path) -> Non
         (bytes(100), "is not a sentencepiece BPE model"),
         (random.Random(0).randbytes(1000), "is neither"),
         (b"\xff" * 30, "is neither"),
-        (b"\x10\0" * 600_001, "is neither"),  # more fields than pieces that any model has
+        (b"\x10\0" * 600_001, "is neither"),  # more fields than any model has pieces
         (b"\x0a\x2d\x0a\x01a" + b"\x20\0" * 21, "is neither"),
     ],
 )
@@ -103,7 +103,7 @@ def test_load_tokenizer_file_truncated_anywhere_raises_or_is_whole(
         "pieces": piece_file(MERGED),
     }[kind]
     cut = content[: data.draw(st.integers(0, len(content) - 3))]
-    # A rank file may end after any line: if every byte is there, it is just a smaller one.
+    # A rank file may end after any line: if it contains every byte, it is just a smaller one.
     at_line_end = cut.endswith(b"\n") or content[len(cut) :].startswith(b"\n")
     path = tmp_path_factory.getbasetemp() / "cut.model"
     path.write_bytes(cut)
@@ -220,7 +220,7 @@ def test_load_tokenizer_config_with_unknown_token_raises(
 def test_load_tokenizer_with_millions_of_tokens_raises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of their tokens takes some 600 bytes of memory."""
+    """Each token takes about 600 bytes of memory."""
     (tmp_path / "merges.txt").write_text("")
 
     def write(count: int) -> None:
@@ -240,11 +240,11 @@ def test_load_tokenizer_with_millions_of_tokens_raises(
         Tokenizer.from_pretrained(tmp_path)
 
 
-# A tokenizer.json that is not known to be harmless is tried in a child process
+# A tokenizer.json that may be harmful is first tried in a child process
 
 
 def _rewritten(folder: Path, **sections: Any) -> Path:
-    """A tokenizer.json with other sections."""
+    """Return a tokenizer.json with other sections."""
     state = json.loads(tiny("tokenizer.json").backend.to_str())
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({**state, **sections}), encoding="utf-8")
@@ -252,13 +252,13 @@ def _rewritten(folder: Path, **sections: Any) -> Path:
 
 
 def _steps(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """A normalizer that replaces texts."""
+    """Return a normalizer that replaces strings."""
     steps = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in pairs]
     return {"type": "Sequence", "normalizers": steps}
 
 
 def _replaced(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """A normalizer that replaces what regular expressions match."""
+    """Return a normalizer that replaces matches of regular expressions."""
     steps = [{"type": "Replace", "pattern": {"Regex": a}, "content": b} for a, b in pairs]
     return {"type": "Sequence", "normalizers": steps}
 
@@ -291,7 +291,7 @@ def test_load_tokenizer_own_file_starts_no_process(
 @pytest.mark.parametrize(
     "sections, message",
     [
-        # A text that only the file itself reveals.
+        # A text that occurs only in the file itself.
         (
             {"normalizer": _steps(*[("xyzzy", "xyzzy" * 9)] * 3)},
             r"turns a text of 45 characters into [\d,]+ tokens or characters, which no real "
@@ -301,12 +301,12 @@ def test_load_tokenizer_own_file_starts_no_process(
             {"normalizer": _steps(*[("a", "a" * 9)] * 9)},
             r"takes more than 1 s of processor time or 48 MiB of memory to load and to encode",
         ),
-        # A character that only a text of the trial has.
+        # A character that occurs only in one trial text.
         (
             {"normalizer": _replaced((r"\x68", "y" * 16), (r"\x79", "z" * 16))},
             r"turns a text of 64 characters into [\d,]+ tokens or characters",
         ),
-        # A character that no text of the trial has, but a text of the file, if it is repeated.
+        # A character that occurs in no trial text, but in a repeated text of the file.
         (
             {
                 "normalizer": _replaced(
@@ -360,7 +360,7 @@ def test_encode_text_on_which_pattern_panics_raises_one_error(
 ) -> None:
     stage = json.loads(parts.byte_level_split("(一+)+x|.").__getstate__())
     tokenizer = Tokenizer.from_pretrained(_rewritten(tmp_path, pre_tokenizer=stage))
-    for text in ("一" * 60 + "y", "一" * 60 + "y" * 20_000):  # the second one in a thread
+    for text in ("一" * 60 + "y", "一" * 60 + "y" * 20_000):  # the second one, in a thread
         with pytest.raises(TokenizerError, match="the tokenizer can't encode this text"):
             tokenizer.encode(text)
     assert capfd.readouterr().err == ""

@@ -1,4 +1,6 @@
-"""Special tokens: asked for in a text, and added to a tokenizer, from Python and the shell."""
+"""Special tokens: encoding them in a text, and adding them to a tokenizer, from Python and the
+shell.
+"""
 
 from __future__ import annotations
 
@@ -198,13 +200,13 @@ def test_extends_requires_same_ids_and_special_tokens() -> None:
     backend = tokenizers.Tokenizer.from_str(after.backend.to_str())
     backend.normalizer = normalizers.NFC()
     assert not Tokenizer(backend).extends(before)
-    # A word that becomes special takes an id that texts have had.
+    # A word that becomes special takes an id that was used in texts.
     backend = tokenizers.Tokenizer.from_str(before.backend.to_str())
     backend.add_special_tokens(["the"])
     assert not Tokenizer(backend).extends(before)
 
 
-# From the shell
+# On the command line
 
 
 @pytest.fixture
@@ -367,7 +369,7 @@ def test_extend_command_token_may_begin_with_dash(source: Path, tmp_path: Path) 
 def test_extend_command_template_rendering_no_conversation_fails(
     template: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such mistakes don't show until it is used."""
+    """Such errors would otherwise appear only when the tokenizer is used."""
     tiny("tokenizer.json").save_pretrained(tmp_path / "t")
     (tmp_path / "bad.jinja").write_text(template)
     arguments = ["tokenizer", "extend", str(tmp_path / "t"), "--out", str(tmp_path / "out")]

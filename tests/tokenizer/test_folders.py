@@ -1,4 +1,4 @@
-"""Tokenizers are found in folders, and their kinds detected from their content."""
+"""Finding tokenizers in folders and detecting their kinds from their content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENTS = {
 
 
 def write_other_files(folder: Path) -> None:
-    """What else stands in model folders, none of it a tokenizer."""
+    """Write the other files of a model folder, none of them a tokenizer."""
     (folder / "README.md").write_text("# words\n", encoding="utf-8")
     (folder / "NOTICE").write_bytes(b"\n\nbegins with an empty line")
     for name, value in {
@@ -33,7 +33,7 @@ def write_other_files(folder: Path) -> None:
     }.items():
         (folder / name).write_text(json.dumps(value), encoding="utf-8")
     (folder / "broken.json").write_bytes(b'{"model": {"vocab"')
-    # Weights and data are not looked into, whatever they hold; nor are hidden files.
+    # Weights, data and hidden files are not opened, whatever their content.
     for name in ("model.safetensors", "model.gguf", "pytorch_model.bin", "x.pt", ".hidden"):
         (folder / name).write_bytes(CONTENTS["ranks"])
     (folder / "folder.model").mkdir()
@@ -114,7 +114,7 @@ def test_tokenizer_folder_without_tokenizer_raises(tmp_path: Path) -> None:
 
 
 def many_ranks(count: int) -> bytes:
-    """Every byte, then tokens of three bytes each."""
+    """Return ranks of every byte, followed by tokens of three bytes."""
     tokens = (number.to_bytes(3, "big") for number in range(count - 256))
     return rank_file(list(tokens))
 
@@ -127,7 +127,7 @@ def test_tokenizer_ranks_as_many_as_gpt2_are_taken_for_gpt2(tmp_path: Path) -> N
     assert (loaded.vocab_size, loaded.bos_token_id, loaded.eos_token_id) == (50_257, 50_256, 50_256)
     assert not loaded.add_bos
     assert loaded.encodes_in_pieces
-    # Llama 3's split would give "!\n" and cut the number after three digits.
+    # Llama 3's pattern would give "!\n" and split the number after three digits.
     split = loaded.backend.pre_tokenizer
     assert split is not None
     assert [piece for piece, _ in split.pre_tokenize_str("!\na 1234")] == ["!", "Ċ", "a", "Ġ1234"]
@@ -144,7 +144,7 @@ def test_tokenizer_ranks_of_other_known_vocabularies_raise(
     path.write_bytes(many_ranks(count))
     with pytest.raises(TokenizerError, match=rf"contains the ranks of {name}, whose split pattern"):
         Tokenizer.from_pretrained(path)
-    # p50k_base leaves out the id of <|endoftext|>, which must not look like damage.
+    # p50k_base skips the id of <|endoftext|>, which must not count as damage.
     lines = path.read_bytes().splitlines()
     lines[-1] = base64.b64encode(b"last one") + b" %d" % count
     path.write_bytes(b"\n".join(lines))
@@ -158,6 +158,6 @@ def test_tokenizer_nanochat_pickle_raises_with_alternative(tmp_path: Path, name:
     (tmp_path / "token_bytes.pt").write_bytes(b"PK")
     with pytest.raises(TokenizerError, match=r"is a pickle, which could run code, and is not read"):
         Tokenizer.from_pretrained(tmp_path / name)
-    # Beside it, a tokenizer that can be read is read.
+    # A readable tokenizer next to it is loaded.
     tiny("tokenizer.json").save_pretrained(tmp_path)
     assert Tokenizer.from_pretrained(tmp_path).vocab_size == tiny("tokenizer.json").vocab_size

@@ -1,4 +1,4 @@
-"""Spellings of tools, tool calls and results."""
+"""Formats of tools, tool calls and results."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_template_options_of_record_are_tools_and_variables() -> None:
     variables = {"enable_thinking": False, "add_generation_prompt": True}
     record = {"functions": [_FUNCTION], "chat_template_kwargs": variables}
     assert template_options(record, []) == {"enable_thinking": False, "tools": [_TOOL]}
-    # Hermes' records have the tools in their system message, too.
+    # Hermes records also list the tools in their system message.
     system = f"You may call <tools>{json.dumps(_TOOL)}</tools>"
     assert template_options({"tools": [_TOOL]}, [{"role": "system", "content": system}]) == {}
 

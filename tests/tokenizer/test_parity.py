@@ -1,4 +1,4 @@
-"""The same ids as the libraries that tokenizer files come from."""
+"""The same ids as the libraries for which the tokenizer files were written."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_llama3_tokenizer_gives_same_ids_as_tiktoken(
 def test_gpt2_special_tokens_in_text_give_same_ids_as_tiktoken(
     real_gpt2: tuple[Tokenizer, Any],
 ) -> None:
-    """tiktoken's ids of this text with `allowed_special={"<|endoftext|>"}`."""
+    """The ids that tiktoken gives for this text with `allowed_special={"<|endoftext|>"}`."""
     text = "Hello, do you like tea? <|endoftext|> In the sunlit terraces of someunknownPlace."
     ids = [15496, 11, 466, 345, 588, 8887, 30, 220, 50256, 554, 262, 4252, 18250, 8812, 2114]
     ids += [286, 617, 34680, 27271, 13]

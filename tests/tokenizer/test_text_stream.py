@@ -1,4 +1,4 @@
-"""Streamed text: never half a character, and in the end the whole."""
+"""Streamed text never contains incomplete characters and is complete at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _end_of_word() -> Tokenizer:
 
 
 def _draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
-    """Ids as a model might give them: of texts, of halves of characters, of anything."""
+    """Draw ids that a model could generate: texts, incomplete characters, and random ids."""
     any_id = st.integers(0, tokenizer.vocab_size - 1)
     of_bytes = st.sampled_from(sorted(tokenizer.byte_token_ids) or [0])
     of_text = TEXTS.map(tokenizer.encode).filter(len)
@@ -75,7 +75,7 @@ def test_text_stream_continues_any_prompt(kind: str, data: st.DataObject) -> Non
     tokenizer = tiny(kind)
     prompt, ids = _draw_ids(data, tokenizer), _draw_ids(data, tokenizer)
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *ids])
-    assume(whole.startswith(before))  # not so where the prompt ends inside a character
+    assume(whole.startswith(before))  # unless the prompt ends inside a character
     assert before + "".join(stream(tokenizer, ids, prompt)) == whole
 
 
@@ -90,7 +90,7 @@ def test_text_stream_continuation_equals_text_after_prompt(
     for cut in range(len(whole)):
         before = tokenizer.decode(whole[:cut])
         if not (prompt + text).replace("▁", " ").startswith(before):
-            continue  # the cut is inside a character
+            continue  # the split is inside a character
         pieces = stream(tokenizer, whole[cut:], [tokenizer.separator_id, *whole[:cut]])
         assert before + "".join(pieces) == tokenizer.decode(whole)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the kind of a file is told by its content, and text is always plain text."""
+"""Tokenizers: their kind is detected from the content, and text is always plain text."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tokenizer_files import (
     write_gpt2_files,
 )
 
-# Loading, the kind told by content
+# Loading, with the kind detected from the content
 
 
 @pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
 def test_tokenizer_vocab_and_merges_match_hand_computed_ids(tmp_path: Path, name: str) -> None:
     write_gpt2_files(tmp_path)
     loaded = Tokenizer.from_pretrained(tmp_path / name)
-    # " abc": a b joins first, then ab c; what is left of the space has no merge with abc.
+    # " abc": a and b merge first, then ab and c; the space has no merge with abc.
     assert loaded.encode("ab ab abc c") == [4, 6, 3, 5, 3, 2]
     assert loaded.decode([4, 6, 3, 5, 3, 2]) == "ab ab abc c"
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.add_bos) == (7, 7, False)
@@ -57,7 +57,8 @@ def test_tokenizer_merges_with_windows_line_endings_are_equivalent(tmp_path: Pat
 
 def test_tokenizer_ranks_match_hand_computed_ids() -> None:
     ranks = tiny("ranks")
-    # " ab" joins from the space and "ab"; "the" has no two halves, but is a whole piece.
+    # " ab" is merged from the space and "ab"; "the" can't be merged from two tokens, but is a
+    # token.
     assert ranks.encode(" ab ab") == [257, 257]
     assert ranks.encode("the") == [258]
     assert ranks.encode("thee") == list(b"thee")
@@ -71,7 +72,7 @@ def test_tokenizer_pieces_match_hand_computed_ids() -> None:
     pieces = tiny("pieces")
     first = 3 + 256
     ids = {text: first + i for i, text in enumerate([*MERGED, *"▁abcdet"])}
-    # The best score first: "▁a" before "ab", "te" before "dte".
+    # The best score wins: "▁a" before "ab", "te" before "dte".
     assert pieces.encode("aba") == [ids["▁ab"], ids["a"]]
     assert pieces.encode("aab") == [ids["▁a"], ids["ab"]]
     assert pieces.encode("dte") == [ids["▁"], ids["dte"]]
@@ -222,14 +223,14 @@ def test_vocab_size_reaches_highest_id(tmp_path: Path) -> None:
     assert Tokenizer(backend).vocab_size == 42
 
 
-# Text is plain text, and comes back
+# Text is plain text and survives a round trip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
 def test_tokenizer_decodes_encoded_text_unchanged(kind: str, text: str) -> None:
     if kind == "pieces":
-        text = text.replace("▁", " ")  # sentencepiece writes a space so
+        text = text.replace("▁", " ")  # sentencepiece's symbol for a space
     ids = tiny(kind).encode(text)
     assert tiny(kind).decode(ids) == text
     assert tiny(kind).encode_batch([text, "a", text]) == [ids, tiny(kind).encode("a"), ids]
@@ -307,7 +308,7 @@ def test_fingerprint_depends_on_everything_that_decides_ids() -> None:
     assert fingerprint(model=state["model"] | {"vocab": swapped}) != tokenizer.fingerprint
 
 
-# Where long documents may be cut
+# Positions where long documents may be split
 
 
 def _byte_level(*steps: Any, normalizer: Any = None) -> Tokenizer:
@@ -361,7 +362,7 @@ def test_encodes_in_pieces_is_false_for_other_models_and_added_words() -> None:
 
 
 def test_encode_long_text_equals_tokens_of_its_parts() -> None:
-    """It is encoded by another function of the library."""
+    """Another function of the library encodes it."""
     text = "the light falls\n" * 1100
     assert len(text) > 2**14
     tokenizer = tiny("tokenizer.json")

@@ -1,4 +1,4 @@
-"""Training a tokenizer: deterministic, of the size asked for, or refused."""
+"""Training a tokenizer is deterministic and gives the requested size, or raises an error."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_train_tokenizer_long_run_of_characters_gives_bounded_tokens() -> None:
     trained = train_tokenizer(["a" * 5000, "-" * 300], 300)
     longest = max(len(token) for token in trained.backend.get_vocab())
     assert longest == 256
-    # The bound is not a step of the tokenizer: a whole run of letters is merged.
+    # The limit is not part of the tokenizer: a whole run of letters is merged.
     assert trained.backend.pre_tokenizer is not None
     assert len(trained.backend.pre_tokenizer.pre_tokenize_str("a" * 300)) == 1
     assert len(trained.encode("a" * 1024)) == 4
@@ -137,8 +137,8 @@ def test_train_tokenizer_library_call_is_left_on_signal() -> None:
     assert ended.wait(60)
 
 
-#: A thread of the library works while the process ends, and returns during Python's shutdown, which
-#: `Late` makes longer.
+#: A thread of the library runs while the process exits, and returns during Python's shutdown, which
+#: `Late` extends.
 _ENDS_DURING_WORK = """
 import sys, threading, time
 import tokenizers
@@ -170,7 +170,7 @@ def test_train_tokenizer_ended_process_keeps_exit_code() -> None:
     assert (done.returncode, done.stderr) == (143, "")
 
 
-#: A command is ended by a signal while a thread of the library works for a minute.
+#: A signal ends a command while a thread of the library runs for a minute.
 _COMMAND_ENDS_DURING_WORK = """
 import os, signal, sys, time
 from firstlight.cli import main

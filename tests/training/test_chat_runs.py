@@ -1,4 +1,4 @@
-"""Runs on conversations: the one training loop, from a base model, resumed, evaluated, refused."""
+"""Training on conversations: from a base model, resumed, evaluated, and refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StoppedError(Exception):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of other tests; and one thread, which small models are fastest with."""
+    """Use an empty cache, and one thread, which is fastest for small models."""
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.fixture
 def chat(recipe: dict[str, Any], tmp_path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tiny run, on 60 conversations."""
+    """Return the tiny run, on 60 conversations."""
     with_template(tokenizer, "chatml").save_pretrained(tmp_path / "tok")
     path = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     recipe["data"] = {
@@ -82,9 +82,9 @@ def test_chat_run_learns_and_reports_its_data(
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] - 0.3
     folder = Path(load_trainer_state(result.checkpoint)["data"]["dir"])
     train_split, val = (ExampleDataset(folder, name) for name in ("train", "val"))
-    # An epoch of tokens is what is learned of it, whatever stands around.
+    # Learned tokens are counted separately from all tokens of a row.
     for line in read_json_lines(folder_of(chat) / "metrics.jsonl"):
-        # All places are computed; learned are the assistants' alone.
+        # The model computes all positions, but learns only those of the assistant.
         assert line["tokens_per_second"] * line["seconds"] == pytest.approx(4 * 320)
         assert line["samples_per_second"] * line["seconds"] == pytest.approx(4)
         learned = line["learned_tokens_per_second"] * line["seconds"]
@@ -162,7 +162,7 @@ def test_chat_run_sample_prompts_are_answered_as_messages(chat: dict[str, Any]) 
 
 @pytest.fixture
 def base(recipe: dict[str, Any], data: Path, tmp_path: Path) -> Path:
-    """A tiny Llama with tied embeddings, pretrained for some steps."""
+    """Pretrain a tiny Llama with tied embeddings for a few steps."""
     model = {**recipe["model"], "tie_word_embeddings": True, "max_position_embeddings": 320}
     run = {"dir": str(tmp_path / "base"), "device": "cpu"}
     text = {"dir": str(data), "seq_len": 32}
@@ -183,7 +183,7 @@ def test_chat_run_template_tokens_are_added_to_tied_embedding_and_learned(
     assert loaded.model.config.tie_word_embeddings
     assert after.shape[0] == before.shape[0] + 2
     mean = before.mean(0)
-    # Both rows were moved by a step of Adam, from the mean of the old ones.
+    # Both rows started at the mean of the old rows and were moved by one Adam step.
     change = (after[-2:] - mean).abs()
     assert (change > 0).all(1).all()
     assert float(change.max()) < 2e-3
@@ -197,7 +197,7 @@ def test_chat_run_template_with_missing_tokens_raises_before_start(
     del chat["model"]
     with pytest.raises(
         TokenizerError,
-        match=r"has no chat template: set data.template",
+        match=r"does not have a chat template: set data.template",
     ):
         train(chat, init_from=base)
     chat["data"]["template"] = "chatml"
@@ -237,7 +237,7 @@ def test_chat_run_with_lora_learns_and_resumes(chat: dict[str, Any], base: Path)
     assert train(chat, resume=True).step == 14
 
 
-# Going on
+# Resuming
 
 
 @pytest.mark.parametrize("stop", slow_but([9], [3, 5, 9]))
@@ -290,7 +290,7 @@ def test_chat_run_resumes_without_tokenizer_folder(chat: dict[str, Any], tmp_pat
 
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    """40 conversations in Alpaca's template, with the tokenizer of `data`."""
+    """Prepare 40 conversations in Alpaca's template, with the tokenizer of `data`."""
     path = write_lines(tmp_path / "more.jsonl", draw_records(40, seed=2))
     prepare_chat([path], tokenizer, tmp_path / "prepared", template="alpaca")
     return tmp_path / "prepared"

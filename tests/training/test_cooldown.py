@@ -1,4 +1,4 @@
-"""Cooldowns: what a run that branches off another one shares with a run that never stopped."""
+"""Cooldowns: the state that a run shares with the run from which it branches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stop_after(recipe: Any, step: int, **options: Any) -> None:
 
 
 def metrics(folder: Path) -> dict[int, dict[str, Any]]:
-    """By step, without what is measured by a clock."""
+    """Return the metrics by step, without those measured with a clock."""
     return {
         line["step"]: {k: v for k, v in line.items() if not any(m in k for m in MEASURED)}
         for line in read_json_lines(folder / "metrics.jsonl")
@@ -50,7 +50,7 @@ def metrics(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
-    """All that a checkpoint holds of a run's state, but for its recipe."""
+    """Return everything that a checkpoint stores of a run's state except for its recipe."""
     verify_checkpoint(checkpoint)
     state = load_trainer_state(checkpoint)
     del state["recipe"], state["schedule"]
@@ -69,7 +69,9 @@ def cool(trunk: Path, steps: int, *overrides: tuple[str, str], **options: Any) -
 
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Any]:
-    """The recipe of a trunk of 12 steps at a constant rate, with dropout, that has been trained."""
+    """Train a trunk of 12 steps at a constant learning rate, with dropout, and return its
+    recipe.
+    """
     recipe: dict[str, Any] = {
         "run": {"dir": str(tmp_path_factory.mktemp("trunk") / "trunk"), "device": "cpu"},
         "model": {
@@ -96,7 +98,7 @@ def folder_of(recipe: Mapping[str, Any]) -> Path:
 
 
 def copied(trunk: dict[str, Any], tmp_path: Path) -> Path:
-    """The trunk's folder in a place of its own."""
+    """Copy the trunk's folder."""
     return shutil.copytree(folder_of(trunk), tmp_path / "trunk")
 
 
@@ -133,7 +135,7 @@ def test_cooldown_without_disk_space_for_trunk_copy_raises(
     trunk: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = checkpoint_folder(copied(trunk, tmp_path), 8)
-    # Room for one checkpoint, and there are two: the copy and the one at the end.
+    # There is room for one checkpoint, but two exist: the copy and the one saved at the end.
     tensors = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors"))
     usage, free = type(shutil.disk_usage("/")), tensors * 3 // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - free, free))
@@ -149,7 +151,7 @@ def test_cooldown_stopped_resumes_bit_for_bit(
     whole = cool(checkpoint_folder(place, 8), 5, ("run.dir", str(tmp_path / "whole"))).run_folder
     recipe, branch_from = cooldown_recipe(checkpoint_folder(place, 8), 5)
     stop_after(recipe, stopped_after, branch_from=branch_from)
-    # The trunk is not needed any more.
+    # The trunk is no longer needed.
     shutil.rmtree(place)
     broken = tmp_path / "trunk-cooldown-8"
     train(load_recipe(broken / "recipe.yaml"), resume=True)
@@ -170,7 +172,7 @@ def test_cooldown_killed_before_start_begins_with_same_command(
     first = cool(place, 2, resume=True).run_folder
     second = cool(place, 2, ("run.dir", str(tmp_path / "again"))).run_folder
     assert metrics(first) == metrics(second)
-    # With --resume, one that is there goes on.
+    # With --resume, an existing cooldown continues.
     assert cool(place, 2, resume=True).step == 10
     assert metrics(first) == metrics(second)
 
@@ -191,7 +193,8 @@ def test_cooldown_several_branches_of_continuing_trunk(
     tokens = [end.tokens_seen for end in ends]
     assert tokens == [metrics(end.run_folder)[end.step]["tokens_seen"] for end in ends]
     assert tokens[0] * 10 == tokens[1] * 6
-    # From a cooldown's own stable checkpoint, too: the one that it began with.
+    # A cooldown may also start from another cooldown's stable checkpoint, the one with which that
+    # cooldown started.
     again = cool(checkpoint_folder(tmp_path / "trunk-cooldown-8", 8), 3)
     assert (again.run_folder.name, again.step) == ("trunk-cooldown-8-cooldown-8", 11)
 
@@ -222,7 +225,7 @@ def test_cooldown_of_wsd_run_keeps_its_shape_and_minimum(
 
 
 def test_cooldown_with_constant_loss_is_not_diverged(trunk: dict[str, Any]) -> None:
-    """Its model was trained before: a loss that does not fall is no finding."""
+    """The model was already trained, so a loss that does not fall is not reported."""
     run = read_run(folder_of(trunk))
     losses = (np.arange(40), np.full(40, 3.0))
     flat = Metrics(np.arange(1.0, 41.0), {"train/loss": losses})
@@ -249,13 +252,17 @@ def test_cooldown_impossible_request_prints_one_line(trunk: dict[str, Any], tmp_
     refused(ready, CheckpointError, "data's seq_len was 32", ("data.seq_len", "16"))
     assert not (tmp_path / "trunk-cooldown-8").exists()
     cool(ready, 2)
-    refused(ready, CheckpointError, "has checkpoints already")
+    refused(ready, CheckpointError, "already contains checkpoints")
     (ready / "trainer_state.json").write_text("{}")
     refused(ready, CheckpointError, "is damaged")
     (place / "checkpoints" / "bare").mkdir()
     shutil.copy(early / "config.json", place / "checkpoints" / "bare")
     shutil.copy(early / "model.safetensors", place / "checkpoints" / "bare")
-    refused(place / "checkpoints" / "bare", CheckpointError, "no optimizer state, which a cooldown")
+    refused(
+        place / "checkpoints" / "bare",
+        CheckpointError,
+        "does not contain optimizer state, which a cooldown",
+    )
     cosine = {**trunk, "run": {**trunk["run"], "dir": str(tmp_path / "cosine")}}
     train({**cosine, "schedule": {"max_steps": 2}})
     refused(tmp_path / "cosine", ConfigError, "schedule.kind cosine, whose learning")
@@ -267,7 +274,7 @@ def test_cooldown_command_accepts_run_or_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # A forecast takes seconds, in a process of its own.
+    # A forecast takes seconds in a separate process.
     for name in ("start", "forecast"):
         monkeypatch.setattr(RunForecaster, name, lambda *_: None)
     place = copied(trunk, tmp_path)
@@ -285,7 +292,7 @@ def test_cooldown_command_accepts_run_or_checkpoint(
         ((str(place), "--cooldown", "2", "--resume"), "name the checkpoint to branch off, such as"),
         ((str(place),), "is a run folder, and train takes a recipe"),
         ((str(tmp_path / "none"), "--cooldown", "2"), "none"),
-        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: name the run folder"),
+        ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: pass the run folder"),
     ):
         assert main(["train", *arguments]) != 0
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -32,8 +32,8 @@ class WrongKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A device on which some kernels are wrong, except in fp64.
 
     Args:
-        names: names of the kernels, such as "aten::mm".
-        factor: what their numbers are multiplied by; indices are one too large.
+        names: kernel names, such as "aten::mm".
+        factor: factor applied to the kernels' floating-point results; indices are increased by one.
     """
 
     def __init__(self, *names: str, factor: float = 1.01) -> None:
@@ -43,7 +43,7 @@ class WrongKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and change its result."""
+        """Run an operator and change its result."""
         result = func(*args, **(kwargs or {}))
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if func._schema.name in self.names and not any(x.dtype == torch.float64 for x in inputs):
@@ -59,7 +59,7 @@ class WrongKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    few_rows.steps()  # compiled kernels are in the user's cache
+    few_rows.steps()  # compiled kernels are stored in the user's cache
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FIRSTLIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -76,7 +76,7 @@ def _one_thread() -> Iterator[None]:
 _FUNCTIONAL, _TENSOR = "torch.nn.functional", "torch.Tensor"
 
 
-#: Kernel -> the operation that is named if the kernel is wrong.
+#: Kernel -> the operation named in the message if the kernel is wrong.
 _OPERATIONS = {
     "aten::embedding": f"{_FUNCTIONAL}.embedding",
     "aten::embedding_dense_backward": f"the backward pass of {_FUNCTIONAL}.embedding",
@@ -106,7 +106,7 @@ _OPERATIONS = {
     "aten::argmax": f"{_TENSOR}.argmax",
 }
 
-#: Those of `make test`: forward, backward, loss, update, cache and choice.
+#: The cases of `make test`: forward, backward, loss, update, cache and sampling.
 _QUICK = (
     "aten::mm",
     "attention_backward",
@@ -125,7 +125,7 @@ def test_device_check_wrong_kernel_names_operation(
     kernels = {
         "attention": (attention,),
         "attention_backward": (f"{attention}_backward",),
-        # Some versions of torch have a fused kernel.
+        # Some torch versions have a fused kernel.
         "rms_norm": ("aten::rsqrt", "aten::_fused_rms_norm"),
     }
     with WrongKernels(*kernels.get(kernel, (kernel,))):
@@ -193,14 +193,14 @@ def test_device_check_correct_device_passes(precision: str, attention: str) -> N
     random = torch.get_rng_state()
     assert check_device(CPU, keys)["problem"] is None
     assert torch.equal(torch.get_rng_state(), random)
-    # Far from the bound, so that other right kernels pass too.
+    # Far from the bound, so that other correct kernels also pass.
     assert device_check._error(CPU, keys) < 0.3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_device_check_correct_device_names_no_operation(precision: str) -> None:
     fault = device_check._wrong_operation(CPU, CheckedKeys(precision))
-    assert fault.startswith("no single operation")
+    assert fault.startswith("not in a single operation")
 
 
 def test_info_check_lists_each_device_and_fails_for_wrong_one(
@@ -230,7 +230,7 @@ def _recipe(**run: Any) -> ResolvedRecipe:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The properties of `GPU` in torch."""
+    """Return the properties of `GPU` in torch's format."""
     properties = SimpleNamespace(uuid="first")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     return properties
@@ -271,7 +271,7 @@ def test_device_check_cache_file_depends_on_device_torch_and_settings(
         for hardware in (CPU, GPU)
         for keys in (CheckedKeys("fp32"), CheckedKeys("bf16"), CheckedKeys("bf16", "plain"))
     ]
-    gpu.uuid = "second"  # of the same name
+    gpu.uuid = "second"  # with the same name
     paths.append(device_check._passed_file(GPU, CheckedKeys("fp32")))
     monkeypatch.setattr(torch, "__version__", "99.0")
     paths.append(device_check._passed_file(CPU, CheckedKeys("fp32")))
@@ -294,7 +294,7 @@ def test_device_check_without_free_memory_reports_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device_check, "_error", fail)
     problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
     assert problem == (
-        f"cpu ({CPU.name}) has too little free memory to be checked: end the other programs that "
+        f"cpu ({CPU.name}) has too little free memory for the check: end the other programs that "
         "use it"
     )
 

@@ -1,4 +1,6 @@
-"""Rows of several documents: each token sees, and is predicted from, its own document only."""
+"""Rows of several documents: each token sees only its own document, and is predicted from it
+alone.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from firstlight.weights.loading import weights_to_save
 
 BOS, EOS = 1, 2
 CPU = torch.device("cpu")
-#: (bos, eos) that stand around each text
+#: (bos, eos) around each text
 STYLES = {"eos": (None, EOS), "bos-eos": (BOS, EOS), "bos": (BOS, None), "none": (None, None)}
 styles = pytest.mark.parametrize("style", STYLES)
 
@@ -54,8 +56,9 @@ models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def make_split(
     folder: Path, texts: Sequence[Sequence[int]], style: str, shard_tokens: int = 10**6
 ) -> TokenDataset:
-    """A training split of these texts, with the style's tokens around each; "none" also takes
-    empty texts."""
+    """Write a training split of these texts, with the style's tokens around each. "none" also
+    accepts empty texts.
+    """
     bos, eos = STYLES[style]
     with ShardWriter(folder, "train", np.dtype("<u2"), shard_tokens) as writer:
         for document in documents_of(texts, style):
@@ -85,7 +88,7 @@ def documents_of(texts: Sequence[Sequence[int]], style: str) -> list[list[int]]:
 
 
 def batch_of(dataset: TokenDataset, seq_len: int, fill_id: int = 0) -> Batch:
-    """All rows of a split, masked by document."""
+    """Return all rows of a split, masked by document."""
     rows = list(range(num_rows(dataset.num_tokens, seq_len)))
     return rows_to_batch(dataset, rows, seq_len, fill_id, document_masking=True)
 
@@ -98,13 +101,15 @@ def ids_of(batch: Batch) -> list[list[int]]:
 def pieces(
     texts: Sequence[Sequence[int]], style: str, seq_len: int
 ) -> list[tuple[list[int], list[int]]]:
-    """(inputs, labels) of each document by itself, cut where the rows of the stream cut it."""
+    """Return (inputs, labels) of each single document, split at the same positions as the stream's
+    rows.
+    """
     found = []
     position = 0
     for number, document in enumerate(documents_of(texts, style)):
         first = position
         position += len(document)
-        if style == "eos" and number > 0:  # the eos before it is what its text is predicted from
+        if style == "eos" and number > 0:  # the document's text is predicted from the preceding eos
             document, first = [EOS, *document], first - 1
         rows: dict[int, tuple[list[int], list[int]]] = {}
         for place, (token, label) in enumerate(itertools.pairwise(document), first):
@@ -116,7 +121,7 @@ def pieces(
 
 
 def valid(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """(inputs, labels) of each document of each row of a batch, where there are labels."""
+    """Return (inputs, labels) of each document in each row of a batch, where there are labels."""
     found = []
     for inputs, labels, numbers in zip(
         batch.input_ids.tolist(), batch.labels.tolist(), ids_of(batch), strict=True
@@ -129,7 +134,7 @@ def valid(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 def ready(config: ModelConfig) -> Model:
-    """A model in fp64 whose parameters all matter."""
+    """Return an fp64 model in which every parameter affects the output."""
     model = empty_model(config).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -141,7 +146,7 @@ def ready(config: ModelConfig) -> Model:
 def loss_in_fp64(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """The summed loss, without the cast to fp32 that training makes."""
+    """Return the summed loss without training's cast to fp32."""
     logits = model(input_ids, document_ids=document_ids)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -152,7 +157,7 @@ def random_texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     return [generator.integers(3, 31, size).tolist() for size in sizes]
 
 
-# Which document a token belongs to
+# Document of each token
 
 
 def test_document_masking_eos_starts_next_document(tmp_path: Path) -> None:
@@ -183,7 +188,7 @@ def test_document_masking_without_separators_predicts_no_text_from_another(tmp_p
 @pytest.mark.parametrize(
     "seq_len, ids, labels",
     [
-        # A document begins with the second row, in the middle of it, with the last input.
+        # Documents start with the second row, in its middle, and at its last input.
         (3, [[0, 0, 0], [0, 0, 0], [0, 0, 0]], [[4, 5, -100], [7, 8, -100], [10, 11, 12]]),
         (4, [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1]], None),
         (5, [[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]], None),
@@ -241,7 +246,7 @@ def test_document_masking_empty_documents_change_nothing(tmp_path: Path) -> None
 def test_document_masking_labels_are_those_of_single_documents(
     lengths: list[int], seq_len: int, shard_tokens: int, style: str
 ) -> None:
-    """Whatever the rows and shards cut, the labels that count are those of the documents."""
+    """Wherever rows and shards split documents, the valid labels are those of single documents."""
     tokens = iter(range(3, 3 + sum(lengths)))
     texts = [[next(tokens) for _ in range(length)] for length in lengths]
     with tempfile.TemporaryDirectory() as folder:
@@ -310,7 +315,7 @@ def test_document_ids_move_with_batch(tmp_path: Path) -> None:
     assert moved.document_ids.device.type == moved.labels.device.type == "meta"
 
 
-# What a model makes of it
+# Model output
 
 
 @models
@@ -318,7 +323,7 @@ def test_document_ids_move_with_batch(tmp_path: Path) -> None:
 def test_document_masking_packed_losses_equal_those_of_single_documents(
     tmp_path: Path, config: ModelConfig, style: str
 ) -> None:
-    """Losses and gradients are those of a forward pass for each document."""
+    """Losses and gradients equal those of a separate forward pass for each document."""
     texts, seq_len = random_texts(14, 12), 16
     model = ready(config)
     batch = batch_of(make_split(tmp_path, texts, style), seq_len)
@@ -395,7 +400,8 @@ def test_evaluate_with_document_masking_equals_single_documents(
         )
     assert result.tokens == sum(len(labels) for _, labels in alone)
     assert result.loss == pytest.approx(expected / result.tokens, rel=1e-12)
-    if style in ("eos", "bos-eos"):  # all that can be predicted was: bits a byte are exact
+    # every predictable byte was predicted, so bits per byte are exact
+    if style in ("eos", "bos-eos"):
         bits = expected / math.log(2)
         assert result.bits_per_byte == pytest.approx(bits / dataset.text_bytes, rel=1e-12)
 

@@ -1,4 +1,6 @@
-"""Shards, checkpoints and runs of an earlier tree (tests/earlier/README.md) are gone on with."""
+"""Shards, checkpoints and runs of an earlier version (tests/earlier/README.md) can still be
+used.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _EARLIER = Path(__file__).parents[1] / "earlier"
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    """The script that made the files, for its recipes."""
+    """Import the script that wrote the files, for its recipes."""
     spec = importlib.util.spec_from_file_location("earlier_maker", _EARLIER / "make.py")
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +39,7 @@ def maker() -> ModuleType:
 
 @pytest.fixture
 def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files, elsewhere than where they were made."""
+    """Copy the files to a folder other than the one in which they were written."""
     with tarfile.open(_EARLIER / "earlier.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
@@ -54,7 +56,8 @@ def test_earlier_run_is_resumed(earlier: Path, maker: ModuleType, name: str) -> 
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     assert [line["train/loss"] for line in steps] == pytest.approx(losses, rel=1e-5)
     assert len(set(losses)) == 6
-    # What the starting model makes of pairs is found, not made anew from a model that is gone.
+    # The starting model's reference log-probabilities are in the cache; the model itself no longer
+    # exists.
     assert sorted((earlier / "cache").rglob("*.json")) == cached
 
 
@@ -88,17 +91,17 @@ def test_earlier_sources_are_prepared_to_same_bytes(
     maker.prepare_one(earlier, name, Tokenizer.from_pretrained(before))
     names = sorted(path.name for path in before.iterdir())
     made = {path.name for path in (earlier / name).iterdir()}
-    assert sorted(made - {"sources.json"}) == names  # which came later
+    assert sorted(made - {"sources.json"}) == names  # a key added later
     for file in names:
-        if file == "manifest.json":  # keys came later, and nothing else
+        if file == "manifest.json":  # only added keys differ
             new, old = (read_manifest(folder) for folder in (earlier / name, before))
             assert known_part(new, old) == old
-        elif not file.endswith("-examples.txt"):  # has the paths of the sources
+        elif not file.endswith("-examples.txt"):  # contains the paths of the sources
             assert (earlier / name / file).read_bytes() == (before / file).read_bytes(), file
 
 
 def known_part(new: Any, old: Any) -> Any:
-    """What `new` has under the keys of `old`."""
+    """Return the part of `new` with the keys of `old`."""
     if not isinstance(old, dict):
         return new
     return {key: known_part(new[key], value) for key, value in old.items()}

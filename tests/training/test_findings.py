@@ -1,4 +1,4 @@
-"""What is said of a run that went wrong, and of one that did not."""
+"""Findings reported for runs that went wrong, and for runs that did not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_of(
     epoch: float = 3.0,
     **recipe: Any,
 ) -> Path:
-    """A run with a vocabulary of 1,000 and, unless the start says otherwise, 5 steps of warm-up."""
+    """Return a run with a vocabulary of 1,000 and 5 warm-up steps, unless `start` differs."""
     records = [
         record(
             step,
@@ -110,33 +110,33 @@ _RISING = [_UNIFORM, *([7.1] * 59)]
     ("losses", "options", "expected"),
     [
         (falling(60), {}, None),
-        # Above guessing: the untrained model's loss is about ln 1000 = 6.91.
+        # Worse than guessing: the untrained model's loss is about ln 1000 = 6.91.
         ([6.9, 7.5, *([700_000.0] * 40)], {}, 2),
         ([*falling(30, 7.0, 4.0), *([7.2] * 30)], {}, 31),
-        # One wild step at the end is no divergence.
+        # A single outlier at the end is not a divergence.
         ([*falling(59), 900.0], {}, None),
-        # Weights that begin far from the text and come down.
+        # Weights from a very different text that adapt.
         (falling(30, 15.0, 9.0), {"start": {"init_from": "model"}}, None),
         # A good model that was ruined.
         ([3.0, *([12.0] * 30)], {"start": {"init_from": "model"}}, 2),
-        # A good model that goes on with text of its own kind.
+        # A good model that continues on similar text.
         ([3.0] * 60, {"start": {"init_from": "model"}}, None),
         ([3.0] * 60, {"lora": {"rank": 8}}, None),
-        # It never fell.
+        # The loss never fell.
         ([6.95] * 60, {}, 1),
         (falling(60, 6.95, 6.94), {}, 1),
         (falling(60, 6.95, 6.8), {}, None),
-        # Too short to say, or still in its warm-up.
+        # Too few steps for a finding, or still in the warm-up.
         ([6.95] * 12, {}, None),
         ([6.95] * 60, {"start": {"warmup_steps": 50}}, None),
         ([6.95, 7.2] * 10, {"start": {"warmup_steps": 20}}, None),
         ([6.9, *([5000.0] * 12)], {"start": {"warmup_steps": 100}}, 2),
         ([6.9, 5000.0], {}, None),
-        # Of pairs guessing is ln 2, and a loss somewhat above it no rare thing.
+        # For pairs, guessing gives ln 2, and slightly higher losses are common.
         ([0.693] * 60, {"preference": {"beta": 0.1}}, None),
         ([0.693, *([0.9] * 59)], {"preference": {"beta": 0.1}}, None),
         ([0.693, *([40.0] * 59)], {"preference": {"beta": 0.1}}, 2),
-        # Without the vocabulary nothing is known of it.
+        # Without the vocabulary size, divergence can't be detected.
         (_RISING, {"model": {}}, None),
         (_RISING, {}, 2),
         ([], {}, None),
@@ -196,7 +196,7 @@ def test_findings_are_shown_in_reports(tmp_path: Path) -> None:
 
 @pytest.fixture
 def scripted(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A recipe whose validation loss is 5, 4, 4.5, 4.6 after steps 3, 6, 9 and 12."""
+    """Return a recipe whose validation loss is 5, 4, 4.5, 4.6 after steps 3, 6, 9 and 12."""
     real = evaluate_dataset
 
     def evaluated(*arguments: Any, **more: Any) -> Any:
@@ -239,7 +239,7 @@ def test_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None:
     assert resolve_model_folder(folder) == checkpoint_folder(folder, 12)
     assert resolve_model_folder(folder, best=True) == checkpoint_folder(folder, 6)
     assert load_for_evaluation(folder, best=True).folder == checkpoint_folder(folder, 6)
-    # Where the best one is damaged, the second best is taken.
+    # If the best checkpoint is damaged, the second best is used.
     (checkpoint_folder(folder, 6) / "config.json").write_text("{}")
     assert resolve_model_folder(folder, best=True) == checkpoint_folder(folder, 12)
     with pytest.raises(ConfigError, match="--best requires a run folder"):
@@ -253,7 +253,7 @@ def test_best_checkpoint_is_kept_and_found(scripted: dict[str, Any]) -> None:
     [
         ({"keep_best": 0}, [12]),
         ({"keep_best": 2}, [6, 9, 12]),
-        # At the end only is at the end only.
+        # With checkpoints at the end only, no other checkpoint is kept.
         ({"every_steps": 0}, [12]),
     ],
 )
@@ -262,7 +262,7 @@ def test_best_checkpoints_are_kept_up_to_requested_number(
 ) -> None:
     scripted["checkpoint"] |= config
     result = train(scripted)
-    # Nothing better than the best is saved: of two, the second is one that was due anyway.
+    # No checkpoint has a lower loss than the best: the second one was due anyway.
     assert kept(scripted) == ([6, 12] if steps == [6, 9, 12] else steps)
     assert result.best_checkpoint == checkpoint_folder(result.run_folder, kept(scripted)[0])
 
@@ -328,7 +328,7 @@ def test_train_diverged_run_exits_with_76(
     assert json.loads(out)["diverged"] is True
     assert b"is above that of guessing tokens at random (5.7683)" in err
     assert kept(recipe)[-1] == 12
-    # It stays what it is.
+    # Resuming the completed run gives the same exit code.
     assert run_main(recipe, "--resume") == 76
 
 

@@ -1,4 +1,4 @@
-"""The evaluation before the first step, and runs of no steps."""
+"""The evaluation before the first step, and runs without steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from firstlight.weights.stored import WEIGHTS_NAME
 
 
 def with_start(recipe: dict[str, Any], folder: Path, **evaluation: Any) -> dict[str, Any]:
-    """The recipe in another folder, evaluated before its first step."""
+    """Return the recipe with another folder and an evaluation before its first step."""
     return {
         **recipe,
         "run": {**recipe["run"], "dir": str(folder)},
@@ -37,7 +37,7 @@ def lines(folder: str | Path, name: str = "metrics.jsonl") -> list[dict[str, Any
 def test_first_evaluation_is_step_0_and_leaves_training_unchanged(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In a model with dropout, whose random numbers come as they do without."""
+    """The model has dropout, whose random numbers must not change."""
     recipe["model"] |= {"model_type": "gpt2", "embd_pdrop": 0.1, "resid_pdrop": 0.1}
     del recipe["model"]["num_key_value_heads"]
     recipe["efficiency"] = {"precision": "fp32"}
@@ -59,7 +59,7 @@ def test_first_evaluation_is_step_0_and_leaves_training_unchanged(
     for name in (WEIGHTS_NAME, "optimizer.safetensors"):
         own, other = (folder / name for folder in (with_it.checkpoint, without.checkpoint))
         assert own.read_bytes() == other.read_bytes()
-    # Neither texts of noise nor a place for a model that has learned nothing among the best.
+    # An untrained model generates no sample texts and is not kept among the best checkpoints.
     assert {one["step"] for one in lines(with_it.run_folder, "samples.jsonl")} == {6, 12}
 
 
@@ -78,7 +78,7 @@ def test_run_of_zero_steps_evaluates_saves_and_can_be_extended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("firstlight.training.loop.draw_report", draw_report)
-    # Lengths of the schedule that are those of the run that comes after.
+    # Schedule settings of the run that follows.
     recipe["schedule"] = {"max_steps": 6, "warmup_steps": 2, "decay_steps": 5}
     recipe["checkpoint"] |= {"keep_best": 1}
     recipe["evaluation"] |= {"every_steps": 3}
@@ -98,11 +98,11 @@ def test_run_of_zero_steps_evaluates_saves_and_can_be_extended(
     run = read_run(tmp_path / "none")
     assert (run.last_step, run.max_steps, len(run.samples)) == (0, 0, 1)
     before = (tmp_path / "none" / "metrics.jsonl").read_bytes()
-    # Nothing is left to be done, and nothing is lost.
+    # Nothing is left to do, and nothing is lost.
     assert main([*command, "--schedule.max_steps", "0", "--resume"]) == 0
     assert "the run is complete: step 0 of 0" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "none" / "metrics.jsonl").read_bytes() == before
-    # More steps are those of a run that had them from the beginning.
+    # Further steps equal those of a run that had this length from the start.
     result = train(values, resume=True)
     assert (result.checkpoint / WEIGHTS_NAME).read_bytes() == (
         straight.checkpoint / WEIGHTS_NAME

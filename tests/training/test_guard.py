@@ -17,7 +17,7 @@ _NUMBERS = st.floats(-1e6, 1e6)
 
 
 def after(guard: Guard, values: list[float]) -> Guard:
-    """The guard when it has accepted these losses, with a gradient norm of 1."""
+    """Return the guard after it has accepted these losses, with a gradient norm of 1."""
     for value in values:
         assert guard.accepts(value, 1.0)
     return guard
@@ -65,7 +65,7 @@ def test_guard_rejects_spike_from_sixteenth_value() -> None:
     assert not guard.accepts(3.0, 1e4)
     assert "gradient norm 1e+04 is " in guard.reason
     assert guard.accepts(3.5, 1.0)  # five deviations
-    # The other way is no trouble.
+    # A drop is accepted.
     assert guard.accepts(0.5, 0.0)
 
 

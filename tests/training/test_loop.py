@@ -4,8 +4,10 @@ import copy
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from firstlight.recipe import load_recipe, parse_recipe
 from firstlight.report.report import draw_report
 from firstlight.run_log.reader import last_start, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer, train_tokenizer
-from firstlight.training.loop import TrainResult, train
+from firstlight.training.loop import RunAhead, TrainResult, train
 from firstlight.training.resuming import _as_written_now
 from firstlight.training.run import Run
 from firstlight.weights.loading import embedding_name
@@ -67,11 +69,11 @@ _EVALUATION_KEYS = {"val/loss", "perplexity", "bits_per_byte"}
 
 
 class StoppedError(Exception):
-    """Ends a run from within, as Ctrl-C would."""
+    """Ends a run from within, like Ctrl-C."""
 
 
 def changed(recipe: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    """The recipe with some keys of some sections set."""
+    """Return the recipe with some keys of some sections changed."""
     result = copy.deepcopy(recipe)
     for section, values in sections.items():
         result[section] = {**result.get(section, {}), **values}
@@ -95,7 +97,7 @@ def weights(folder: Path) -> bytes:
 
 
 def stop_after(recipe: dict[str, Any], step: int, **options: Any) -> None:
-    """Train until so many steps are done, and end there."""
+    """Train until this many steps are done, then stop."""
 
     def on_step(record: Mapping[str, Any]) -> None:
         if record["step"] == step:
@@ -114,7 +116,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refused(recipe: dict[str, Any], kind: type[FirstlightError], said: str, **options: Any) -> None:
-    """A run is refused before its first step, and nothing is written."""
+    """Check that a run raises an error before its first step and writes nothing."""
     folder = run_folder(recipe)
     before = contents(folder) if folder.exists() else None
     steps: list[Any] = []
@@ -124,7 +126,7 @@ def refused(recipe: dict[str, Any], kind: type[FirstlightError], said: str, **op
     assert (contents(folder) if folder.exists() else None) == before
 
 
-# --- what a run does and writes --------------------------------------------------------------
+# --- a run and its files --------------------------------------------------------------------
 
 
 def test_train_lowers_loss(recipe: dict[str, Any]) -> None:
@@ -158,7 +160,7 @@ def test_train_logs_one_complete_line_per_step(recipe: dict[str, Any]) -> None:
         assert record["samples_per_second"] * record["seconds"] == pytest.approx(4)
         assert record["memory_bytes"] > 2**20
         assert 0 < record["mfu"] < 1
-    # 4 rows of 32 a step; only the epoch's short last row has fewer.
+    # 4 rows of 32 tokens per step; only the epoch's last, shorter row has fewer.
     tokens = [record["tokens_seen"] for record in records]
     assert tokens == [128 * step for step in range(1, 13)]
     epochs = [record["epoch"] for record in records]
@@ -325,7 +327,7 @@ def test_train_accumulation_equals_large_batch(recipe: dict[str, Any], tmp_path:
 def test_train_evaluates_same_training_rows_beside_validation(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a model with dropout, which they leave as it was."""
+    """The model has dropout, and evaluating must not change its random state."""
     recipe["model"] = {
         **recipe["model"],
         "model_type": "gpt2",
@@ -345,7 +347,7 @@ def test_train_evaluates_same_training_rows_beside_validation(
     assert found[-1] == pytest.approx(whole.loss, rel=1e-6)
     said = f"train_eval/loss {found[-1]:.4f} ({whole.rows} of {whole.rows} rows)"
     assert said in " ".join(capsys.readouterr().err.split())
-    # Of fewer rows they are the same ones each time, so a model that stands still scores alike.
+    # Fewer rows are the same ones each time, so an unchanged model gets the same loss.
     still = changed(
         held,
         run={"dir": str(tmp_path / "still")},
@@ -394,7 +396,7 @@ def test_train_for_epochs_uses_absolute_rates_and_resumes(
 def test_train_prints_schedule_and_parameter_groups(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of adapters, where only they are trained."""
+    """For adapters, only the trained parameters are counted."""
     base = train(changed(recipe, schedule={"max_steps": 2, "warmup_steps": 1}), progress=True)
     told = " ".join(capsys.readouterr().err.split())
     schedule = r"schedule: 2 steps of 4 x 32 tokens \(0\.0\d+ epochs\), warm-up of 1 step to 0\.001"
@@ -405,7 +407,7 @@ def test_train_prints_schedule_and_parameter_groups(
     train(longer, progress=True)
     told = " ".join(capsys.readouterr().err.split())
     assert "warm-up of 2 steps to 0.001, so long that the learning rate never falls" in told
-    # Embedding, head, and 7 matrices of 2 layers; 5 norms.
+    # Embedding, head, and 7 matrices in each of 2 layers; 5 norms.
     assert "optimizer adamw tensors parameters rate decay embeddings 1 " in told
     assert re.search(r"matrices 14 [\d,]+ 0\.001 0\.1 norms and biases 5 160 0\.001 0 ", told)
     adapted = changed(
@@ -422,7 +424,9 @@ def test_train_prints_schedule_and_parameter_groups(
 
 
 def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """The first step's loss is the logarithm of the vocabulary, plus its squared z times it."""
+    """The first step's loss is the logarithm of the vocabulary size, plus z-loss coefficient times
+    its square.
+    """
     values = changed(
         recipe,
         run={"dir": str(tmp_path / "flat")},
@@ -434,7 +438,7 @@ def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path:
     tokenizer = Tokenizer.from_pretrained(result.checkpoint)
     z = math.log(tokenizer.vocab_size)
     assert metrics(values)[0]["train/loss"] == pytest.approx(z + 0.5 * z * z, rel=1e-5)
-    with pytest.raises(ConfigError, match="the init section applies to new weights"):
+    with pytest.raises(ConfigError, match="the init section applies to random weights"):
         train(changed(values, run={"dir": str(tmp_path / "x")}), init_from=result.checkpoint)
     with pytest.raises(ConfigError, match="head_std applies to an untied head"):
         train(changed(values, model={"tie_word_embeddings": True}))
@@ -443,7 +447,7 @@ def test_train_applies_init_section_and_z_loss(recipe: dict[str, Any], tmp_path:
 def test_train_average_of_last_checkpoints_is_saved_and_evaluated(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a run that is resumed as well, without a step left to do."""
+    """This also holds for a resumed run that has no steps left."""
     values = changed(
         recipe,
         run={"dir": str(tmp_path / "averaged")},
@@ -465,7 +469,7 @@ def test_train_average_of_last_checkpoints_is_saved_and_evaluated(
     told = json.loads((folder / "averaged.json").read_text(encoding="utf-8"))
     assert told["steps"] == [4, 6]
     assert result.evaluation is not None
-    # `evaluate` predicts the first token of the split as well.
+    # `evaluate` also predicts the first token of the split.
     own, last = (
         evaluate(f, values["data"]["dir"], seq_len=32).loss for f in (folder, result.checkpoint)
     )
@@ -502,7 +506,7 @@ def test_train_prints_averaged_steps(
 def test_train_average_excludes_checkpoints_saved_on_stop(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The regular checkpoints stay as long as an average may need them."""
+    """Regular checkpoints are kept as long as an average may need them."""
     values = changed(
         recipe,
         schedule={"max_steps": 7, "warmup_steps": 1},
@@ -563,7 +567,7 @@ def test_train_without_validation_split_logs_no_validation_loss(
     result = train(recipe, progress=True)
     assert result.evaluation is None
     assert all(set(record) == _KEYS for record in metrics(recipe))
-    assert "has no validation split: the run has no val/loss" in capsys.readouterr().err
+    assert "has no validation split, so the run does not report val/loss" in capsys.readouterr().err
 
 
 def test_train_without_progress_prints_nothing(
@@ -593,7 +597,8 @@ def test_train_init_from_loads_weights_and_config(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = train(recipe)
-    # Another width, which gives way, and steps too small to move a weight.
+    # A different hidden size, which the loaded model overrides, and steps too small to change a
+    # weight.
     start = changed(
         recipe,
         run={"dir": str(tmp_path / "second")},
@@ -601,13 +606,13 @@ def test_train_init_from_loads_weights_and_config(
         optimizer={"learning_rate": 1e-30},
     )
     second = train(start, init_from=run_folder(recipe), progress=True)
-    said = f"warning: the model is that of {run_folder(recipe)}; not used: "
+    said = f"warning: the model comes from {run_folder(recipe)}; ignored: "
     err = capsys.readouterr().err
     assert said in err
     assert "model.hidden_size" in err
     assert weights(second.checkpoint) == weights(first.checkpoint)
     assert load_model(second.checkpoint).model.config == load_model(first.checkpoint).model.config
-    # A new run all the same: steps, rows and schedule begin at the beginning.
+    # It is a new run: steps, rows and schedule start from the beginning.
     assert [record["step"] for record in metrics(start)] == list(range(1, 13))
     assert metrics(start)[0]["tokens_seen"] == metrics(recipe)[0]["tokens_seen"]
     state = json.loads((second.checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -629,7 +634,7 @@ def test_train_starting_weights_with_nan_are_named_by_train_and_info(
             shutil.copy(path, damaged)
     safetensors.torch.save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     start = changed(recipe, run={"dir": str(tmp_path / "second")})
-    refused(start, ModelError, f"its tensor {name} has values that are not", init_from=damaged)
+    refused(start, ModelError, f"its tensor {name} contains non-finite values", init_from=damaged)
     assert main(["info", str(damaged)]) == 0
     assert f"UNUSABLE, {name} has values" in capsys.readouterr().out
     assert main(["info", str(first.checkpoint)]) == 0
@@ -646,7 +651,7 @@ def test_train_init_from_needs_no_model_in_recipe(recipe: dict[str, Any], tmp_pa
     )
 
 
-# GPT-NeoX' files call the head otherwise than its model.
+# GPT-NeoX checkpoints use another name for the head than its model does.
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_train_run_started_from_weights_resumes_exactly(
     family: str, recipe: dict[str, Any], tmp_path: Path
@@ -660,7 +665,7 @@ def test_train_run_started_from_weights_resumes_exactly(
     expected = train(whole, init_from=run_folder(recipe))
     broken = changed(whole, run={"dir": str(tmp_path / "broken")})
     stop_after(broken, 7, init_from=run_folder(recipe))
-    # Where it started from is of no more account.
+    # The starting model is no longer needed.
     shutil.rmtree(run_folder(recipe))
     found = train(broken, resume=True)
     assert losses(broken) == losses(whole)
@@ -681,7 +686,7 @@ def test_train_init_from_other_tokenizer_or_missing_folder_fails(
     refused(start, ModelError, "does not exist", init_from=missing)
 
 
-# --- going on --------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------
 
 
 def gpt2_with_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -740,6 +745,65 @@ def test_train_with_dropout_resumes_bit_for_bit(
     assert samples[0] == samples[1]
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_train_passes_run_ahead_change_no_bit(
+    name: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the next step's passes begin before the host reads the current loss."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    whole = changed(
+        gpt2_with_dropout(recipe),
+        optimizer={"name": name},
+        batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    )
+    ahead: list[int] = []
+    begin = RunAhead.begin
+
+    def noted(self: RunAhead) -> bool:
+        is_ahead = begin(self)
+        if is_ahead:
+            ahead.append(self._run.state.step)
+        return is_ahead
+
+    monkeypatch.setattr(RunAhead, "begin", noted)
+    found = train(whole)
+    # Not where an evaluation (6, 12) or a checkpoint (4, 8, 12) follows.
+    assert ahead == [1, 2, 3, 5, 7, 9, 10, 11]
+    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+    stop_after(broken, 7)
+    resumed = train(broken, resume=True)
+    plain = changed(whole, run={"dir": str(tmp_path / "plain")})
+    monkeypatch.setattr(RunAhead, "begin", lambda _: False)
+    expected = train(plain)
+    for one, result in ((whole, found), (broken, resumed)):
+        assert losses(one) == losses(plain)
+        epochs = [[record["epoch"] for record in metrics(each)] for each in (one, plain)]
+        assert epochs[0] == epochs[1]
+        files = [contents(each.checkpoint) for each in (result, expected)]
+        for file in (WEIGHTS_NAME, "optimizer.safetensors"):
+            assert files[0][file] == files[1][file], file
+
+
+def test_train_passes_run_ahead_are_finished_before_a_stop(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random states of a checkpoint are those after its step."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    whole = gpt2_with_dropout(recipe)
+    expected = train(whole)
+    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+
+    def on_step(record: Mapping[str, Any]) -> None:
+        if record["step"] == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stopped = train(broken, on_step=on_step)
+    assert (stopped.stopped_by, stopped.step) == ("SIGTERM", 10)
+    found = train(broken, resume=True)
+    assert losses(broken) == losses(whole)
+    assert weights(found.checkpoint) == weights(expected.checkpoint)
+
+
 def test_train_second_resume_is_as_exact_as_first(recipe: dict[str, Any], tmp_path: Path) -> None:
     expected = train(recipe)
     broken = changed(recipe, run={"dir": str(tmp_path / "broken")})
@@ -751,7 +815,7 @@ def test_train_second_resume_is_as_exact_as_first(recipe: dict[str, Any], tmp_pa
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
-#: A step's metrics, as far as those who watch a run need them.
+#: The metrics of a step that the progress display needs.
 _RECORD = {"step": 8, "learning_rate": 0.1, "tokens_per_second": 9.0, "memory_bytes": 9}
 _LOGS = ("metrics.jsonl", "samples.jsonl", "starts.jsonl")
 
@@ -820,7 +884,7 @@ def test_train_report_out_of_memory_does_not_fail_finished_run(
 
 @pytest.fixture
 def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of the recipe that was stopped after 9 steps, trained once."""
+    """Return the folder of a run stopped after 9 steps, trained once for all tests."""
     folder = tmp_path_factory.getbasetemp() / "stopped after 9 steps"
     if not folder.exists():
         stop_after(changed(recipe, run={"dir": str(folder)}), 9)
@@ -830,9 +894,12 @@ def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "spoiled, message",
     [
-        ({"pending": {"step": 8}}, "pending holds no metrics of step 8"),
-        ({"pending": {"step": "8"}}, "pending holds no metrics of step 8"),
-        ({"pending": {**_RECORD, "train/loss": 10**400}}, "pending holds no metrics of step 8"),
+        ({"pending": {"step": 8}}, "pending does not contain metrics of step 8"),
+        ({"pending": {"step": "8"}}, "pending does not contain metrics of step 8"),
+        (
+            {"pending": {**_RECORD, "train/loss": 10**400}},
+            "pending does not contain metrics of step 8",
+        ),
         ({"micro_batch_rows": 99}, "micro_batch_rows is 99, but a micro-batch has 4 rows"),
         ({"micro_batch_rows": 3}, "micro_batch_rows is 3, but a micro-batch has 4 rows"),
         ({"loader": {"rows_seen": 10**30}}, "rows_seen is 1000"),
@@ -890,8 +957,8 @@ def test_train_resumed_with_other_thread_count_warns(
     monkeypatch.setattr("firstlight.training.resuming.torch.get_num_threads", lambda: 77)
     train(recipe, resume=True, progress=True)
     said = capsys.readouterr().err
-    assert f"warning: the checkpoint was made with {count} threads, and there are 77 now" in said
-    assert f"OMP_NUM_THREADS={count} sets the number" in said
+    assert f"saved by a run with {count} threads, but this run has 77: sums" in said
+    assert f"(set OMP_NUM_THREADS={count} to avoid this)" in said
 
 
 def test_train_resume_of_complete_run_does_nothing(
@@ -910,7 +977,7 @@ def test_train_resume_of_complete_run_does_nothing(
     assert again.train_loss is None
     assert again.evaluation is None
     assert "the run is complete: step 12 of 12" in capsys.readouterr().err
-    # But for the id of this start.
+    # Only the id of this start differs.
     after = contents(run_folder(recipe))
     assert {name for name in after if after[name] != before[name]} == {"run.json"}
     assert after.keys() == before.keys()
@@ -951,7 +1018,7 @@ def test_train_continues_schedule_of_other_run_on_other_data(
     state = safetensors.torch.load_file(result.checkpoint / "optimizer.safetensors")
     counts = {float(value) for name, value in state.items() if name.endswith(".step")}
     assert counts == {12.0}
-    # Its own checkpoints count from now on.
+    # From now on, the run's own checkpoints are used.
     again = changed(further, run={"dir": str(tmp_path / "again")}, checkpoint={"every_steps": 2})
     stop_after(again, 11, init_from=base)
     assert weights(train(again, resume=True).checkpoint) == weights(result.checkpoint)
@@ -959,7 +1026,9 @@ def test_train_continues_schedule_of_other_run_on_other_data(
 
 
 def test_optimizer_settings_of_older_checkpoints_are_read_alike() -> None:
-    """Which wrote false, or nothing, for embeddings_in_32_bits of an optimizer without 8 bits."""
+    """Older checkpoints contain false, or no value, for embeddings_in_32_bits of an optimizer that
+    is not 8-bit.
+    """
     now = {"optimizer": {"name": "adamw", "embeddings_in_32_bits": None}, "run": {"seed": 1}}
     older = {**now, "optimizer": {"name": "adamw", "embeddings_in_32_bits": False}}
     oldest = {**now, "optimizer": {"name": "adamw"}}
@@ -976,7 +1045,7 @@ def test_train_impossible_schedule_continuation_fails(
     other = changed(
         recipe, run={"dir": str(tmp_path / "other")}, schedule={"resume": True, "max_steps": 12}
     )
-    refused(other, ConfigError, "name that run with --init-from")
+    refused(other, ConfigError, "pass that run with --init-from")
     refused(other, ConfigError, "at step 12 .* but schedule.max_steps is 12", init_from=base)
     longer = changed(other, schedule={"max_steps": 20})
     refused(changed(longer, optimizer={"name": "muon"}), CheckpointError, "muon", init_from=base)
@@ -990,14 +1059,16 @@ def test_train_impossible_schedule_continuation_fails(
     shutil.copytree(base, plain)
     for name in ("optimizer.safetensors", "manifest.json", "trainer_state.json"):
         (plain / name).unlink()
-    refused(longer, CheckpointError, "has no optimizer state", init_from=plain)
+    refused(longer, CheckpointError, "does not contain optimizer state", init_from=plain)
 
 
 def test_train_resume_without_checkpoint_starts_from_beginning(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(recipe, resume=True, progress=True)
-    assert "has no checkpoint yet: starting at the beginning" in capsys.readouterr().err
+    assert (
+        "does not contain a checkpoint yet: starting from the beginning" in capsys.readouterr().err
+    )
     other = changed(recipe, run={"dir": str(tmp_path / "other")})
     train(other)
     assert losses(recipe) == losses(other)
@@ -1028,7 +1099,7 @@ def test_train_damaged_newest_checkpoint_repeats_only_its_steps(
     found = train(changed(broken, checkpoint={"keep_last": keep_last}), resume=True, progress=True)
     err = capsys.readouterr().err
     assert f"warning: {damaged / 'optimizer.safetensors'} is damaged" in err
-    # The lowest validation loss so far was saved as well.
+    # The checkpoint with the lowest validation loss so far is still there.
     assert "step-00000006 (step 6)" in err
     assert losses(broken) == losses(recipe)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
@@ -1048,11 +1119,11 @@ def test_train_new_model_defaults_apply_only_to_new_models(
     recipe["schedule"] = {"max_steps": 6}
     train(recipe)
     assert optimizer_of(recipe) == "muon"
-    # The model of another run has learned already.
+    # The loaded model has already been trained.
     tuned = changed(recipe, run={"dir": str(tmp_path / "tuned")})
     train(tuned, init_from=run_folder(recipe))
     assert optimizer_of(tuned) == "adamw"
-    # A run of before there were settings of new models, whose recipe named none.
+    # A run from before settings for new models existed, whose recipe did not set them.
     before = changed(
         recipe,
         run={"dir": str(tmp_path / "before")},
@@ -1079,7 +1150,7 @@ def test_train_resumed_with_changed_setting_warns(
     )
     said = "changed since the checkpoint: optimizer.learning_rate, evaluation.every_steps\n"
     assert f"warning: {said}" in capsys.readouterr().err
-    # The new rate counts, on the old schedule.
+    # The new learning rate applies, with the old schedule.
     assert metrics(recipe)[5]["learning_rate"] == 2e-3 * Schedule(12, 2, 12, 0.1).lr_scale(5)
 
 
@@ -1092,17 +1163,17 @@ def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     changes: dict[str, Any],
     warns: bool,
 ) -> None:
-    stop_after(recipe, 5)  # with a checkpoint of step 4
+    stop_after(recipe, 5)  # and has a checkpoint from step 4
     train(changed(recipe, schedule=changes), resume=True, progress=True)
     err, peak = capsys.readouterr().err, OptimizerConfig().learning_rate
     was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
     said = (
-        f"step 5 would have had {was:.4g} with that of the checkpoint, and has {longer:.4g} now "
-        "(schedule.decay_steps 12 keeps the old schedule)\n"
+        f"the learning rate at step 5 was {was:.4g} in the checkpoint's schedule, and is now "
+        f"{longer:.4g} (schedule.decay_steps 12 keeps the old schedule)\n"
     )
     assert (said in err) == warns
     assert ("the learning-rate schedule has changed" in err) == warns
-    # The advised key keeps the rate.
+    # With the suggested key, the learning rate is unchanged.
     assert metrics(recipe)[4]["learning_rate"] == pytest.approx(longer if warns else was)
 
 
@@ -1128,10 +1199,10 @@ def test_train_resume_with_other_model_data_or_row_length_fails(
         (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is 16"),
         (changed(recipe, data={"dir": str(tmp_path / "other")}), "the data's manifest_sha256"),
         (changed(recipe, optimizer={"name": "muon"}), "optimizer"),
-        (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 again instead of 1, or start"),
+        (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 instead of 1, or start"),
     ):
         refused(values, CheckpointError, said, resume=True)
-    # And what was there goes on.
+    # The existing run can still be resumed.
     assert train(recipe, resume=True).step == 12
 
 
@@ -1152,12 +1223,12 @@ def test_train_run_moved_with_its_data_resumes(
     assert "warning" not in capsys.readouterr().err
 
 
-# --- what is refused before the first step ---------------------------------------------------
+# --- errors before the first step -----------------------------------------------------------
 
 
 def test_train_does_not_overwrite_checkpoints(recipe: dict[str, Any]) -> None:
     train(recipe)
-    refused(recipe, CheckpointError, "has checkpoints already: continue it with --resume")
+    refused(recipe, CheckpointError, "already contains checkpoints: continue the run with --resume")
 
 
 def test_train_second_run_in_same_folder_raises_checkpoint_error(recipe: dict[str, Any]) -> None:
@@ -1248,7 +1319,7 @@ def test_train_tokenizer_not_matching_shards_fails(
     shutil.copytree(data, tmp_path / "data")
     train_tokenizer(texts, 300).save_pretrained(tmp_path / "data")
     values = changed(recipe, data={"dir": str(tmp_path / "data")})
-    refused(values, DataError, r"tokenizer\.json is not the tokenizer of the shards")
+    refused(values, DataError, r"tokenizer\.json is not the tokenizer with which the shards")
 
 
 def test_train_without_disk_space_for_checkpoints_fails(
@@ -1264,7 +1335,7 @@ def test_train_checkpoint_folder_not_writable_fails_before_first_step(
 ) -> None:
     folder = run_folder(recipe)
     folder.mkdir(parents=True)
-    # A dangling link stands for a folder without permission, which would not stop root.
+    # A dangling link replaces a folder without permissions, which root could still write.
     (folder / "checkpoints").symlink_to(folder / "missing")
     refused(recipe, StorageError, rf"at {folder}/checkpoints")
     assert not (folder / "recipe.yaml").exists()
@@ -1283,7 +1354,7 @@ def test_train_diverged_run_stops_and_keeps_good_checkpoint(recipe: dict[str, An
         train(values, resume=True)
     assert newest_checkpoint(run_folder(recipe)) == (good, [])
     assert contents(good) == before
-    # All that is in the log is numbers.
+    # The log contains only finite numbers.
     text = (run_folder(recipe) / "metrics.jsonl").read_text(encoding="utf-8")
     assert "NaN" not in text
     assert "Infinity" not in text
@@ -1308,7 +1379,7 @@ def test_train_weights_ruined_by_update_are_detected_at_evaluation(
 def test_train_ruined_weights_are_not_saved_as_last_checkpoint(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last update can ruin them when no loss follows that would show it."""
+    """The last update can ruin the weights without any further loss to reveal it."""
     recipe = changed(
         recipe, schedule={"max_steps": 4}, checkpoint={"every_steps": 2, "keep_last": 1}
     )
@@ -1380,7 +1451,7 @@ def test_train_padded_vocabulary_resumes_bit_for_bit(
 def test_padded_vocabulary_rows_are_zero_before_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory may hold anything, and 0 * NaN would reach the gradients."""
+    """Uninitialized memory may contain anything, and 0 * NaN would spread to the gradients."""
     real = torch.empty_like
 
     def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -1414,7 +1485,7 @@ def test_train_checkpoint_without_manifest_is_named_and_ignored(
 def test_train_run_killed_before_first_checkpoint_keeps_auto_choices(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, resumes: bool
 ) -> None:
-    """What is measured may come out otherwise on another day, in the middle of a run."""
+    """Measured choices could differ in the middle of a run if they were made again."""
     recipe["efficiency"] = {"precision": "auto"}
 
     def die(_: Mapping[str, Any]) -> None:
@@ -1433,7 +1504,7 @@ def test_train_run_killed_before_first_checkpoint_keeps_auto_choices(
 def test_train_qwen2_model_with_other_split_warns(
     recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers would read its tokenizer otherwise."""
+    """transformers would read its tokenizer differently."""
     recipe["model"]["model_type"] = "qwen2"
     recipe["schedule"] = {"max_steps": 1}
     train(recipe, progress=True)

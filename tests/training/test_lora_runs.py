@@ -129,7 +129,7 @@ def test_lora_run_keeps_generation_config_through_resume_and_export(
 def test_lora_run_requires_unchanged_base(
     recipe: dict[str, Any], base: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="name it with --init-from"):
+    with pytest.raises(ConfigError, match="pass the model with --init-from"):
         train(parse_recipe({**lora_recipe(recipe), "model": recipe["model"]}))
     train(parse_recipe(lora_recipe(recipe)), init_from=base)
     with pytest.raises(CheckpointError, match="belongs to a run with lora: restore"):
@@ -184,7 +184,7 @@ def test_lora_adapter_trained_further_keeps_base_and_settings(
     further["lora"] = {"rank": 9, "dropout": 0.5}
     capsys.readouterr()
     train(parse_recipe(further), resume=True, progress=True)
-    assert "warning: not used: lora.rank\n" in "".join(capsys.readouterr())
+    assert "warning: ignored: lora.rank\n" in "".join(capsys.readouterr())
     assert json.loads((two / "adapter_config.json").read_text())["lora_dropout"] == 0.5
 
 

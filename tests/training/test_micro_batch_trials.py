@@ -48,7 +48,7 @@ def recipe_of(rows: int = 1, total: int = 12, **sections: Any) -> ResolvedRecipe
     )
 
 
-# --- which sizes are tried ---------------------------------------------------------------------
+# --- tried sizes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,11 @@ def test_micro_batch_sizes_divide_batch_and_at_least_halve(total: int) -> None:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], str]) -> list[int]:
-    """Let the process that tries be one that answers by the number of rows: with a type of error,
-    or with a trial for "". Returns the list of what it was asked."""
+    """Replace the trial process by a function of the number of rows. It returns an error type, or
+    "" for a successful trial.
+
+    Returns: The list that gets the requested numbers of rows.
+    """
     asked: list[int] = []
 
     def tried(module: str, request: Mapping[str, Any], environment: object) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def test_largest_micro_batch_is_found_by_halving(
     told: list[str] = []
     assert largest_micro_batch(recipe_of(total=12), _CPU, told.append) == 3
     assert asked == [12, 6, 3]
-    assert told == ["micro-batch of 3 rows: the largest that fits of a step's 12"]
+    assert told == ["micro-batch of 3 rows, the largest that fits in memory (of 12 rows per step)"]
 
 
 def test_largest_micro_batch_killed_process_counts_as_out_of_memory(
@@ -132,7 +135,7 @@ def test_largest_micro_batch_config_error_is_passed_on(monkeypatch: pytest.Monke
 
 def test_largest_micro_batch_other_failure_shows_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, lambda rows: "Failed")
-    with pytest.raises(ConfigError, match=r"can't be tried: Words: the last line \(set a number"):
+    with pytest.raises(ConfigError, match=r"auto failed: Words: the last line \(set a number"):
         largest_micro_batch(recipe_of(total=4), _CPU, lambda _: None)
 
 
@@ -158,7 +161,7 @@ def test_micro_batch_auto_without_batch_size_raises_config_error(
         largest_micro_batch(recipe_of(batch=batch), _CPU, lambda _: None)
 
 
-# --- one try -----------------------------------------------------------------------------------
+# --- one trial ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows,expected", [(4, 1), (2, 2), (1, 2)])
@@ -216,8 +219,8 @@ answer(measure, sys.stdin.read())
 def test_micro_batch_trial_limited_memory_finds_smaller_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: 0.7 GB hold
-    # fewer than 4 rows, and one.
+    # 4 rows of 512 tokens have 246 MB of logits, which are in memory several times: one row fits
+    # into 0.7 GB, 4 rows do not.
     recipe = plain_recipe(
         {
             "model": {

@@ -1,4 +1,4 @@
-"""Runs on a mix of corpora, and on data behind a URL: trained, resumed, evaluated, refused."""
+"""Training on a mix of corpora and on data from a URL: trained, resumed, evaluated, and refused."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def prepared(folder: Path, texts: list[str], tokenizer: Tokenizer, **options: An
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A second corpus, a quarter of the size of `data`, with the same tokenizer."""
+    """Prepare a second corpus, a quarter of the size of `data`, with the same tokenizer."""
     return prepared(tmp_path_factory.mktemp("mix") / "small", make_texts(30, seed=5), tokenizer)
 
 
 @pytest.fixture
 def mixed(recipe: dict[str, Any], data: Path, small: Path) -> dict[str, Any]:
-    """The tiny run, on a mix of 7 : 3."""
+    """Return the tiny run on a mix of 7 : 3."""
     mix = [{"dir": str(data), "weight": 0.7}, {"dir": str(small), "weight": 0.3}]
     recipe["data"] = {"mix": mix, "seq_len": 32}
     return recipe
@@ -57,7 +57,7 @@ def run_folder(recipe: dict[str, Any]) -> Path:
 
 
 def records(recipe: dict[str, Any]) -> list[dict[str, Any]]:
-    """The metrics, without what depends on the clock."""
+    """Return the metrics without those that depend on the clock."""
     timed = ("second", "mfu", "memory_bytes")
     return [
         {k: v for k, v in line.items() if not any(name in k for name in timed)}
@@ -89,7 +89,7 @@ def test_mixed_run_resumed_equals_uninterrupted_run(mixed: dict[str, Any], tmp_p
     whole = train(mixed)
     again = copy.deepcopy(mixed)
     again["run"]["dir"] = str(tmp_path / "again")
-    stop_after(again, 6)  # the checkpoint is of step 4, in the middle of the mix's period
+    stop_after(again, 6)  # the checkpoint is from step 4, in the middle of the mix's period
     resumed = train(again, resume=True)
     assert records(again) == records(mixed)
     assert len({record["train/loss"] for record in records(mixed)}) == 12
@@ -102,7 +102,7 @@ def test_mixed_run_trains_on_both_corpora_and_reports_shares(
 ) -> None:
     train(mixed, progress=True)
     last = records(mixed)[-1]
-    # 12 steps of 4 rows: 4 whole periods of 10, and 8 rows more.
+    # 12 steps of 4 rows: 4 full periods of 10, and 8 more rows.
     assert last["epoch/prepared"] * rows_in(data) == pytest.approx(34)
     assert last["epoch/small"] * rows_in(small) == pytest.approx(14)
     assert last["epoch"] == 48 / (rows_in(data) + rows_in(small))
@@ -164,7 +164,7 @@ def test_mixed_run_resumed_with_other_weights_raises(mixed: dict[str, Any]) -> N
     alone["data"] = {"dir": mixed["data"]["mix"][0]["dir"], "seq_len": 32}
     with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is None now"):
         train(alone, resume=True)
-    # The same ratio in other numbers is the same data.
+    # The same ratio with other numbers is the same data.
     assert train(with_weights(mixed, 70, 30), resume=True).step == 12
 
 
@@ -214,7 +214,7 @@ def test_run_on_data_behind_url_equals_run_on_local_data(
     far["data"]["dir"] = f"file://{data}"
     there = train(far)
     assert records(far) == records(recipe)
-    # What it was trained on is the URL, wherever the cache is.
+    # The recorded training data is the URL, wherever the cache is.
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "another"))
     assert evaluate(there.checkpoint, device="cpu").loss == expected
     assert (tmp_path / "another").is_dir()
@@ -255,14 +255,15 @@ def evaluation(loss: float, bits_per_byte: float, tokens: int) -> Evaluation:
 
 
 def test_mixed_evaluation_matches_known_values() -> None:
-    # Corpora of 4 and 2 bytes a token, that is 1 / (4 ln 2) and 1 / (2 ln 2) bits a nat.
+    # Corpora with 4 and 2 bytes per token, which is 1 / (4 ln 2) and 1 / (2 ln 2) bits per byte and
+    # nat.
     bits = [1 / (4 * math.log(2)), 1 / (2 * math.log(2))]
     found = mixed_evaluation(
         [3, 1], [evaluation(2.0, 2 * bits[0], 16), evaluation(4.0, 4 * bits[1], 1600)], bits
     )
     assert found.loss == 2.5
     assert found.perplexity == math.exp(2.5)
-    # A token of the mix costs 2.5 nats and stands for 3.5 bytes.
+    # A token of the mix has a loss of 2.5 nats and 3.5 bytes.
     assert found.bits_per_byte == pytest.approx(2.5 / math.log(2) / 3.5, rel=1e-15)
     assert (found.tokens, found.rows, found.total_rows) == (1616, 4, 10)
     assert found.gzip_bits_per_byte is None
@@ -334,7 +335,7 @@ def test_mixed_run_mix_is_accepted_on_command_line(
     mix = f"[{{dir: {data}, weight: 7}}, {{dir: {small}, weight: 3, name: other}}]"
     assert main(["train", str(path), "--data.mix", mix, "--schedule.max_steps", "2", "--json"]) == 0
     assert "epoch/other" in records(mixed)[-1]
-    # The resolved recipe is one, too.
+    # The resolved recipe contains a mix, too.
     again = ["train", str(run_folder(mixed) / "recipe.yaml"), "--resume", "--json"]
     assert main([*again]) == 0
     capfdbinary.readouterr()

@@ -1,4 +1,4 @@
-"""Preference pairs: read, packed, their loss to the last digit, and runs on them."""
+"""Preference pairs: reading, packing, their exact loss, and training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StoppedError(Exception):
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of other tests; and one thread, which small models are fastest with."""
+    """Use an empty cache, and one thread, which is fastest for small models."""
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def draw_pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Records of all forms; the preferred answer begins with "dawn"."""
+    """Generate records in all formats. Each preferred answer starts with "dawn"."""
     generator = random.Random(seed)
     records: list[dict[str, Any]] = []
     for number in range(count):
@@ -78,7 +78,7 @@ def test_preference_record_formats_yield_same_pair() -> None:
         {"prompt": "well?", "chosen": "yes", "rejected": "no"},
         {"prompt": say("well?"), "chosen": answers[0], "rejected": answers[1]},
         {"chosen": say("well?", "yes"), "rejected": say("well?", "no")},
-        # UltraFeedback's, Orca's, HH's, OpenAI's, LLaMA-Factory's
+        # The formats of UltraFeedback, Orca, HH, OpenAI and LLaMA-Factory
         {
             "prompt": "well?",
             "messages": say("well?", "yes"),
@@ -239,7 +239,7 @@ def pair_model(seed: int = 0) -> Model:
 
 
 def log_prob(model: Model, ids: Any, learned: Any) -> torch.Tensor:
-    """Of an answer, by itself, token by token."""
+    """Return an answer's log-probability, computed alone and token by token."""
     tokens = torch.from_numpy(ids)
     table = torch.log_softmax(model(tokens[None, :-1])[0], -1)
     terms = [table[i - 1, tokens[i]] for i in range(1, len(tokens)) if learned[i]]
@@ -248,7 +248,7 @@ def log_prob(model: Model, ids: Any, learned: Any) -> torch.Tensor:
 
 @pytest.fixture
 def split(tmp_path: Path, tokenizer: Tokenizer) -> PreferenceDataset:
-    """29 pairs with drawn references."""
+    """Return a split of 29 pairs with random references."""
     prepared(tmp_path / "pairs", tokenizer, draw_pairs(29), val_fraction=0.0)
     dataset = open_split(tmp_path / "pairs", "train")
     assert isinstance(dataset, PreferenceDataset)
@@ -324,7 +324,7 @@ def test_preference_short_rows_are_weighted_by_their_pairs(split: PreferenceData
     assert loss(whole) == pytest.approx(sum(alone), rel=1e-12)
     counted = objective.take("val")
     loss(whole)
-    # What a process computes so that others can go on.
+    # Computed by a process without data so that the other processes can continue.
     assert loss(whole.uncounted()) == 0
     assert whole.uncounted().num_terms == 0
     assert objective.take("val") == pytest.approx(counted, rel=1e-12)
@@ -335,7 +335,7 @@ def test_preference_short_rows_are_weighted_by_their_pairs(split: PreferenceData
 
 @pytest.fixture
 def base(recipe: dict[str, Any], data: Path, tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    """A tiny Llama that has seen ChatML."""
+    """Return a tiny Llama trained on ChatML."""
     tok = with_template(tokenizer, "chatml")
     records = [{"messages": say(draw_text(random.Random(n)), "dawn stone")} for n in range(40)]
     path = write_lines(tmp_path / "chats.jsonl", records)
@@ -348,14 +348,14 @@ def base(recipe: dict[str, Any], data: Path, tmp_path: Path, tokenizer: Tokenize
 
 @pytest.fixture
 def pairs(recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """The tiny run, on 40 pairs."""
+    """Return the tiny run, on 40 pairs."""
     path = write_lines(tmp_path / "pairs.jsonl", draw_pairs(40))
     return {
         **{name: section for name, section in recipe.items() if name != "model"},
         "data": {"kind": "preference", "files": [str(path)], "seq_len": CONTEXT},
         "optimizer": {"name": "adamw", "learning_rate": 2e-3, "weight_decay": 0.0},
         "evaluation": {**recipe["evaluation"], "max_rows": 0},
-        # A machine whose bf16 is faster would choose that, and round a hundred times as much.
+        # A machine with faster bf16 would select it, which rounds a hundred times more.
         "efficiency": {"precision": "fp32"},
     }
 
@@ -397,7 +397,7 @@ def test_preference_run_starts_at_log_2_and_learns(
     assert result.evaluation is not None
     assert result.evaluation.loss == lines[-1]["val/loss"]
     assert math.isnan(result.evaluation.perplexity)
-    # What the metrics say of the held-out pairs is what the two models make of them.
+    # The metrics of the held-out pairs agree with the log-probabilities of both models.
     dataset = open_split(load_trainer_state(result.checkpoint)["data"]["dir"], "val")
     assert isinstance(dataset, PreferenceDataset)
     models = [load_model(folder, dtype=torch.float32).model for folder in (result.checkpoint, base)]
@@ -448,7 +448,8 @@ def test_preference_run_with_efficiency_methods_matches_run_without(
     other["efficiency"] = {**pairs.get("efficiency", {}), **efficiency}
     train(other, init_from=base)
     found, plain = records_of(other), records_of(pairs)
-    # The reference is computed as the model is: in the first step nothing lies between them.
+    # The reference is computed with the same methods as the model, so they are equal in the first
+    # step.
     assert found[0]["train/loss"] == pytest.approx(math.log(2), abs=max(bound / 10, 1e-5))
     for one, line in zip(plain, found, strict=True):
         assert line["train/loss"] == pytest.approx(one["train/loss"], rel=bound)
@@ -481,7 +482,7 @@ def test_preference_run_resumed_equals_uninterrupted_run(
 def test_preference_references_are_those_of_loaded_checkpoint(
     pairs: dict[str, Any], base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the run to start from saves a newer one meanwhile."""
+    """This also holds if the starting run saves a newer checkpoint meanwhile."""
     newer = base.rename(base.parents[2] / base.name)
     loaded: list[Path] = []
 
@@ -508,7 +509,7 @@ def test_preference_references_are_cached_verified_and_recomputed(
     kept = sorted((tmp_path / "cache" / "references").glob("*.json"))
     assert len(kept) == 2
     before = [path.read_bytes() for path in kept]
-    # One is damaged, as JSON that reads; one is lost.
+    # One file is damaged but valid JSON; the other is missing.
     content = json.loads(before[0])
     place = next(i for i, value in enumerate(content["log_probs"]) if value is not None)
     content["log_probs"][place] += 1.0
@@ -540,7 +541,7 @@ def test_preference_run_on_prepared_folder_equals_run_on_files(
     assert saved["preference"] == {"objective": "dpo", "beta": 0.1, "label_smoothing": 0.0}
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -563,7 +564,7 @@ def test_preference_run_without_starting_model_raises_config_error(
 ) -> None:
     prepared(tmp_path / "folder", tokenizer, draw_pairs(9))
     pairs["data"] = {"dir": str(tmp_path / "folder"), "seq_len": CONTEXT}
-    with pytest.raises(ConfigError, match="preference pairs need a model that already answers"):
+    with pytest.raises(ConfigError, match="preference pairs need a model that can already answer"):
         train(pairs)
 
 
@@ -580,7 +581,7 @@ def test_preference_long_pairs_raise_or_are_dropped(pairs: dict[str, Any], base:
 
 def test_preference_section_without_pairs_raises_config_error(recipe: dict[str, Any]) -> None:
     recipe["preference"] = {"beta": 0.2}
-    with pytest.raises(ConfigError, match="the preference section is for pairs of answers"):
+    with pytest.raises(ConfigError, match="the preference section applies to pairs of answers"):
         train(recipe)
 
 

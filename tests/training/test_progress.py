@@ -1,4 +1,6 @@
-"""The live view of a run on terminals of every size, and its lines in a log."""
+"""The progress display of a run: on terminals of every size, in notebooks, and as lines in a
+log.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def record(step: int, loss: float | None = 2.5, **further: Any) -> dict[str, Any
 def progress_of(
     steps: int, max_steps: int = 100, seconds: float = 0.5, **options: Any
 ) -> RunProgress:
-    """A progress with so many steps done."""
+    """Return a progress with this many steps done."""
     clock = itertools.count(0.0, seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.monotonic", lambda: next(clock))
@@ -44,14 +46,14 @@ def progress_of(
     return found
 
 
-# The curve
+# The loss curve
 
 
 def test_curve_keeps_means_of_equally_many_steps() -> None:
     curve = LossCurve()
     for step in range(1, 2 * curve.most + 2):
         curve.add(step, float(step))
-    # 1,024 steps in 512 pairs are joined to 256 fours when the next one comes.
+    # 512 means of two steps are merged into 256 means of four when step 1,025 comes.
     assert (curve.first_step, curve.last_step) == (1, 2 * curve.most + 1)
     assert curve.means[:2] == [2.5, 6.5]
     assert len(curve.means) == curve.most // 2 + 1
@@ -81,7 +83,7 @@ def test_curve_fits_its_area_and_reaches_both_edges(
     assert len(drawn) == rows
     assert max(map(len, drawn)) <= columns
     assert high >= low
-    # Rounding aside, no more than the losses.
+    # Within the range of the losses, except for rounding.
     assert min(losses) - 1e-6 <= low
     assert high <= max(losses) + 1e-6
     assert drawn[0].strip()
@@ -89,7 +91,7 @@ def test_curve_fits_its_area_and_reaches_both_edges(
         assert drawn[-1].strip()
 
 
-# The view
+# The display
 
 
 @given(st.integers(1, 200), st.integers(1, 60), st.integers(0, 40))
@@ -99,7 +101,7 @@ def test_progress_view_fits_every_terminal(columns: int, rows: int, steps: int) 
     lines = list(shown.lines(columns, rows))
     assert len(lines) <= max(rows - 1, 2)
     assert lines[0].startswith(f"step {steps}/100")
-    # The first figure is never left out; a terminal cuts it.
+    # The first line is never omitted; the terminal truncates it.
     assert all(len(line) < columns for line in lines[2:])
     assert all("\t" not in line and "\x1b" not in line for line in lines)
 
@@ -129,14 +131,15 @@ def test_progress_sample_starts_with_continuation_and_keeps_prompt() -> None:
         "y",
         r"prompt: 'import os\n\nfrom pathlib import'",
     ]
-    # Narrower: a long line continues in the next row, and the prompt shows its end.
+    # On a narrow terminal, a long line continues in the next row, and only the end of the prompt is
+    # shown.
     assert shown.sample_lines(16, 3) == ["step 9: Path, P", "urePath", "…athlib import'"]
     assert shown.sample_lines(48, 1) == ["step 9: Path, PurePath"]
     assert len(shown.sample_lines(48)) == 5
 
 
 def test_progress_time_left_follows_last_steps() -> None:
-    # The first ones, which compile, do not count.
+    # The first steps, which include compilation, do not count.
     shown = progress_of(3)
     assert shown.seconds_left is None
     assert progress_of(40, seconds=0.5).seconds_left == pytest.approx(60 * 0.5)
@@ -145,7 +148,9 @@ def test_progress_time_left_follows_last_steps() -> None:
 
 
 def test_progress_timed_run_ends_at_its_step_limit() -> None:
-    """Passes end after 300 steps of a second, of which the decay takes 60, in 30 minutes."""
+    """The passes end after 300 steps of one second, of which the decay takes 60, within a budget of
+    30 minutes.
+    """
     now, steps, limit = 0.0, 1800, 300
     shown = RunProgress(
         lambda: steps, 0, 30.0, clock=lambda: now, step_limit=lambda: limit if limit else None
@@ -160,16 +165,16 @@ def test_progress_timed_run_ends_at_its_step_limit() -> None:
         shares.append(shown.share)
         lefts.append(shown.seconds_left or 0.0)
     assert shown.time == "5:00 of 30:00"
-    # Not before a step is measured.
+    # Unknown before a step has been measured.
     assert lefts[2] == 1797
     assert lefts[3:] == pytest.approx(list(range(296, -1, -1)))
     assert shares == pytest.approx([step / 300 for step in range(1, 301)])
-    # Where nothing but the minutes ends the run, the rest of them is left.
+    # If only the time budget ends the run, the rest of the budget is left.
     limit, steps = 0, 1800
     shown.restart()
     shown.step(record(300, elapsed_seconds=now))
     assert [shown.seconds_left, shown.share] == pytest.approx([1500, 1 / 6])
-    # At most the rest of the budget is left, however slow the steps are.
+    # The time left never exceeds the rest of the budget, however slow the steps are.
     limit, now = 5000, 1790.0
     assert [shown.seconds_left, shown.share] == pytest.approx([10, 179 / 180])
 
@@ -208,7 +213,7 @@ def test_progress_80_columns_show_loss_speed_memory_and_time_left() -> None:
         "loss 3.654  val/loss 6.238  12,082 tokens/s  47.19 samples/s",
         "memory 1.18 GiB (planned 1.27 GiB)  learning rate 0.003",
     ]
-    # A small terminal has one row of them.
+    # A small terminal shows only one line of figures.
     assert list(shown.lines(80, 3))[1:] == figures[:1]
 
 
@@ -260,11 +265,11 @@ def test_progress_live_line_fits_every_terminal_and_ends_with_time_left() -> Non
     assert progress_of(0).live_line(80).endswith("waiting for the first step")
 
 
-# Where it is shown
+# Where the display appears
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """The text that a terminal of 80 by 24 gets."""
+    """Return the text sent to a terminal of 80 by 24."""
     terminal = io.StringIO()
     made = Console(
         file=terminal,
@@ -296,7 +301,7 @@ def test_progress_terminal_is_restored_however_run_ends(
     written = terminal.getvalue()
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
     assert "a [bold]message[/]\n" in written
-    # A sample text is a line above the progress, whose last frame stays.
+    # A sample text appears as a line above the progress, whose last frame remains.
     assert "step 1: 'To be' -> 'or not'\n" in written
     assert written.rindex("step 1/100") > written.index("step 1: 'To be'")
 
@@ -322,7 +327,7 @@ def test_progress_log_has_one_line_per_minute_and_last_step(
         "91/100",
         "100/100",
     ]
-    # The first one is printed before a settled step: its time would include the compilation.
+    # The first line comes before the speed has settled: the time would include compilation.
     assert lines[0].endswith("0.29 GiB  ? s left")
     assert lines[1] == (
         "step 31/100  loss 2.500  4,000 tokens/s  15.6 samples/s  0.29 GiB  138 s left"
@@ -341,11 +346,11 @@ def test_progress_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr() == ("", "")
 
 
-# In a notebook
+# In notebooks
 
 
 class Output:
-    """The one output of a cell."""
+    """The only output of a cell."""
 
     def __init__(self) -> None:
         self.shown: list[dict[str, str]] = []
@@ -374,7 +379,7 @@ def test_progress_in_notebook_updates_one_output_per_second(
         shown.step(record(step, 8.0 - step))
         view.step(shown)
         now += 0.4
-    # At its opening, and at the first step of each second.
+    # When the display opens, and at the first step of each second.
     assert [content["text/plain"].split()[1] for content in output.shown] == [
         f"{step}/1,000" for step in (0, 1, 4, 7)
     ]
@@ -386,7 +391,7 @@ def test_progress_in_notebook_updates_one_output_per_second(
     assert last["text/plain"].splitlines()[-2:] == ["step 8: To be", "prompt: '<b>'"]
     assert "val/loss &lt; 3 &amp; falling\nstep 8/1,000" in last["text/html"]
     assert "step 8: To be\nprompt: &#x27;&lt;b&gt;&#x27;" in last["text/html"]
-    # 7.0 at step 1 is the highest of eight losses that a picture shows, 0.0 the lowest.
+    # Of the eight losses in the picture, 7.0 at step 1 is the highest and 0.0 the lowest.
     assert '<polyline points="60.0,10.0 ' in last["text/html"]
     assert '630.0,140.0" fill="none"' in last["text/html"]
 

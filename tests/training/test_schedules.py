@@ -1,4 +1,4 @@
-"""Schedules of the learning rate and of the batch size in runs: each goes on bit for bit."""
+"""Learning-rate and batch-size schedules in runs, which resume bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StoppedError(Exception):
 
 @pytest.fixture
 def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
-    """9 steps with dropout and a ramp of the batch size."""
+    """Return a recipe of 9 steps with dropout and a batch-size ramp."""
     recipe["model"] = {
         "model_type": "gpt2",
         "hidden_size": 16,
@@ -61,7 +61,7 @@ def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(recipe: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of a run of another name, with some keys set."""
+    """Return the recipe of a run with another name and some keys changed."""
     changed = copy.deepcopy(recipe)
     changed["run"]["dir"] = str(Path(recipe["run"]["dir"]).with_name(name))
     for section, values in sections.items():
@@ -161,7 +161,7 @@ def test_run_with_keys_of_study_notes_equals_their_loop(recipe: dict[str, Any]) 
     assert [line["learning_rate"] for line in found] == pytest.approx(rates, rel=1e-14, abs=0)
     assert [line["train/loss"] for line in found] == pytest.approx(losses, rel=1e-6, abs=0)
     assert [line["grad_norm"] for line in found] == pytest.approx(norms, rel=1e-4, abs=0)
-    assert min(norms) > 0.05  # each step is one that clipping changes
+    assert min(norms) > 0.05  # clipping changes every step
 
 
 def test_batch_ramp_data_position_depends_only_on_step(recipe: dict[str, Any]) -> None:
@@ -196,9 +196,9 @@ def test_batch_ramp_step_equals_that_of_run_with_its_batch_size(
         wide["batch"] = {"micro_batch_size": 2, "gradient_accumulation_steps": 2}
         wide["schedule"] = {"max_steps": 24, "warmup_steps": 2}
         train(wide)
-    # The same rows in the same order, each once.
+    # The same rows in the same order, each exactly once.
     assert torch.equal(ramped, torch.cat(seen))
-    # The first two steps, before the tokens rise, are the same.
+    # The first two steps, before the batch grows, are identical.
     assert [x["grad_norm"] for x in metrics(recipe)[:2]] == [
         x["grad_norm"] for x in metrics(wide)[:2]
     ]
@@ -230,8 +230,8 @@ def test_report_draws_learning_rate_and_batch_size(recipe: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "batch, says",
     [
-        ({"ramp_steps": None}, "ramp_start_tokens and ramp_steps belong together"),
-        ({"ramp_start_tokens": None}, "ramp_start_tokens and ramp_steps belong together"),
+        ({"ramp_steps": None}, "ramp_start_tokens and ramp_steps require each other"),
+        ({"ramp_start_tokens": None}, "ramp_start_tokens and ramp_steps require each other"),
         ({"global_batch_tokens": None}, "ramp_start_tokens needs global_batch_tokens"),
         ({"ramp_start_tokens": 192}, "global_batch_tokens 512 is not a multiple"),
         ({"ramp_start_tokens": 512}, "global_batch_tokens 512 is not a multiple"),

@@ -54,7 +54,9 @@ def llama() -> Llama:
 
 
 def loss_in_its_own_dtype(model: Model) -> Any:
-    """The summed loss of a model's logits, without the cast to fp32 that training makes."""
+    """Return a function for the summed loss of a model's logits, without training's cast to
+    fp32.
+    """
 
     def loss_sum(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         logits = model(input_ids).flatten(0, 1)
@@ -64,7 +66,7 @@ def loss_in_its_own_dtype(model: Model) -> Any:
 
 
 def make_batch(valid_labels: list[int], seed: int = 0) -> Batch:
-    """One row for each entry, with so many labels that count."""
+    """Return a batch with one row per entry, which is the row's number of valid labels."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(valid_labels), _SEQ_LEN)
     input_ids = torch.randint(_VOCABULARY, shape, generator=generator)
@@ -75,7 +77,7 @@ def make_batch(valid_labels: list[int], seed: int = 0) -> Batch:
 
 
 def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
-    """The rows of a batch as micro-batches of the given sizes."""
+    """Split the rows of a batch into micro-batches of the given sizes."""
     assert sum(sizes) == len(batch.input_ids)
     ids, labels = torch.split(batch.input_ids, sizes), torch.split(batch.labels, sizes)
     return [
@@ -86,7 +88,7 @@ def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
 def gradients(
     model: Model, batches: list[Batch], **settings: Any
 ) -> tuple[StepResult, dict[str, Tensor]]:
-    """One step; its result, and the gradients it was made with."""
+    """Take one step, and return its result and its gradients."""
     optimizer = Optimizer(model, OptimizerConfig(**settings))
     result = train_step(loss_in_its_own_dtype(model), optimizer, batches)
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -105,7 +107,7 @@ def bits(model: Model) -> dict[str, bytes]:
 
 # --- accumulation ----------------------------------------------------------------------------
 
-# Rows with 8, 1, 5, 0, 8 and 2 labels: equal micro-batches of very unequal weight.
+# Rows with 8, 1, 5, 0, 8 and 2 labels: equal micro-batches with very different numbers of labels.
 _ROWS = [8, 1, 5, 0, 8, 2, 3]
 
 
@@ -148,7 +150,7 @@ def test_train_step_gradient_is_that_of_mean_over_all_valid_labels() -> None:
 
 
 def test_train_step_mean_of_micro_batch_means_differs_measurably() -> None:
-    # The fault that this guards against moves the gradient by far more than the tolerance.
+    # The bug that this prevents changes the gradient by far more than the tolerance.
     batch, model = make_batch(_ROWS), gpt2()
     _, expected = gradients(gpt2(), [batch], max_grad_norm=0.0)
     loss_sum, parts = loss_in_its_own_dtype(model), cut(batch, [2, 2, 2, 1])
@@ -185,12 +187,12 @@ def test_train_step_ignores_gradients_of_previous_step() -> None:
 def test_train_step_without_labels_raises_and_changes_nothing() -> None:
     model = gpt2()
     before = bits(model)
-    with pytest.raises(TrainingError, match="a global batch has no labels"):
+    with pytest.raises(TrainingError, match="a global batch does not contain any labels"):
         gradients(model, [make_batch([0, 0])])
     assert bits(model) == before
 
 
-# --- what is not a number --------------------------------------------------------------------
+# --- non-finite values -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -217,7 +219,7 @@ def test_train_step_non_finite_loss_raises_and_changes_no_bit(
     after = optimizer.state_tensors()
     assert after.keys() == moments.keys()
     assert all(torch.equal(after[key], moments[key]) for key in moments)
-    # The bad gradients are gone: the next good step is as if nothing had happened.
+    # The bad gradients have been deleted, so they do not affect the next step.
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -272,7 +274,8 @@ def test_train_step_out_of_memory_before_update_changes_no_bit_and_leaves_no_gra
         return loss
 
     batches = cut(make_batch(_ROWS), [7] if in_backward else [3, 4])
-    # Where an update is part of the backward pass, it may have been made: no step is repeated.
+    # If the update is part of the backward pass, parameters may already have changed, so the step
+    # is not repeated.
     with pytest.raises(RuntimeError if in_backward else MicroBatchTooLargeError, match="can't all"):
         train_step(loss_sum, optimizer, batches)
     assert bits(model) == before
@@ -289,11 +292,11 @@ def test_train_step_other_error_is_not_taken_for_out_of_memory() -> None:
         train_step(loss_sum, Optimizer(model, OptimizerConfig()), [make_batch(_ROWS)])
 
 
-# --- updates on a GPU, which begin before the host knows whether the step is finite -----------
+# --- updates on a GPU, which start before the host knows whether the step is finite -------------
 
 
 def run_ahead(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
-    """Let updates begin as on a GPU, since torch's fused kernels for the CPU read `found_inf`, too.
+    """Start updates early, as on a GPU. torch's fused CPU kernels also read `found_inf`.
 
     Returns:
         The list that gets `found_inf` of each update.
@@ -318,8 +321,9 @@ def state_after(
     dtype: torch.dtype = torch.float32,
     **keys: Any,
 ) -> tuple[dict[str, bytes], dict[str, Tensor], list[bool]]:
-    """Weights, moments and refusals after a step for each number, by which its loss is
-    multiplied."""
+    """Return weights, moments and skipped steps after one step per value, whose loss is multiplied
+    by it.
+    """
     model = llama().to(dtype)
     optimizer = Optimizer(model, OptimizerConfig(**keys))
     scaler = LossScaler(2.0**4) if scaled else None
@@ -367,7 +371,7 @@ _SKIPPING: dict[str, dict[str, Any]] = {
 def test_train_step_update_begun_early_equals_regular_update(
     losses: list[float], scaled: bool, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without clipping, by whose factor the two divide and multiply.
+    # Without clipping, whose factor the two paths divide and multiply by.
     weights, moments, skipped = state_after(losses, scaled=scaled, max_grad_norm=0.0, **keys)
     begun = run_ahead(monkeypatch)
     ahead = state_after(losses, scaled=scaled, max_grad_norm=0.0, **keys)
@@ -381,7 +385,9 @@ def test_train_step_update_begun_early_equals_regular_update(
 def test_train_step_skipped_early_update_changes_no_bit(
     keys: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also negative zeros, where the loss alone is infinite, and the gradients are not."""
+    """This includes negative zeros, and steps in which the loss is infinite but the gradients are
+    finite.
+    """
     run_ahead(monkeypatch)
     model = llama().to(dtype)
     optimizer = Optimizer(model, OptimizerConfig(**keys))
@@ -443,7 +449,7 @@ def test_train_step_with_spike_guard_begins_no_early_update(
     [
         {"name": "sgd"},
         {"name": "adafactor", "adafactor_variant": "torch"},
-        {"name": "muon", "implementation": "for-loop"},  # of the AdamW beside it
+        {"name": "muon", "implementation": "for-loop"},  # applies to Muon's AdamW group
         {"implementation": "foreach"},
     ],
 )
@@ -469,7 +475,8 @@ def test_train_step_clipping_scales_all_gradients_together() -> None:
     free, expected = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=0.0)
     limit = free.grad_norm / 4
     result, found = gradients(gpt2(), [make_batch(_ROWS)], max_grad_norm=limit)
-    assert result.grad_norm == pytest.approx(free.grad_norm, rel=1e-12)  # reported unclipped
+    # the unclipped norm is reported
+    assert result.grad_norm == pytest.approx(free.grad_norm, rel=1e-12)
     assert norm(found) == pytest.approx(limit, rel=1e-5)
     scale = norm(found) / norm(expected)
     scaled = {name: gradient * scale for name, gradient in expected.items()}

@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class HeardError(BaseException):
-    """The handler from before has got a signal."""
+    """Raised by the previous handler when it gets a signal."""
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -27,7 +27,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Handlers of this test's own, which must be there after it."""
+    """Install handlers, which must be restored after the test."""
     before = {number: signal.signal(number, _raise) for number in _SIGNALS}
     yield
     left = {number: signal.signal(number, handler) for number, handler in before.items()}
@@ -35,7 +35,7 @@ def handlers() -> Iterator[None]:
 
 
 def reason(stopping: Stopping) -> str | None:
-    """Asked anew each time, which mypy does not think of a property."""
+    """Return the reason. As a function, mypy does not assume that the property keeps its value."""
     return stopping.reason
 
 
@@ -57,7 +57,7 @@ def test_stopping_first_signal_is_reason_and_second_acts_as_before(
             stopping.check()
         with pytest.raises(HeardError):
             send(signal.SIGTERM)
-        # From then on all are as before.
+        # Afterwards, all handlers are the previous ones.
         assert signal.getsignal(signal.SIGUSR1) is _raise
 
 
@@ -67,7 +67,9 @@ def test_stopping_before_first_step_signals_act_as_before() -> None:
 
 
 def test_stopping_signal_with_swallowed_exception_is_remembered() -> None:
-    """As one in a destructor is. Where it comes once more after that, it is no second one."""
+    """For example, an exception in a destructor. If it is raised again afterwards, it is not a
+    second signal.
+    """
     with Stopping(None) as stopping:
         with pytest.raises(HeardError):
             send(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""RUN/tensorboard/, read back by TensorBoard's own reader."""
+"""RUN/tensorboard/, read with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ pytest.importorskip("tensorboard")
 
 
 class StoppedError(Exception):
-    """Ends a run from within, as a kill would."""
+    """Ends a run from within, like a kill."""
 
 
 def accumulated(folder: Path) -> Any:
-    """What TensorBoard finds in a folder, with nothing left out."""
+    """Return everything that TensorBoard reads from a folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -44,7 +44,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def expected_scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """What metrics.jsonl says, as fp32."""
+    """Return the values of metrics.jsonl as fp32."""
     result: dict[str, list[tuple[int, float]]] = {}
     for record in read_json_lines(run / "metrics.jsonl"):
         for key, value in record.items():
@@ -79,7 +79,7 @@ def stop_after(recipe: dict[str, Any], step: int, **options: Any) -> None:
 
 
 def written(run: Path) -> Path:
-    """The one event file of a run that holds anything; the one before it, if any, is empty."""
+    """Return the only event file of a run that is not empty; an older one must be empty."""
     *empty, path = sorted((run / TENSORBOARD_NAME).iterdir())
     assert [found.stat().st_size for found in empty] in ([], [0])
     return path
@@ -130,7 +130,7 @@ def test_tensorboard_repeated_steps_appear_once(recipe: dict[str, Any]) -> None:
     found = scalars(run / TENSORBOARD_NAME)
     assert found == expected_scalars(run)
     assert [step for step, _ in found["train/loss"]] == list(range(1, 13))
-    # Under a later name, by which a TensorBoard that is open sees another file.
+    # Its name sorts later, so an open TensorBoard reads it as a new file.
     assert written(run).name > before
 
 
@@ -171,7 +171,7 @@ def test_tensorboard_file_truncated_by_kill_is_rewritten(recipe: dict[str, Any])
 
 
 def mirrored(run: Path, records: list[dict[str, Any]], *samples: dict[str, Any]) -> Path:
-    """TensorBoard's folder after a start of a run with these logs."""
+    """Start a run with these logs, and return its TensorBoard folder."""
     run.mkdir(exist_ok=True)
     for name, lines in (("metrics.jsonl", records), ("samples.jsonl", samples)):
         (run / name).write_text("".join(json.dumps(one) + "\n" for one in lines), "utf-8")

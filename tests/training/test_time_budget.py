@@ -1,4 +1,4 @@
-"""Runs whose length is given in minutes, on a clock that the test moves."""
+"""Runs whose length is given in minutes, with a clock controlled by the test."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ class StoppedError(Exception):
 
 
 class Machine:
-    """A clock, and the seconds by which training, evaluating and saving move it."""
+    """A clock, and the seconds by which training, evaluations and checkpoints advance it."""
 
     def __init__(self, step: float = 2.0) -> None:
         self.now, self.step, self.save = 1000.0, step, 0.5
 
     @property
     def evaluation(self) -> float:
-        """Seconds of 12 rows, of which a step has 4."""
+        """Seconds for 12 rows; a step has 4."""
         return 0.9 * self.step
 
     def takes(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """The function, which takes so many seconds."""
+        """Wrap a function so that it takes this many seconds."""
 
         @functools.wraps(function)
         def timed(*args: Any, **options: Any) -> Any:
@@ -85,7 +85,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine that is expected to take 2 s a step."""
+    """Return a machine whose steps are expected to take 2 s."""
     found = Machine()
     monkeypatch.setattr(time_budget, "LoopTimes", lambda: LoopTimes(lambda: found.now))
     monkeypatch.setattr(time_budget, "_usual_tokens_per_second", lambda *_: 64.0)
@@ -98,7 +98,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
-    """3 minutes in steps of 128 tokens, with dropout."""
+    """Return a recipe of 3 minutes with 128 tokens per step and dropout."""
     recipe["model"] = {
         "model_type": "gpt2",
         "hidden_size": 16,
@@ -128,7 +128,7 @@ def one_thread() -> Any:
 
 
 def changed(recipe: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of a run of another name, with some keys set."""
+    """Return the recipe of a run with another name and some keys changed."""
     result = copy.deepcopy(recipe)
     result["run"]["dir"] = str(Path(recipe["run"]["dir"]).with_name(name))
     for section, values in sections.items():
@@ -172,7 +172,7 @@ def end(recipe: dict[str, Any]) -> dict[str, Any]:
 def spent(
     step: int, steps: int, second: float, batch: BatchSchedule, periodic: list[Periodic]
 ) -> float:
-    """Seconds of the steps after `step`, one by one."""
+    """Return the seconds of the steps after `step`, added one by one."""
     total = 0.0
     for done in range(step, step + steps):
         total += second * batch.at(done)
@@ -207,15 +207,16 @@ def test_time_budget_takes_most_steps_that_fit(
 def test_mean_sequence_seconds_uses_last_steps_without_pauses() -> None:
     steady = [(4, 2.0)] * 50
     assert mean_sequence_seconds(steady, 20.0) == 0.5
-    # A machine that has become slower: half as far back as is looked ahead.
+    # A machine that has become slower: the steps considered go back half as far as the prediction
+    # looks ahead.
     slower = [*steady, *[(4, 4.0)] * 10]
     assert mean_sequence_seconds(slower, 80.0) == 1.0
     assert mean_sequence_seconds(slower, 160.0) == pytest.approx((10 * 4.0 + 15 * 2.0) / (4 * 25))
-    # The first half of the steps does not count.
+    # The first half of the steps is ignored.
     assert mean_sequence_seconds([*[(4, 1.0)] * 20, *[(4, 2.0)] * 20], 999.0) == 0.5
     # A pause of 60 s counts as twice the median.
     assert mean_sequence_seconds([*steady, (4, 60.0)], 1.0) == pytest.approx((7 * 2 + 4) / 32)
-    # Steps of a ramp of the batch size count by their sequences.
+    # Steps of a batch-size ramp are weighted by their sequences.
     assert mean_sequence_seconds([(1, 0.5), (2, 1.0), (4, 2.0)], 99.0) == 0.5
 
 
@@ -383,7 +384,7 @@ def test_timed_run_impossible_lengths_raise_config_error(
 
 
 def _slow(*rows: tuple[str, float]) -> list[Any]:
-    """Rows that `make test-slow` runs."""
+    """Mark rows that only `make test-slow` runs."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
@@ -408,7 +409,7 @@ def test_timed_run_ends_in_time_at_any_speed(
     rates = [line["learning_rate"] for line in metrics(recipe)]
     assert rates[3] == max(rates)
     if kind == "wsd":
-        # A fifth of the steps is the decay.
+        # The decay takes a fifth of the steps.
         assert result.step - record["decided_at"] == pytest.approx(0.2 * result.step, abs=1.5)
         assert rates[-1] == 0.0
         assert rates[record["decided_at"] - 1] == max(rates)
@@ -440,14 +441,14 @@ def test_timed_run_includes_and_remembers_compile_time(
     result = train(recipe)
     record = read_length(folder_of(recipe))
     assert 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
-    # Of 180 s, 120 s are left for steps of 2 s, and for evaluations and saves.
+    # Of 180 s, 120 s remain for steps of 2 s; evaluations and saves take the rest.
     assert 40 < result.step < 60
     assert found == ([] if is_busy else [pytest.approx(60.0)])
 
 
 @pytest.mark.parametrize(
     "kind, step_seconds",
-    # The time ends a run as it does without a number of steps.
+    # The time limit ends the run as without a number of steps.
     [
         *[("wsd", 0.001), ("linear", 0.001), ("wsd", 2.6)],
         *_slow(("cosine", 0.001), ("constant", 0.001), ("inverse_sqrt", 0.001), ("cosine", 2.6)),
@@ -470,7 +471,7 @@ def test_timed_run_ends_at_first_of_two_limits(
         assert rates[-1] == pytest.approx(0.0 if kind == "wsd" else 0.1 * max(rates))
     if step_seconds < 1:
         assert result.step == 60
-        # A run that goes on may take more steps, if its recipe says so.
+        # A resumed run may take more steps if its recipe allows them.
         recipe["schedule"]["max_steps"] = 70
         assert train(recipe, resume=True).step == 70
 
@@ -478,7 +479,7 @@ def test_timed_run_ends_at_first_of_two_limits(
 def test_timed_run_time_left_ends_with_epochs(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1.5 passes take a few seconds of the 3 minutes."""
+    """1.5 epochs take only a few seconds of the 3 minutes."""
     lefts: list[float | None] = []
     shares: list[float] = []
 
@@ -509,7 +510,7 @@ def test_timed_run_time_left_ends_with_epochs(
 def test_timed_run_progress_never_falls(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A machine that becomes faster in the decay makes more steps than were decided."""
+    """A machine that becomes faster during the decay takes more steps than decided."""
     recipe["schedule"] = {"kind": "wsd", "max_minutes": MINUTES, "decay_fraction": 0.65}
     if kind == "cosine":
         recipe["schedule"] = {"kind": kind, "max_minutes": MINUTES}
@@ -604,7 +605,7 @@ def test_timed_run_speed_change_in_decay_ends_in_time(
     assert f">{numbers[0]:,} steps fit into 3.0 minutes<" in page
     for before, number in itertools.pairwise(numbers):
         assert f">{number:,} steps instead of {before:,}, because the speed changed<" in page
-    # A message for the decision and each correction, and none where the number stays.
+    # One message for the decision and for each correction, none if the number does not change.
     told = [text for text in messages if "the run will have" in text]
     assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
     why = "to use the time" if second < 2 else "to end in time"
@@ -655,8 +656,9 @@ def test_timed_run_pause_does_not_end_decay_immediately(
 def test_timed_run_with_samples_only_at_end_ends_in_time(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sample text takes 45 s, 5 of them for copying the weights, and the only save 30 s. The
-    evaluation before the first step has neither."""
+    """The sample text takes 45 s, 5 s of which copy the weights, and the only save takes 30 s. The
+    evaluation before the first step includes neither.
+    """
 
     def generate(*args: Any) -> GenerationStream:
         machine.now += 5 + 2.5 * args[2].max_new_tokens
@@ -687,7 +689,7 @@ def test_timed_run_resumed_process_start_keeps_decided_step_count(
     train(recipe, resume=True, began=time.time() - 25)
     length = read_length(folder_of(recipe))
     assert (length["max_steps"], "replaced" in length) == (decided, False)
-    assert length["seconds_used"] > 180 + 20  # the start counts
+    assert length["seconds_used"] > 180 + 20  # the time of the start counts
 
 
 def test_timed_run_reserves_time_for_averaged_checkpoint(
@@ -714,7 +716,7 @@ def test_timed_run_seconds_before_first_step_of_each_process_count(
 def test_timed_run_slow_first_generation_is_not_extrapolated(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU loads kernels at the first generation of each process, whose text is not kept."""
+    """A GPU loads kernels at the first generation of each process; its text is not kept."""
     generated = [1]
 
     def generate(*args: Any) -> GenerationStream:
@@ -767,7 +769,7 @@ def test_timed_run_few_slow_steps_suffice_for_decision(
 
 
 def decide_as(found: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decisions fall as in another run."""
+    """Make the same decisions as in another run."""
 
     numbers = [number for number, _ in found.get("replaced", [])] + [found["max_steps"]]
     after = {at: numbers[n + 1] for n, (_, at) in enumerate(found.get("replaced", []))}
@@ -811,7 +813,7 @@ def test_timed_run_killed_and_resumed_keeps_decision(
         train(whole)
     assert metrics(recipe) == metrics(whole)
     assert end(recipe) == end(whole)
-    # Killed again when it is complete: nothing is left to do.
+    # Killed again after its end: nothing is left to do.
     assert train(recipe, resume=True).step == decision["max_steps"]
     assert end(recipe) == end(whole)
 
@@ -833,7 +835,7 @@ def test_timed_run_resumed_keeps_corrected_step_count(
         train(broken, on_step=on_step)
     before = read_length(folder_of(broken))
     assert before["replaced"]
-    # Slower once more; and without length.json, its newest checkpoint knows the number.
+    # Slower again, and without length.json: the newest checkpoint also stores the number.
     machine.step = 9.0
     (folder_of(broken) / "length.json").unlink()
     assert train(broken, resume=True).step == before["max_steps"]
@@ -848,16 +850,16 @@ def test_timed_run_resumed_keeps_corrected_step_count(
 def test_timed_run_time_used_before_kill_counts(recipe: dict[str, Any], machine: Machine) -> None:
     whole = train(changed(recipe, "whole")).step
     recipe = changed(recipe, "broken")
-    # Steps 31 to 39 are made twice: they took time the first time, too.
+    # Steps 31 to 39 are repeated, but their first execution also took time.
     stop_after(recipe, 39)
     used = machine.now
-    machine.now += 10_000  # nobody runs it for a while
+    machine.now += 10_000  # the run is paused
     train(recipe, resume=True)
     record = read_length(folder_of(recipe))
     assert 0.95 * 180 < record["seconds_used"] <= 1.001 * 180
     assert record["max_steps"] == pytest.approx(whole - 9, abs=2)
     assert used + 10_000 < machine.now
-    # Before its first checkpoint as well.
+    # The same before its first checkpoint.
     early = changed(recipe, "early")
     stop_after(early, 9)
     train(early, resume=True)
@@ -882,7 +884,7 @@ def test_timed_run_resumed_with_more_minutes_runs_longer(
     recipe["schedule"]["max_minutes"] = 2 * MINUTES
     assert train(recipe, resume=True).step == pytest.approx(2 * first, rel=0.05)
     assert 0.95 * 360 < read_length(folder_of(recipe))["seconds_used"] <= 1.001 * 360
-    # And with a length in steps, what was decided is of no use any more.
+    # With a length in steps, the earlier decision is discarded.
     recipe["schedule"] = {"kind": "wsd", "max_steps": 200}
     assert train(recipe, resume=True).step == 200
     assert read_length(folder_of(recipe)) == {}

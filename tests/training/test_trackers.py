@@ -1,4 +1,4 @@
-"""Trackers: the thread of each, what it passes on, and what a run does not notice of it."""
+"""Trackers: each one's thread, the data it sends, and failures that do not affect the run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _TIMES = ("seconds", "per_second", "mfu", "memory_bytes")
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Replace a log, as a resumed run does."""
+    """Replace a log, like a resumed run."""
     other = path.with_name("new")
     other.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     os.replace(other, path)
 
 
 def line(step: int) -> dict[str, Any]:
-    """A step's metrics: no float of them is exact in decimal."""
+    """Return a step's metrics, whose floats are not exact in decimal."""
     found: dict[str, Any] = {"step": step, "train/loss": 5 / (step + 2), "epoch/a b": step / 7}
     if step % 3 == 0:
         found |= {"val/loss": None, "skipped": True, "grad_norm": float("nan")}
@@ -49,7 +49,7 @@ def sample(step: int, text: str = "text") -> dict[str, Any]:
 
 
 class Recorder:
-    """A tracker in memory, which several starts share."""
+    """A tracker in memory, shared by several starts."""
 
     def __init__(self, *, fails_at: int = -1, is_mirror: bool = False) -> None:
         self.fails_at, self.is_mirror = fails_at, is_mirror
@@ -75,7 +75,7 @@ class Recorder:
 
 
 class Turns(threading.Event):
-    """An end of a run that comes after some turns of the reader, each of which changes the logs."""
+    """The end of a run, after some turns of the reader, each of which first changes the logs."""
 
     def __init__(self, *turns: Callable[[], None]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def follow(
     is_new: bool = False,
     failed: bool = False,
 ) -> str | None:
-    """Pass a run to a tracker, in this thread; return the tracker's error."""
+    """Send a run to a tracker in this thread, and return the tracker's error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LIBRARIES, "wandb", lambda: tracker)
         thread = trackers._TrackerThread("wandb", folder, {"a": {"b": 1}}, is_new=is_new)
@@ -130,7 +130,7 @@ def test_tracker_of_resumed_run_continues_same_run_without_duplicate_steps(
     tracker, metrics = Recorder(), tmp_path / "metrics.jsonl"
     write_lines(metrics, [line(n) for n in range(8)])
     follow(tmp_path, tracker, is_new=True, failed=True)
-    # The checkpoint is that of step 4: steps 5 to 7 are made again.
+    # The checkpoint is from step 4, so steps 5 to 7 are repeated.
     write_lines(metrics, [line(n) for n in range(10)])
     follow(tmp_path, tracker)
     assert tracker.opened == [None, "id-1"]
@@ -161,7 +161,7 @@ def test_tracker_failure_does_not_resend_steps_of_that_call(tmp_path: Path) -> N
     tracker = Recorder(fails_at=60)
     write_lines(tmp_path / "metrics.jsonl", [line(n) for n in range(1, 131)])
     assert follow(tmp_path, tracker) == "ConnectionError: the server is gone"
-    # 50 at a time: how many of the second 50 have arrived is not known.
+    # 50 at a time: it is unknown how many of the second 50 have arrived.
     assert state(tmp_path) == TrackerProgress("id-1", 100, 50)
     assert follow(tmp_path, tracker) is None
     assert tracker.numbers == list(range(1, 131))
@@ -174,7 +174,7 @@ def with_trackers(recipe: dict[str, Any], *names: str, **run: Any) -> dict[str, 
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what measures time and memory."""
+    """Return metrics.jsonl without the values that measure time and memory."""
     records = read_json_lines(run / "metrics.jsonl")
     return [{k: v for k, v in r.items() if not k.endswith(_TIMES)} for r in records]
 
@@ -188,7 +188,7 @@ def plain_run(recipe: dict[str, Any], tmp_path: Path) -> Path:
 
 
 class Hanging(Recorder):
-    """A tracker whose first call never ends."""
+    """A tracker whose first call never returns."""
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         threading.Event().wait()
@@ -196,7 +196,7 @@ class Hanging(Recorder):
 
 
 class Failing(Recorder):
-    """A tracker whose server is gone."""
+    """A tracker whose server fails."""
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         raise ConnectionError("the server is gone")
@@ -206,7 +206,10 @@ class Failing(Recorder):
     ("library", "said"),
     [
         (Failing, "warning: wandb has failed: ConnectionError: the server is gone (it has no step"),
-        (Hanging, "warning: wandb has not ended after 0 s and is given up (it has no step; --res"),
+        (
+            Hanging,
+            "warning: wandb has not finished after 0 s and is abandoned (it has no step; --res",
+        ),
     ],
 )
 def test_tracker_failing_or_hanging_does_not_change_training(
@@ -249,11 +252,11 @@ def test_trackers_hanging_are_waited_for_simultaneously(
         said.clear()
     assert clock == [160.0]
     assert said[0] == "waiting for mlflow, trackio, wandb, 60 s at most"
-    given_up = [text.split(" has not ended after 60 s ")[0] for text in said[1:]]
+    given_up = [text.split(" has not finished after 60 s ")[0] for text in said[1:]]
     assert given_up == [f"warning: {name}" for name in names]
 
 
-#: A command whose tracker hangs in a thread for which Python's shutdown would wait for a minute.
+#: A command with a hanging tracker, for whose thread Python's shutdown would wait for a minute.
 _COMMAND_WITH_HANGING_TRACKER = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -288,7 +291,7 @@ def test_tracker_hanging_at_exit_does_not_block_command(tmp_path: Path) -> None:
         timeout=50,
     )
     assert (done.returncode, done.stdout) == (76, "unflushed")
-    assert "wandb has not ended" in done.stderr
+    assert "wandb has not finished" in done.stderr
 
 
 class Printing(Recorder):
@@ -299,7 +302,7 @@ class Printing(Recorder):
 
 
 def print_nothing(_: str) -> None:
-    """Take a message."""
+    """Ignore a message."""
 
 
 def test_tracker_library_output_goes_to_stderr(
@@ -345,13 +348,15 @@ def test_trackers_key_replaces_tensorboard_key_of_earlier_recipes() -> None:
             of(**wrong)
 
 
-# The libraries themselves, in their offline modes
+# The real libraries in their offline modes
 
 _connections: list[Any] | None = None
 
 
 def _note_connections(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook, which can't be removed: notes each address that Python code connects to."""
+    """Audit hook that records each address to which Python code connects. Audit hooks can't be
+    removed.
+    """
     place = arguments[1] if event == "socket.connect" else None
     if _connections is not None and (event == "socket.getaddrinfo" or isinstance(place, tuple)):
         _connections.append(place or arguments)
@@ -359,7 +364,7 @@ def _note_connections(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def connections() -> Iterator[list[Any]]:
-    """The addresses to which Python code of this process connects."""
+    """Return the addresses to which Python code in this process connects."""
     global _connections
     sys.addaudithook(_note_connections)
     _connections = []
@@ -371,20 +376,20 @@ def connections() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for all that a library writes."""
+    """Return a folder for all files that a library writes."""
     for name in [*os.environ]:
         if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
-    # With it, trackio would ask the hub for the name of the user.
+    # With a token, trackio would request the user's name from the hub.
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    # A folder of files, which opens in a tenth of the time of MLflow's default.
+    # A folder of files opens in a tenth of the time of MLflow's default.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "mlruns"))
     return tmp_path
 
 
 def tracked_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that is killed at step 7, and resumed from its checkpoint of step 4."""
+    """Run a training that is killed at step 7 and resumed from its checkpoint of step 4."""
     pytest.importorskip(name)
     for limit in ("_SECONDS", "_SECONDS_UNSAID"):
         monkeypatch.setattr(trackers, limit, 500.0)
@@ -405,7 +410,7 @@ def tracked_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
                 raise KeyboardInterrupt
             tracked.give_checkpoint(checkpoint)
 
-    # wandb itself keeps the address of its process in a variable.
+    # wandb stores the address of its process in a variable.
     environment = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}
     with connections() as sent:
         with pytest.raises(KeyboardInterrupt):
@@ -419,7 +424,7 @@ def tracked_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def expected() -> dict[str, list[tuple[int, float]]]:
-    """The numbers of metrics.jsonl, as Python floats."""
+    """Return the numbers of metrics.jsonl as Python floats."""
     return {
         "train/loss": [(n, line(n)["train/loss"]) for n in range(10)],
         "epoch/a b": [(n, line(n)["epoch/a b"]) for n in range(10)],
@@ -467,7 +472,9 @@ def test_trackio_has_each_value_of_resumed_run_once(
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """The records of wandb's file: protobuf in LevelDB's log format, behind 7 bytes."""
+    """Yield the records of wandb's file: protobuf in LevelDB's log format, after a header of 7
+    bytes.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, place, record, found = path.read_bytes(), 7, b"", []
@@ -478,7 +485,7 @@ def wandb_records(path: Path) -> list[Any]:
         _, size, kind = struct.unpack_from("<IHB", content, place)
         record += content[place + 7 : place + 7 + size]
         place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # complete, or the last part
             found.append(Record.FromString(record))
             record = b""
     return found

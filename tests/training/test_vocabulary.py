@@ -1,4 +1,4 @@
-"""Room for new tokens: old ones keep their rows and logits, tied stays tied."""
+"""Rows for new tokens: old tokens keep their rows and logits, and tied weights stay tied."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def logits(model: Model) -> Tensor:
 
 
 def rows(model: Model) -> list[Tensor]:
-    """The embedding's weight, and the head's where it has its own."""
+    """Return the embedding's weight, and the head's if it is untied."""
     names = (embedding_name(model), "lm_head.weight")
     return [t for name, t in file_tensors(model).items() if name in names]
 
@@ -99,7 +99,7 @@ def test_new_rows_replace_padding_rows_of_old_vocabulary() -> None:
 
 @pytest.fixture
 def extended(tmp_path: Path, corpus: Path, tokenizer: Tokenizer) -> tuple[Tokenizer, Path]:
-    """The tokenizer with two more tokens, and the corpus prepared with it."""
+    """Return the tokenizer with two more tokens, and the corpus prepared with it."""
     longer = tokenizer.extended(["<|user|>", "<|end|>"])
     prepare([corpus], longer, tmp_path / "extended")
     return longer, tmp_path / "extended"
@@ -120,7 +120,7 @@ def test_train_from_model_adds_tokens_of_extended_tokenizer(
     longer, data = extended
     recipe["run"]["dir"] = str(tmp_path / "second")
     recipe["data"]["dir"] = str(data)
-    # A rate of nearly nothing: what is saved is what the run began with.
+    # With an almost zero learning rate, the run saves its initial weights.
     recipe["optimizer"] = {"learning_rate": 1e-30}
     result = train(recipe, init_from=base, new_rows=new_rows)
     old, new = load(base), load(result.checkpoint)
@@ -170,14 +170,14 @@ def test_train_extended_vocabulary_is_padded_and_resumes(
     assert load(result.checkpoint).model.lm_head.weight.shape[0] == 322
     recipe["efficiency"] = {"vocab_multiple": 100}
     recipe["schedule"] = {"max_steps": 6}
-    with pytest.raises(CheckpointError, match=r"was made with efficiency\.vocab_multiple 64"):
+    with pytest.raises(CheckpointError, match=r"was saved with efficiency\.vocab_multiple 64"):
         train(recipe, resume=True)
 
 
 def test_train_tokens_without_rows_in_old_model_are_initialized_as_new(
     recipe: dict[str, Any], extended: tuple[Tokenizer, Path], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """A tokenizer that was lengthened without its model."""
+    """The tokenizer was extended without its model."""
     small = empty_model(LlamaConfig(**{**_LLAMA, "vocab_size": 318, "max_position_embeddings": 64}))
     small.init_weights(torch.Generator().manual_seed(0))
     base = tmp_path / "base"
@@ -189,7 +189,7 @@ def test_train_tokens_without_rows_in_old_model_are_initialized_as_new(
     recipe["data"]["dir"], recipe["schedule"] = str(extended[1]), {"max_steps": 1}
     recipe["optimizer"] = {"learning_rate": 1e-30}
     last = tokenizer.backend.id_to_token(319)
-    with pytest.raises(ConfigError, match="has no row for that token"):
+    with pytest.raises(ConfigError, match="does not have a row for this token"):
         train(recipe, init_from=base, new_rows=f"copy:{last}")
     grown = load(train(recipe, init_from=base).checkpoint).model
     for before, after in zip(rows(small), rows(grown), strict=True):
@@ -227,7 +227,7 @@ def test_train_new_rows_without_starting_model_raise_config_error(recipe: dict[s
 def test_train_tokenizer_that_is_no_extension_raises_data_error(
     recipe: dict[str, Any], extended: tuple[Tokenizer, Path], data: Path, tmp_path: Path
 ) -> None:
-    """The other way round: data of the shorter tokenizer for the model of the longer one."""
+    """The reverse case: data of the shorter tokenizer for the model of the longer one."""
     recipe["schedule"] = {"max_steps": 1}
     recipe["data"]["dir"] = str(extended[1])
     base = train(recipe).checkpoint

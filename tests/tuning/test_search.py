@@ -1,4 +1,4 @@
-"""`firstlight tune`: the search space, trials in short, studies that go on, and their results.
+"""`firstlight tune`: the search space, short trials, resumed studies, and results.
 
 Trials run in this process: `ask` and `ForkServer` have tests of their own.
 """
@@ -43,13 +43,13 @@ _RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml
 
 
 def small(**sections: Any) -> Recipe:
-    """A recipe of 1,000 steps of 8 x 32 tokens."""
+    """Return a recipe with 1,000 steps of 8 x 32 tokens."""
     values = {"data": {"dir": "x", "seq_len": 32}, "schedule": {"max_steps": 1000}}
     model = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return parse_recipe({**values, "model": model, **sections})
 
 
-# The search space.
+# Search space.
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_search_value_is_rounded_to_three_digits_within_range(value: float) -> N
     assert math.isclose(found, inside, rel_tol=0.0051)
 
 
-# The recipe of a trial.
+# A trial's recipe.
 
 
 def test_trial_recipe_compresses_whole_schedule() -> None:
@@ -145,7 +145,7 @@ def test_trials_with_other_batch_sizes_see_same_number_of_tokens() -> None:
     values, steps = trial_recipe(recipe, {"batch.micro_batch_size": "2"}, 100, 1000, 32)
     assert steps == parse_recipe(values).schedule.max_steps == 400
     assert with_values(recipe, {"batch.micro_batch_size": "2"}, 32).schedule.max_steps == 4000
-    # Epochs are tokens already.
+    # Epochs have already been converted to tokens.
     epochs = small(batch={"micro_batch_size": 8}, schedule={"epochs": 3})
     assert with_values(epochs, {"batch.micro_batch_size": "2"}, 32).schedule.epochs == 3
 
@@ -162,7 +162,7 @@ def test_with_values_without_changes_returns_same_recipe(path: Path) -> None:
     assert with_values(recipe, {}, 32) == recipe
 
 
-# Early ends.
+# Early stopping.
 
 
 def test_pruning_ends_only_worst_quarter_after_a_third() -> None:
@@ -185,7 +185,9 @@ def test_pruning_ends_only_worst_quarter_after_a_third() -> None:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """A function that sets the one that runs a trial, in place of a process of its own."""
+    """Return a function that replaces the trial process by calling another function in this
+    process.
+    """
 
     def use(run: Any) -> None:
         @contextlib.contextmanager
@@ -198,7 +200,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 
 def answer(request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-    """A trial, with an error as a result as `process.answer` gives it."""
+    """Run a trial, with an error as its result, like `process.answer`."""
     assert seconds is None or seconds > 0
     try:
         found = json.dumps(tuning_once(json.loads(json.dumps(request))))
@@ -209,7 +211,7 @@ def answer(request: dict[str, Any], seconds: float | None = None) -> dict[str, A
 
 
 def bowl(request: dict[str, Any], _: float | None = None) -> dict[str, Any]:
-    """A trial whose loss is least at a learning rate of 0.003, and that takes no time."""
+    """Run a trial whose loss is lowest at a learning rate of 0.003, in no time."""
     if request["pace"]:
         shape = {"objective": "bits_per_byte", "max_steps": 1000, "warmup_steps": 50, "seq_len": 32}
         return {"step_seconds": 0.1, "evaluation_seconds": 0.5, "start_seconds": 1.0, **shape}
@@ -228,7 +230,7 @@ def bowl(request: dict[str, Any], _: float | None = None) -> dict[str, Any]:
 
 
 def lines_of(result: TuneResult) -> list[dict[str, Any]]:
-    """The trials without their durations."""
+    """Return the trials without their durations."""
     return [{**line, "wall_seconds": 0} for line in result.trials]
 
 
@@ -247,7 +249,7 @@ def test_study_finds_best_rate_and_ends_hopeless_trials(
     assert states.count("pruned") > 3
     assert states.count("failed") > 0
     assert result.importance == {_RATE: 1.0}
-    # The share of an hour would be 1,050 steps, and the whole run has 1,000.
+    # Its share of an hour would be 1,050 steps, but the whole run has 1,000.
     assert result.study.trial_steps == 1000
     assert result.best_recipe is not None
     best = load_recipe(result.best_recipe)
@@ -292,7 +294,7 @@ def test_study_killed_and_resumed_equals_uninterrupted_study(
     whole = tune(recipe, tmp_path / "whole", search=search, trials=15, trial_steps=60)
 
     class Kill(BaseException):
-        """What no code catches."""
+        """An exception that no code catches."""
 
     def die(_: object) -> None:
         raise Kill
@@ -309,13 +311,13 @@ def test_study_killed_and_resumed_equals_uninterrupted_study(
     with pytest.raises(Kill):
         tune(recipe, folder, search=search, trials=15)
     assert len((folder / "trials.jsonl").read_text().splitlines()) == 8
-    # A line that was cut short is one that is not there.
+    # A truncated line is ignored.
     with open(folder / "trials.jsonl", "a") as file:
         file.write('{"trial": 9, "step"')
     in_process(bowl)
     again = tune(recipe, folder, search=search, trials=15)
     assert lines_of(again) == lines_of(whole)
-    # More trials may be asked for later.
+    # Further trials may be requested later.
     more = tune(recipe, folder, search=search, trials=17)
     assert lines_of(more)[:15] == lines_of(whole)
 
@@ -336,7 +338,7 @@ def test_study_folder_of_other_study_raises(
     path.write_text(path.read_text().replace(_RATE, "optimizer.eps"))
     with pytest.raises(CheckpointError, match=r"trials.jsonl:2 is not a trial of this study"):
         tune(small(), tmp_path / "s", search=search, trials=3)
-    with pytest.raises(ConfigError, match="max_minutes does not define a number of steps"):
+    with pytest.raises(ConfigError, match="max_minutes does not set the number of steps"):
         tune(small(schedule={"max_minutes": 3}), tmp_path / "t")
     (tmp_path / "s" / "study.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -356,7 +358,7 @@ def test_study_starts_no_trial_that_exceeds_budget(
     monkeypatch.setattr("firstlight.tuning.search.time.monotonic", lambda: now[0])
     search = [f"{_RATE}=1e-4..1e-2:log"]
     found = tune(small(), tmp_path / "s", search=search, budget_minutes=4.5, trial_steps=60)
-    # The next one would end after five minutes.
+    # The next trial would end after five minutes.
     assert [line["wall_seconds"] for line in found.trials] == 4 * [60.0]
     with pytest.raises(ConfigError, match="raise --budget or --trial-minutes, lower --trials"):
         tune(small(), tmp_path / "t", search=search, budget_minutes=0.5)

@@ -1,4 +1,6 @@
-"""GGUF files, out and in: what is read is what was written, and what can't be is refused."""
+"""Writing and reading GGUF files: a round trip changes nothing, and unsupported content raises an
+error.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ Saved = tuple[dict[str, Any], dict[str, Tensor]]
 def _values_of_later_families(
     family: str, values: dict[str, Any], choose: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """The values in which a family differs from Llama, as transformers calls them."""
+    """The values in which a family differs from Llama, under the names in transformers."""
     rope, width = values.get("rope_parameters", {}), values.get("head_dim", 0)
     shared = values["hidden_size"] // values["num_attention_heads"] if rope else 0
     kinds: dict[str, Any] = {
@@ -111,7 +113,7 @@ def _values_of_later_families(
 def _values_of_routed_families(
     rope: dict[str, Any], values: dict[str, Any], choose: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """The values of families whose experts are their own."""
+    """The values of families with their own expert layers."""
     heads, plain = values.get("num_attention_heads", 0), {"rope_type": "default"}
     yarn = {**YARN, **choose(({}, {"mscale": 0.7, "mscale_all_dim": 0.7}, {"mscale_all_dim": 1.0}))}
     deepseek = {
@@ -161,7 +163,7 @@ def _values_of_routed_families(
 
 
 def drawn(family: str, folder: Path, seed: int = 0, **changes: Any) -> Saved:
-    """config.json and model.safetensors that transformers saves for a small random model."""
+    """Write config.json and model.safetensors with transformers, for a small random model."""
     choose = random.Random(f"{family} {seed}").choice
     kv_heads, width = choose((1, 2, 3)), choose((8, 12, 16, 32))
     heads = kv_heads * choose((1, 2, 4))
@@ -224,7 +226,7 @@ def drawn(family: str, folder: Path, seed: int = 0, **changes: Any) -> Saved:
 
 #: Families whose norms multiply by 1 + w.
 _ONE_PLUS = ("gemma2", "gemma3_text", "qwen3_next")
-#: Tensors that are fp32 in every format.
+#: Tensors stored in fp32 in every format.
 _ALWAYS_FP32 = (
     *("wpe.weight", ".gate.weight", "router.weight", "_proj_bias"),
     *("conv1d.weight", "shared_expert_gate.weight"),
@@ -232,15 +234,16 @@ _ALWAYS_FP32 = (
 
 
 def same_numbers(family: str, found: Tensor, expected: Tensor) -> bool:
-    """The same to the last bit; the weights of some norms are 1 larger in the file, and of decays
-    it has the powers."""
+    """Check bitwise equality. In the file, the weights of some norms are larger by 1, and decays
+    are stored as exponentials.
+    """
     if family in _ONE_PLUS and found.dim() == 1:
         return torch.allclose(found, expected, rtol=0, atol=1e-6)
     return torch.equal(found, expected)
 
 
 def rounded(tensor: Tensor, dtype: str) -> Tensor:
-    """What a format keeps of a matrix, by torch's own rounding."""
+    """Return a matrix rounded to a format, using torch's rounding."""
     if tensor.dim() == 1 or dtype == "f32":
         return tensor
     return tensor.to(torch.bfloat16 if dtype == "bf16" else torch.float16).float()
@@ -299,7 +302,7 @@ def test_gguf_bf16_weights_are_unchanged_in_bf16(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_gguf_q8_0_values_are_within_half_a_step_of_block(family: str, tmp_path: Path) -> None:
-    # Rows of 64, and of 20 or 24, which are no whole blocks.
+    # Rows of 64, and rows of 20 or 24, which are not divisible into blocks.
     narrow = {"moe_intermediate_size": 24} if family == "qwen3_moe" else {"intermediate_size": 20}
     narrow = {"n_inner": 20} if family == "gpt2" else narrow
     width = {"n_embd": 64, "n_head": 2} if family == "gpt2" else {"hidden_size": 64, "head_dim": 16}
@@ -312,7 +315,7 @@ def test_gguf_q8_0_values_are_within_half_a_step_of_block(family: str, tmp_path:
     found = read_gguf(tmp_path / "model.gguf").tensors
     changed = 0
     for name, tensor in tensors.items():
-        # GPT-2's projections and gpt-oss' experts lie transposed in the file.
+        # GPT-2's projections and gpt-oss experts are transposed in the file.
         transposed = {
             "gpt2": ("c_attn.weight", "c_proj.weight", "c_fc.weight"),
             "gpt_oss": ("experts.gate_up_proj", "experts.down_proj"),
@@ -320,7 +323,7 @@ def test_gguf_q8_0_values_are_within_half_a_step_of_block(family: str, tmp_path:
         flip = name.endswith(transposed.get(family, ("no name",)))
         source, read = (tensor.mT, found[name].mT) if flip else (tensor, found[name])
         if name.endswith("kv_b_proj.weight"):
-            # Half of it lies transposed.
+            # Half of it is transposed.
             torch.testing.assert_close(read, source, atol=float(tensor.abs().max()) / 127, rtol=0)
         elif name.endswith(_ALWAYS_FP32) or tensor.dim() == 1:
             assert same_numbers(family, read, source), name
@@ -331,7 +334,7 @@ def test_gguf_q8_0_values_are_within_half_a_step_of_block(family: str, tmp_path:
             blocks = source.reshape(-1, 32)
             step = blocks.abs().amax(1, keepdim=True) / 127
             error = (read.reshape(-1, 32) - blocks).abs()
-            # Half a step, and what rounding the step itself to 11 bits can add.
+            # Half a step, plus the error of rounding the step itself to 11 bits.
             assert (error <= step * (0.5 + 127 / 2048)).all(), name
             assert error.max() > 0
             changed += 1
@@ -339,7 +342,7 @@ def test_gguf_q8_0_values_are_within_half_a_step_of_block(family: str, tmp_path:
 
 
 def raw_tensors(path: Path) -> dict[str, Any]:
-    """The file's tensors as the package gguf reads them."""
+    """Return the file's tensors, read with the gguf package."""
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
@@ -351,7 +354,7 @@ def test_gguf_llama_queries_are_stored_in_adjacent_pairs(tmp_path: Path) -> None
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     raw = raw_tensors(tmp_path / "model.gguf")
     layer = "model.layers.0.self_attn."
-    # Two heads of four rows: the first half's rows come in turn with the second half's.
+    # Two heads of four rows: rows of the first half alternate with rows of the second half.
     order = [0, 2, 1, 3, 4, 6, 5, 7]
     for kind in ("weight", "bias"):
         query, key = tensors[f"{layer}q_proj.{kind}"], tensors[f"{layer}k_proj.{kind}"]
@@ -429,7 +432,7 @@ def test_gguf_yarn_entries_are_those_read_by_llama_cpp(
     assert entry("attn_factor") == pytest.approx(magnitude, rel=1e-6)
     found = read_gguf(path).config["rope_parameters"]
     assert found.items() >= scaling.items()
-    # As other programs write it, without firstlight's note.
+    # As written by other programs, without firstlight's entry.
     path.write_bytes(path.read_bytes().replace(b"firstlight.config", b"somethingelse.cfg"))
     other = read_gguf(path).config["rope_scaling"]
     kept = {key: YARN[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
@@ -449,7 +452,7 @@ def test_gguf_llama3_scaling_is_recognised_by_its_factors(original: int, tmp_pat
     assert found["rope_parameters"] == scaling
     assert found["rope_theta"] == scaling["rope_theta"]
     assert found["rope_scaling"].items() <= scaling.items()
-    # As other programs write it, without firstlight's note.
+    # As written by other programs, without firstlight's entry.
     path.write_bytes(path.read_bytes().replace(b"firstlight.config", b"somethingelse.cfg"))
     if original == 8192:
         assert read_gguf(path).config["rope_parameters"] == scaling
@@ -480,7 +483,7 @@ def test_gguf_mistral_without_window_is_read_without_one(tmp_path: Path) -> None
 
 
 def test_gguf_olmo3_window_is_omitted_for_llama_cpp(tmp_path: Path) -> None:
-    """Its layers with a window do not scale positions."""
+    """Its layers with a sliding window do not scale positions."""
     full: dict[str, Any] = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
     config, tensors = drawn("olmo3", tmp_path, **full)
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
@@ -490,7 +493,7 @@ def test_gguf_olmo3_window_is_omitted_for_llama_cpp(tmp_path: Path) -> None:
 def test_gguf_settings_without_gguf_key_are_kept(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     config, tensors = drawn("qwen2", tmp_path, **window)
-    # As transformers 4 writes it.
+    # As written by transformers 4.
     del config["layer_types"]
     write_gguf(tmp_path / "model.gguf", config, tensors, None, dtype="f32")
     found = read_gguf(tmp_path / "model.gguf").config
@@ -573,12 +576,12 @@ def test_gguf_file_opened_by_path_is_cached_until_it_changes(
         tokenizer.encode_prompt("the")
     )
     assert base_name(file, folder) == str(file)
-    # Ollama's files have no suffix.
+    # Ollama's files do not have a suffix.
     blob = tmp_path / "sha256-3f1c"
     blob.symlink_to(file)
     assert resolve_model_folder(blob) == folder
     write_gguf(file, config, tensors, None, dtype="f16")
-    (folder.parent / f".tmp-{folder.name}-0123abcd").mkdir()  # of a process that was killed
+    (folder.parent / f".tmp-{folder.name}-0123abcd").mkdir()  # from a process that was killed
     changed = resolve_model_folder(file)
     assert changed != folder
     assert [path.name for path in changed.parent.iterdir() if path.is_dir()] == [changed.name]
@@ -683,11 +686,15 @@ _OTHER_BASE = {
         (
             "smollm3",
             {"no_rope_layers": [1, 0, 1, 1, 1]},
-            "smollm3 with no_rope_layers with another",
+            "smollm3 with no_rope_layers with a different",
         ),
         ("smollm3", {"mlp_bias": True}, "smollm3 with mlp_bias True"),
         ("olmo2", {"head_dim": 64}, "olmo2 with head_dim 64: only hidden_size /"),
-        ("olmo3", {"rope_parameters": _OTHER_BASE}, "a rotary base of 5.0 in layers with a window"),
+        (
+            "olmo3",
+            {"rope_parameters": _OTHER_BASE},
+            "a rotary base of 5.0 in layers with a sliding window",
+        ),
         ("gemma2", {"query_pre_attn_scalar": 7}, "gemma2 with query_pre_attn_scalar 7: only"),
         ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping None: only a number"),
         (
@@ -782,7 +789,7 @@ def test_gguf_exact_gelu_is_restored(tmp_path: Path) -> None:
 
 @pytest.fixture
 def whole(tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    """A good file: a small Mixtral with a tokenizer."""
+    """Write a valid file: a small Mixtral with a tokenizer."""
     config, tensors = drawn("mixtral", tmp_path, num_hidden_layers=1)
     write_gguf(tmp_path / "whole.gguf", config, tensors, tokenizer, dtype="f16")
     return tmp_path / "whole.gguf"
@@ -791,7 +798,7 @@ def whole(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 def test_gguf_file_truncated_anywhere_raises(whole: Path, tmp_path: Path) -> None:
     content = whole.read_bytes()
     path = tmp_path / "cut.gguf"
-    # Everywhere in the header and the beginning of the metadata, then in steps, then at the end.
+    # At every offset of the header and the start of the metadata, then in steps, then at the end.
     for length in (*range(200), *range(200, len(content), 4999), len(content) - 33):
         path.write_bytes(content[:length])
         with pytest.raises(ModelError, match=r"cut\.gguf: "):
@@ -817,7 +824,7 @@ def _gguf(entries: bytes, count: int = 1, tensors: int = 0) -> bytes:
 
 
 def _entry(key: str, kind: int, value: bytes) -> bytes:
-    """An entry of the metadata."""
+    """Return a metadata entry."""
     return struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
 
 
@@ -953,7 +960,7 @@ def test_gguf_every_dtype_has_expected_size(tmp_path: Path) -> None:
 
 
 def test_gguf_overlapping_tensors_raise(tmp_path: Path) -> None:
-    """A small file of them would take any amount of memory."""
+    """A small file could otherwise use any amount of memory."""
     path = tmp_path / "model.gguf"
     config, tensors = drawn("llama", tmp_path)
     write_gguf(path, config, tensors, None, dtype="f32")
@@ -961,7 +968,7 @@ def test_gguf_overlapping_tensors_raise(tmp_path: Path) -> None:
     with open(path, "rb") as file:
         _, stored, data_start = GGUFParser(file, len(content)).parse()
     for name, tensor in stored.items():
-        # Beside the name: number of dimensions, their sizes, type, offset.
+        # After the name: number of dimensions, their sizes, type, offset.
         place = content.index(name.encode()) + len(name) + 4 + 8 * len(tensor.shape) + 4
         struct.pack_into("<Q", content, place, 0)
     largest = max(4 * math.prod(tensor.shape) for tensor in stored.values())
@@ -971,7 +978,7 @@ def test_gguf_overlapping_tensors_raise(tmp_path: Path) -> None:
 
 
 def test_gguf_layers_and_experts_without_tensors_raise(tmp_path: Path) -> None:
-    """Tables of all layers and experts are not made for a few tensors, or empty ones."""
+    """A few tensors, or empty ones, must not lead to tables of all layers and experts."""
     path = tmp_path / "model.gguf"
     config, tensors = drawn("qwen3_moe", tmp_path)
     write_gguf(path, config, tensors, None, dtype="f32")
@@ -982,10 +989,10 @@ def test_gguf_layers_and_experts_without_tensors_raise(tmp_path: Path) -> None:
     def spoil(values: dict[bytes, int], router: bytes = b"") -> None:
         spoiled = bytearray(content)
         for key, value in values.items():
-            # Beside the key: the number of its type, uint32.
+            # After the key: the number of its type, uint32.
             struct.pack_into("<I", spoiled, content.index(key) + len(key) + 4, value)
         if router:
-            # Beside the name: number of dimensions, their sizes with the innermost first.
+            # After the name: number of dimensions, and their sizes, innermost first.
             place = content.index(router) + len(router) + 4
             struct.pack_into("<QQ", spoiled, place, 0, values[b"qwen3moe.expert_count"])
         path.write_bytes(spoiled)

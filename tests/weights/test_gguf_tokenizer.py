@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF's terms: what llama.cpp is told, and what it can't be told."""
+"""Tokenizers in GGUF files: the entries for llama.cpp, and unsupported tokenizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
 def changed(tokenizer: Tokenizer, change: Callable[[dict[str, Any]], object]) -> Tokenizer:
-    """The tokenizer with its tokenizer.json changed."""
+    """Return the tokenizer with a modified tokenizer.json."""
     state = json.loads(tokenizer.backend.to_str())
     change(state)
     return Tokenizer(
@@ -94,8 +94,9 @@ def test_gguf_trained_tokenizer_is_named_after_its_split(
 
 
 def spm_ids(described: GGUFTokenizer, text: str) -> list[int]:
-    """llama.cpp's "llama" tokenizer, written down: join the best-scored neighbours, leftmost
-    first, until none makes a token; what then is no token becomes its bytes."""
+    """Encode like llama.cpp's "llama" tokenizer: merge the neighbours with the best score, leftmost
+    first, until no merge gives a token; then split what is not a token into bytes.
+    """
     ids = {token: index for index, token in enumerate(described.tokens)}
     assert described.scores is not None
     prefix = " " if described.add_space_prefix and text else ""
@@ -265,7 +266,7 @@ def test_gguf_tokenizer_without_document_separator_raises() -> None:
 
 
 def metadata(described: GGUFTokenizer) -> dict[str, Any]:
-    """The entries of a GGUF file with this tokenizer."""
+    """Return the entries of a GGUF file with this tokenizer."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(None, "llama")
     _add_tokenizer(writer, described)
@@ -274,8 +275,9 @@ def metadata(described: GGUFTokenizer) -> dict[str, Any]:
 
 
 def gemma_like() -> Tokenizer:
-    """A tokenizer as Gemma's: no space before a text, and runs of spaces and newlines that are
-    cut out of it first."""
+    """Return a tokenizer like Gemma's: no space before a text, and runs of spaces and newlines
+    split off first.
+    """
 
     def change(state: dict[str, Any]) -> None:
         state["normalizer"] = _REPLACE
@@ -297,7 +299,7 @@ def gemma_like() -> Tokenizer:
 def test_gguf_tokenizer_read_back_gives_same_ids(kind: str, text: str) -> None:
     tokenizer = _tokenizers()[kind]
     found = _read_back()[kind]
-    # The character that stands for a space in tokens is not a space of the text.
+    # The character that represents a space in tokens is not a space in the text.
     text = text.replace("▁", "") if kind == "gemma" else text
     for sample in (text, text.replace("a", "  "), f"{text}\n\n<table>     {text}"):
         assert found.encode(sample) == tokenizer.encode(sample)
@@ -406,8 +408,8 @@ def _isolated(pattern: str, **changes: Any) -> dict[str, Any]:
     return {**split, "invert": False, **changes}
 
 
-#: Steps of published tokenizers (SmolLM2, gpt-oss, tokenizers made from tiktoken's files,
-#: DeepSeek-V3, DeepSeek-Coder, Granite 4, BLOOM) -> the name for llama.cpp.
+#: Pre-tokenizers of published tokenizers (SmolLM2, gpt-oss, tokenizers made from tiktoken's files,
+#: DeepSeek-V3, DeepSeek-Coder, Granite 4, BLOOM) -> their name in llama.cpp.
 _PUBLISHED = {
     "smollm": [_DIGITS, {**_BYTES, "use_regex": True}],
     "gpt-4o": [_isolated(_O200K), _BYTES],

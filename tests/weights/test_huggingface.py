@@ -47,13 +47,13 @@ def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    # Read through bytes: the file itself is overwritten by the tests.
+    # Read as bytes, because the tests overwrite the file itself.
     return safetensors.torch.load((folder / "model.safetensors").read_bytes())
 
 
 @pytest.fixture
 def write(tmp_path: Path, tokenizer: Tokenizer) -> Callable[[ModelConfig], Path]:
-    """Writes a good model folder of a config, with weights and tokenizer."""
+    """Write a valid model folder of a config, with weights and tokenizer."""
 
     def write_folder(config: ModelConfig) -> Path:
         folder = tmp_path / "model"
@@ -69,7 +69,7 @@ def write(tmp_path: Path, tokenizer: Tokenizer) -> Callable[[ModelConfig], Path]
 
 
 def refusal(folder: Path | str) -> str:
-    """The message of the error that loading gives; one line, as every error for people."""
+    """Return the message of the error raised by loading, which is a single line."""
     with pytest.raises(ModelError) as caught:
         load_model(folder)
     message = str(caught.value)
@@ -77,7 +77,7 @@ def refusal(folder: Path | str) -> str:
     return message
 
 
-# What a good folder gives
+# Valid folders
 
 
 @pytest.mark.parametrize("config", [LLAMA, TIED, GPT2], ids=["llama", "tied", "gpt2"])
@@ -116,7 +116,7 @@ def test_weights_to_save_are_contiguous_for_any_shared_memory(tmp_path: Path) ->
 
 
 def test_load_model_weights_do_not_change_with_file(write: Callable[[ModelConfig], Path]) -> None:
-    """A checkpoint written over the file that was loaded must not reach into the model."""
+    """Overwriting the loaded file with another checkpoint must not change the model."""
     folder = write(LLAMA)
     model = load_model(folder, mode="sequential").model
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -177,7 +177,7 @@ def test_stored_tensors_report_dtypes_of_file(write: Callable[[ModelConfig], Pat
         sorted({t.kind for t in stored_tensors(folder).values()})
 
 
-# Tensors that don't fit, by name
+# Mismatched tensors are named
 
 
 def test_load_model_missing_tensor_is_named(write: Callable[[ModelConfig], Path]) -> None:
@@ -272,11 +272,11 @@ def test_load_model_tied_head_differing_from_embedding_is_rejected(
     )
 
 
-# Folders that are no model
+# Folders without a model
 
 
 def test_load_model_folder_without_config_json_is_rejected(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it has no config.json"
+    assert refusal(tmp_path) == f"{tmp_path} is not a model folder: it does not contain config.json"
 
 
 @pytest.mark.parametrize("family", ["mamba", "LLAMA", None, ["llama"], {}])
@@ -351,7 +351,7 @@ _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 @pytest.mark.parametrize(
     ("change", "windows", "rotated"),
     [
-        # The list of layers counts, as in transformers' class, whatever the switch says.
+        # As in transformers, the list of layers takes precedence over the switch.
         ({"layer_types": _WINDOWS}, [True, False, True], [True, True, True]),
         ({}, [False] * 3, [True] * 3),
         ({"no_rope_layer_interval": 2}, [False] * 3, [True, False, True]),
@@ -390,7 +390,7 @@ def test_load_model_excessive_layer_count_raises_before_allocating_lists(like: s
 )
 def test_load_model_non_integer_layer_counts_raise_model_error(key: str, value: object) -> None:
     content = {"model_type": "smollm3", "no_rope_layer_interval": 2, key: value}
-    with pytest.raises(ModelError, match=f"{key} is {value!r}, expected a whole number: correct"):
+    with pytest.raises(ModelError, match=f"{key} is {value!r}, but must be an integer: correct"):
         config_from_hf(content, "config.json")
 
 
@@ -443,7 +443,7 @@ def test_load_model_folder_with_only_pickled_weights_is_rejected_unopened(
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth"):
         (folder / name).write_bytes(pickle.dumps(Bomb()))
     message = refusal(folder)
-    assert "has no model.safetensors" in message
+    assert "does not contain model.safetensors" in message
     assert "could run code" in message
     assert not (tmp_path / "opened").exists()
 
@@ -505,7 +505,7 @@ def test_load_model_shard_listed_in_index_but_missing_is_named(
     assert load_model(folder).model.config == LLAMA
     (folder / "b.safetensors").unlink()
     assert refusal(folder) == (
-        f"{folder / 'b.safetensors'} is missing but is listed in model.safetensors.index.json: "
+        f"{folder / 'b.safetensors'} is missing, although model.safetensors.index.json lists it: "
         "download it again"
     )
 
@@ -541,7 +541,7 @@ def test_find_model_folder_only_hub_like_ids_are_looked_up_on_hub(
 
 
 class HTTPLibraryError(Exception):
-    """What huggingface_hub lets through of its HTTP library, of whichever name."""
+    """An error of huggingface_hub's HTTP library that huggingface_hub passes on."""
 
 
 @pytest.mark.parametrize(
@@ -571,7 +571,7 @@ def test_find_model_folder_failed_hub_download_gives_one_line(
 def test_find_model_folder_offline_hub_client_gives_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With huggingface_hub's own refusal, not one put in its place."""
+    """With huggingface_hub's own error, not a replacement."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "can't be downloaded" in refusal("someone/some-model")
@@ -624,7 +624,7 @@ def test_load_model_transformers_trainer_folder_gives_advice(
         load_model(tmp_path)
 
 
-# Files written
+# Written files
 
 
 def test_saved_config_json_has_special_tokens_and_format(

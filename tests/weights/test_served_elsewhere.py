@@ -1,9 +1,9 @@
-"""A checkpoint's config.json has what the readers of other programs ask for.
+"""A checkpoint's config.json has the fields that other programs read.
 
-The lists are taken from their sources: vllm-project/vllm
+The lists are taken from the sources of these programs: vllm-project/vllm
 `vllm/transformers_utils/model_arch_config_convertor.py` (sgl-project/sglang's
-`python/sglang/srt/configs/model_config.py` asks for the same). transformers is asked itself, as
-mlx-lm is in tests/parity/test_mlx.py.
+`python/sglang/srt/configs/model_config.py` reads the same fields). transformers is tested directly,
+as is mlx-lm in tests/parity/test_mlx.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ VLLM: tuple[str, ...] = (
 VLLM += ("hidden_size", "dtype", "max_position_embeddings")
 VLLM_HEADS = ("num_key_value_heads", "head_dim")
 VLLM_EXPERTS = ("num_experts_per_tok",)
-#: Keys of the number of experts; a family has one of them.
+#: Keys with the number of experts; each family has one of them.
 VLLM_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def small(kind: str) -> Any:
-    """The config of a small model."""
+    """Return the config of a small model."""
     shape: dict[str, Any] = {"vocab_size": 280, "hidden_size": 64, "num_hidden_layers": 2}
     shape["num_attention_heads"] = 4
     config: Any = FAMILIES[kind].config
@@ -41,7 +41,7 @@ def small(kind: str) -> Any:
 
 
 def written(kind: str) -> dict[str, str]:
-    """The JSON files of a checkpoint of a small model."""
+    """Return the JSON files of a checkpoint of a small model."""
     return model_files(small(kind), train_tokenizer(["hello there"], 280))
 
 
@@ -52,7 +52,7 @@ def test_saved_config_has_fields_read_by_vllm_and_sglang(kind: str, tmp_path: Pa
         (tmp_path / name).write_text(text, encoding="utf-8")
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     names = VLLM if kind == "gpt2" else VLLM + VLLM_HEADS
-    # Where heads follow from the other sizes, they compute them, too.
+    # If the head dimension follows from the other sizes, they compute it, too.
     names = tuple(name for name in names if name not in FAMILIES[kind].spec.derived_keys)
     count = small(kind).expert_count
     for name in names + (VLLM_EXPERTS if count else ()):

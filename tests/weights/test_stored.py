@@ -1,4 +1,4 @@
-"""Weights into models and out: three modes that must end in the same numbers."""
+"""Loading and saving weights: three modes that must give the same values."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_load_model_every_mode_gives_saved_values(
 def test_load_model_casts_values_like_torch(name: str, stored: torch.dtype, tmp_path: Path) -> None:
     model, exact = some_model(CONFIGS[name]), empty_model(CONFIGS[name])
     folder = write(tmp_path / "m", model, stored)
-    # The families together have every mode with every wish.
+    # The families together cover every mode with every option.
     first, wishes = (
         FAMILIES.index(name) + _STORED.index(stored),
         (None, torch.float32, torch.bfloat16),
@@ -127,7 +127,8 @@ def test_load_model_casts_values_like_torch(name: str, stored: torch.dtype, tmp_
             assert torch.equal(tensor, expected), (mode, asked, key)
         if isinstance(loaded, Llama):
             assert isinstance(exact, Llama)
-            # 1/theta**(i/D) has no exact bf16 value: rounding it would turn late positions wrongly.
+            # 1/theta**(i/D) is not exact in bf16: rounding it would give wrong rotations at late
+            # positions.
             assert loaded.rotary.frequencies.dtype == torch.float32
             assert torch.equal(loaded.rotary.frequencies, exact.rotary.frequencies)
 
@@ -169,7 +170,7 @@ def test_padded_vocabulary_changes_no_initial_weight_and_no_gradient(name: str) 
 
 
 def test_load_model_mapped_mode_shares_memory_with_file(tmp_path: Path) -> None:
-    """Its parameters are the file: what is written there, they show."""
+    """The parameters are views of the file, so changes to the file appear in the model."""
     folder = write(tmp_path / "m", some_model(CONFIGS["llama"]))
     mapped, copied = (load_model(folder, mode=mode).model for mode in ("mmap", "sequential"))
     place = stored_tensors(folder)["model.norm.weight"]
@@ -186,7 +187,8 @@ def test_load_model_mapped_file_modified_in_place_raises(mode: LoadingMode, tmp_
     loaded = load_model(folder, mode=mode)
     loaded.require_unchanged()
     content = (folder / WEIGHTS_NAME).read_bytes()
-    write_file(folder / WEIGHTS_NAME, content)  # under another name, then renamed: harmless
+    # under another name, then renamed, which is harmless
+    write_file(folder / WEIGHTS_NAME, content)
     loaded.require_unchanged()
     (folder / WEIGHTS_NAME).unlink()
     loaded.require_unchanged()
@@ -223,7 +225,7 @@ def test_loading_mode_names_match_type() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_file_tensors_experts_are_views_of_stacked_weights(name: str) -> None:
-    """The table is used both ways: what it names must cover every number exactly once."""
+    """The table is used in both directions, so its names must cover every element exactly once."""
     model = some_model(CONFIGS[name])
     tensors = file_tensors(model)
     assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in model.parameters())
@@ -318,7 +320,9 @@ def test_load_model_quantised_tied_head_is_named(tmp_path: Path) -> None:
 
 
 def test_load_model_tied_head_is_compared_before_rounding(tmp_path: Path) -> None:
-    """Not after rounding: the model is refused or not, whatever dtype is asked for."""
+    """The comparison is not made after rounding, so the requested dtype does not decide whether
+    loading raises an error.
+    """
     model = some_model(CONFIGS["tied"])
     folder = write(tmp_path / "m", model)
     tensors = weights_to_save(model)
@@ -351,7 +355,7 @@ def test_load_model_works_inside_inference_mode(
 def test_load_model_file_changed_during_read_raises(
     mode: LoadingMode, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a training run deletes the checkpoint that is being loaded."""
+    """For example, a training run deletes the checkpoint that is being loaded."""
     model = some_model(CONFIGS["llama"])
     folder = write(tmp_path / "m", model)
 
@@ -375,7 +379,9 @@ def test_load_model_index_not_matching_files_raises(tmp_path: Path) -> None:
     name = next(n for n, file in index["weight_map"].items() if file == first)
     shard = safetensors.torch.load_file(folder / last)
     save_tensors({**shard, name: torch.zeros(2)}, folder / last)
-    with pytest.raises(ModelError, match=f"{last} has tensor {name}, which .* puts {first}"):
+    with pytest.raises(
+        ModelError, match=f"{last} contains tensor {name}, which .* places in {first}"
+    ):
         load_model(folder)
     save_tensors(shard, folder / last)
     index["weight_map"]["model.lost"] = last
@@ -423,7 +429,7 @@ def test_file_tensors_of_meta_model_allocates_nothing() -> None:
 
 
 def test_load_model_header_with_too_many_tensors_raises(tmp_path: Path) -> None:
-    """Of no numbers, which takes 65 bytes of the file for each, and 1.5 KB of memory."""
+    """Empty tensors take only 65 bytes of the file each, but 1.5 KB of memory."""
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps({str(number): entry for number in range(100_001)}).encode()
     path = tmp_path / WEIGHTS_NAME

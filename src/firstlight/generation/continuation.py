@@ -14,7 +14,7 @@ from torch import Tensor
 
 from firstlight.errors import ModelError
 from firstlight.generation.config import SamplingConfig
-from firstlight.generation.sampling import sample_rows, shifted, uniform
+from firstlight.generation.sampling import sample_rows, shifted, uniform_numbers
 from firstlight.generation.structured import Constraint
 from firstlight.hardware.device import upload
 from firstlight.tokenizer import TextStream, Tokenizer
@@ -106,7 +106,7 @@ class Continuation:
         self._most = config.max_new_tokens
         if not config.slide:
             self._most = min(self._most, context - len(self.prompt_ids))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._numbers = uniform_numbers(seed)
         self._seen = set(prompt_ids)
         self._counts: Counter[int] = Counter()
         self._stream = None if tokenizer is None else TextStream(tokenizer, prompt_ids, shown)
@@ -141,7 +141,7 @@ class Continuation:
         """Return the random number for the next token, or 0 with temperature 0, which does not
         sample.
         """
-        return uniform(self._generator) if self.config.temperature else 0.0
+        return next(self._numbers) if self.config.temperature else 0.0
 
     def shifted(self, logits_V: Tensor) -> Tensor:
         """Return the logits [V] of the next token after penalties, biases and the constraint.

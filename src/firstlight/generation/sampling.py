@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def sample_rows(
     Args:
         logits_GV: logits of one position of each of G texts, after penalties and biases.
         config: sampling settings that these texts share.
-        numbers_G: one number from `uniform` per text; None only with temperature 0.
+        numbers_G: one number from `uniform_numbers` per text; None only with temperature 0.
 
     Returns:
         The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]; with
@@ -63,16 +63,19 @@ def shifted(
     return logits_V
 
 
-def uniform(generator: torch.Generator) -> float:
-    """Return a random number in [0, 1) with full fp64 precision. The generator is on the CPU, so
-    that a seed gives the same text on every device.
+def uniform_numbers(seed: int) -> Iterator[float]:
+    """Yield random numbers in [0, 1) with full fp64 precision, without end. They are drawn on the
+    CPU, so that a seed gives the same text on every device.
     """
-    return float(torch.rand((), dtype=torch.float64, generator=generator))
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        # In blocks: one call for each number would take as long as the rest of a small step.
+        yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
 
 
 def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
-    """Draw one index per row, [G, 1], with one number from `uniform` per row, fp64 [G]. The
-    probabilities [G, V] need not sum to 1. An index with probability 0 is never drawn.
+    """Draw one index per row, [G, 1], with one number from `uniform_numbers` per row, fp64 [G].
+    The probabilities [G, V] need not sum to 1. An index with probability 0 is never drawn.
 
     The method inverts the cumulative distribution. torch.multinomial draws a number for every
     index, which takes twenty times as long with a vocabulary of 50,000.

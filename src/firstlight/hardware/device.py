@@ -1,5 +1,5 @@
-"""Detects the machine's device, its number formats, peak rates and memory, and rejects a GPU that
-the installed torch does not support.
+"""Detects the machine's device with its number formats, peak rates and memory, and rejects a GPU
+that the installed torch does not support.
 
 Peak rates are never guessed: they are measured on every CPU, and on a GPU that is not in the table.
 """
@@ -16,6 +16,7 @@ import resource
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,11 @@ class Hardware:
     """One device and its properties.
 
     Attributes:
-        device: torch's device.
+        device: the device in torch.
         name: the manufacturer's name of the device.
         memory_bytes: memory of the device (of the machine, for CPUs).
         bf16: True if bf16 matrix products run in hardware.
-        capability: CUDA's compute capability; None without CUDA.
+        capability: CUDA compute capability; None without CUDA.
     """
 
     device: torch.device
@@ -94,12 +95,13 @@ def _require_code(properties: Any) -> None:
     operator, with "no kernel image is available".
 
     Raises:
-        ConfigError: the GPU is not supported; the message names the index with a torch for it.
+        ConfigError: the GPU is not supported; the message names an index with a suitable torch.
     """
     capability, built_for = (properties.major, properties.minor), []
     for arch in torch.cuda.get_arch_list():
-        # Such as sm_80 (machine code, for later minor versions too), sm_90a (for one version alone)
-        # and compute_90 (PTX, which the driver compiles for all later GPUs). ROCm's are gfx942.
+        # Examples: sm_80 (machine code, also for later minor versions), sm_90a (for this version
+        # only) and compute_90 (PTX, which the driver compiles for all later GPUs). ROCm's names
+        # look like gfx942.
         if found := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch):
             code = int(found[2]), int(found[3])
             built_for.append(code)
@@ -111,7 +113,7 @@ def _require_code(properties: Any) -> None:
         raise ConfigError(
             f"torch {torch.__version__} has no code for {properties.name} (compute capability "
             f"{capability[0]}.{capability[1]}): pip install --force-reinstall torch --index-url "
-            f"https://download.pytorch.org/whl/{index}, or choose the device cpu"
+            f"https://download.pytorch.org/whl/{index}, or use the device cpu"
         )
 
 
@@ -130,7 +132,7 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
 
 _BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
-#: Ratio of bf16's speed to fp32's below which bf16 is not worth its rounding errors.
+#: Speed of bf16 relative to fp32 below which bf16 is not worth its rounding errors.
 _WORTHWHILE = 1.2
 
 
@@ -138,8 +140,8 @@ _WORTHWHILE = 1.2
 def bf16_is_faster(device: torch.device) -> bool:
     """Return True if a device multiplies bf16 matrices faster than fp32 matrices.
 
-    On CPUs this is measured: one CPU that has the instructions (avx512_bf16, but no AMX) ran bf16
-    at half of fp32's rate.
+    On CPUs this is measured, because support does not imply speed: a CPU with bf16 instructions
+    (avx512_bf16, but no AMX) ran bf16 at half the rate of fp32.
     """
     if device.type != "cpu":
         return True
@@ -174,10 +176,10 @@ def _cpu_name() -> str:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the matrix-product FLOP/s that `device` can reach with `dtype`: the base of MFU.
+    """Return the peak FLOP/s of matrix products in `dtype` on `device`, to which MFU refers.
 
-    For bf16 on a GPU in the table, this is the data sheet's figure. Everything else is measured
-    here, as the best of several large products, which takes a fraction of a second.
+    For bf16 on a GPU in the table, this is the figure of the data sheet. Otherwise it is measured
+    as the best of several large products, which takes a fraction of a second.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         properties = torch.cuda.get_device_properties(device)
@@ -188,7 +190,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_matmul_flops(device, dtype)
 
 
-#: Seconds after the first try during which further tries may begin.
+#: Seconds after the first try during which further tries may start.
 _MEASURING_SECONDS = 1.0
 
 
@@ -213,9 +215,9 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """Create a pool of threads that each run torch's operators on one core.
 
-    Otherwise each thread that runs an operator in parallel would get its own OpenMP threads, which
-    it keeps. Once a process has more of these than cores, GNU's OpenMP makes all threads that wait
-    for work sleep immediately. Training steps of small models took 1.7 times as long after their
+    Otherwise each thread that runs an operator in parallel would get its own OpenMP threads and
+    keep them. Once a process has more OpenMP threads than cores, GNU OpenMP makes all waiting
+    threads sleep immediately. Training steps of small models took 1.7 times as long after their
     first checkpoint was written by such a thread.
 
     Args:
@@ -224,10 +226,11 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        # The first call in a thread reads the process's number, which the next line replaces.
+        # The first call in a thread reads the process-wide number of threads, which the next line
+        # replaces.
         torch.get_num_threads()
         torch.set_num_threads(1)
-        # The line above also sets the number for threads that start later: another thread restores
+        # The line above also sets the number for threads that start later. Another thread restores
         # it, so that only this thread keeps 1.
         restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
         restoring.start()
@@ -237,7 +240,7 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all work that was started on it."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -255,13 +258,32 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def download(numbers: Tensor) -> Callable[[], list[float]]:
+    """Start copying numbers [N] to the host's memory; return a function that waits for them.
+
+    Work that is queued on a CUDA GPU after this call does not delay the numbers.
+    """
+    if not numbers.is_cuda:
+        return numbers.tolist
+    there = torch.empty_like(numbers, device="cpu", pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return there.tolist()
+
+    return read
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error means that there was not enough memory, on any device."""
+    """Return True if an error was caused by insufficient memory, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or lacks_memory(error)
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that this process could still take on a GPU, or on a CPU: the minimum of the
+    """Return the bytes that this process can still allocate. On a CPU, this is the minimum of the
     machine's available memory, the control group's limit and the process's limit (`ulimit -v`)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -279,12 +301,14 @@ def free_memory_bytes(device: torch.device) -> int:
     return free
 
 
-#: Seconds over which the driver averages a GPU's utilization: more frequent readings are useless.
+#: Seconds over which the driver averages a GPU's utilization. Reading it more often gives no new
+#: values.
 _UTILIZATION_SECONDS = 0.2
 
 
 class GpuMonitor:
-    """Reads what a GPU reports besides the allocated tensors, for the record of a run.
+    """Reads a GPU's memory use and utilization, beyond the allocated tensors, for the metrics of a
+    run.
 
     Args:
         device: the device of the run; only a CUDA GPU reports anything.
@@ -299,10 +323,10 @@ class GpuMonitor:
         """Return the current values, without waiting for the GPU, or {} without a CUDA GPU.
 
         Returns:
-            - "reserved_bytes": peak of the memory that torch's allocator has reserved;
-            - "device_used_bytes": memory of the GPU that is in use by all processes, including
-              contexts, and "gpu_utilization": fraction of the driver's last sample period in which
-              a kernel ran. Both are from NVML, and omitted if it is not available.
+            - "reserved_bytes": peak memory reserved by torch's allocator;
+            - "device_used_bytes": GPU memory in use by all processes, including contexts, and
+              "gpu_utilization": fraction of the driver's last sample period in which a kernel ran.
+              Both are from NVML, and omitted if it is not available.
         """
         if self._device.type != "cuda":
             return {}

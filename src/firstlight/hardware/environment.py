@@ -17,34 +17,34 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-#: Number of times that a waiting thread of GNU's OpenMP looks for work before it sleeps. With the
-#: library's default, a second program on the same cores makes every parallel region wait for a time
-#: slice, which made steps up to 70 times slower. With a much smaller number, threads of a virtual
-#: machine sleep between any two operators, and its host takes long to wake them: with 1000, steps
-#: on free cores were up to 2 times slower.
+#: Number of times that a waiting thread of GNU OpenMP checks for work before it sleeps. With the
+#: library's default, every parallel region waits for a time slice if a second program uses the same
+#: cores, which made steps up to 70 times slower. With a much smaller number, the threads of a
+#: virtual machine sleep between any two operators, and the host takes long to wake them: with 1000,
+#: steps on free cores were up to 2 times slower.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: The same for generation. A token takes some hundred parallel regions of a few microseconds, and
-#: threads that sleep between them take as long to wake: 27 ms per token instead of 14 to 20.
+#: The same for generation. A token consists of several hundred parallel regions of a few
+#: microseconds each, and waking a sleeping thread takes as long as a region: 27 ms per token
+#: instead of 14 to 20.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
 #: The same if other programs keep the cores busy. A spinning thread then uses up its time slice,
-#: and the other threads of its parallel region wait for its next slice. On two cores with a load of
+#: and the other threads of the parallel region wait for its next one. On two cores with a load of
 #: 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100 (0.14 s on free cores).
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
-#: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory that is kept between steps
-#: (methods/memory.py) has few page faults left. Furthermore, with alignment to pages, glibc can't
-#: reuse the memory of a freed tensor for the next tensor of its size, so the heap grew in each
-#: step. TORCH_CPP_LOG_LEVEL: without it, torch reports a broken connection with a page of
-#: addresses.
+#: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory kept between steps (methods/memory.py)
+#: causes few page faults. Furthermore, with page-aligned tensors, glibc can't reuse the memory of a
+#: freed tensor for the next tensor of the same size, so the heap grew in each step.
+#: TORCH_CPP_LOG_LEVEL: otherwise torch reports a broken connection with a page of addresses.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-#: Environment variable with the value of GOMP_SPINCOUNT that `import firstlight` has set; "" if
-#: torch was imported before. Commands set their own value, and do not have this variable.
+#: Environment variable with the value of GOMP_SPINCOUNT set by `import firstlight`, or "" if torch
+#: had been imported before. Commands set their own value and do not set this variable.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
-#: Environment variables with options of torch's allocator for GPUs; the second name is the older.
+#: Environment variables with options of torch's GPU allocator; the second is the older name.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 #: Lets freed GPU memory hold tensors of any size; see `takes_expandable_segments`.
@@ -55,7 +55,7 @@ _SHARING = threading.Lock()
 
 
 def require_fork() -> None:
-    """Reject a system without `os.fork`, which also lacks other modules that firstlight needs.
+    """Reject a system without `os.fork`, which also lacks other required modules.
 
     Raises:
         ImportError: this is Windows.
@@ -81,16 +81,16 @@ def set_at_import() -> None:
 
 
 def takes_expandable_segments(root: Path = Path("/")) -> bool:
-    """Return True if torch's allocator can use expandable segments, in which freed GPU memory of
-    one size can hold a tensor of another size.
+    """Return True if torch's allocator can use expandable segments, which let a tensor reuse freed
+    GPU memory of another size.
 
-    They are virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
+    They use virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
     the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);
     MIG partitions failed when memory ran out (vllm pull request 42467), and virtual GPUs such as
     "NVIDIA A40-48C" at the first tensor (xgboost issue 12217).
 
     Args:
-        root: the folder that has /dev and /proc.
+        root: the folder that contains /dev and /proc.
     """
     is_jetson = (root / "dev/nvmap").exists() or (root / "etc/nv_tegra_release").exists()
     is_part = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
@@ -104,8 +104,8 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
 
 
 def set_for_command(variables: Mapping[str, str]) -> None:
-    """Set the variables of a command, which replace those of `import firstlight`, in this process
-    or in one that has started the command."""
+    """Set the variables for a command. They replace those set by `import firstlight`, in this
+    process or in the process that started the command."""
     if _is_from_import():
         os.environ.pop("GOMP_SPINCOUNT", None)
     os.environ.pop(_BY_IMPORT, None)
@@ -115,10 +115,10 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Context, or decorator of a function, in which torch's threads wait as in a command if other
-    programs keep the cores busy when it is entered.
+    """Context manager or decorator in which torch's threads wait as in a command if other programs
+    keep the cores busy at its start.
 
-    A program may have imported torch, which reads `GOMP_SPINCOUNT`, when the cores were free. Does
+    torch reads `GOMP_SPINCOUNT` when it is imported, and the cores may have been free then. Does
     nothing in a command, or if the user has set that variable.
     """
     if not _is_from_import() or not _SHARING.acquire(blocking=False):
@@ -152,17 +152,17 @@ def _is_from_import() -> bool:
 
 
 def _exceed_cores() -> None:
-    """Start enough threads of GNU's OpenMP to have one more than there are cores. They sleep, and
-    end with the thread that calls this function.
+    """Start enough GNU OpenMP threads to have one more than the number of cores. They sleep, and
+    end with the calling thread.
 
-    Until then, OpenMP's waiting threads look for work only 100 times (_NO_SPIN), even if torch was
+    Until then, waiting OpenMP threads check for work only 100 times (_NO_SPIN), even if torch was
     imported long ago: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     import ctypes
 
     import torch
 
-    openmp = ctypes.CDLL(torch._C.__file__)  # or a library that it is linked with
+    openmp = ctypes.CDLL(torch._C.__file__)  # or a library linked with it
     if hasattr(openmp, "GOMP_parallel"):
         count = max(usable_cpus() - torch.get_num_threads() + 2, 2)
         openmp.GOMP_parallel(openmp.omp_get_thread_num, None, count, 0)
@@ -187,7 +187,7 @@ def cores_are_busy() -> bool:
 
 
 def usable_cpus() -> int:
-    """Return the number of processors for this process: a container may allow fewer than exist."""
+    """Return the number of processors available to this process, which a container may limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -195,7 +195,7 @@ def usable_cpus() -> int:
 
 def _running() -> int:
     """Return the number of other threads that run or wait for a core, on Linux. The load average
-    would count threads that ended a minute ago."""
+    would include threads that ended up to a minute ago."""
     time.sleep(0.004)
     fields = Path("/proc/loadavg").read_text(encoding="ascii").split()
     return int(fields[3].partition("/")[0]) - 1

@@ -1,4 +1,4 @@
-"""Measurements in separate processes, so that none is affected by what another left in memory.
+"""Measurements in separate processes, so that they do not affect each other through memory.
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
@@ -42,7 +42,7 @@ def training_environment() -> dict[str, str]:
 
 
 def plain_environment() -> dict[str, str]:
-    """Return the environment variables of this process without those that firstlight has set."""
+    """Return the environment variables of this process without those set by firstlight."""
     own = TRAINING | EXPANDABLE_SEGMENTS
     return {k: v for k, v in os.environ.items() if own.get(k) != v}
 
@@ -55,7 +55,7 @@ def ask(
 ) -> dict[str, Any]:
     """Measure in a new process.
 
-    If this call ends early, for example by Ctrl+C, the process and those that it started are
+    If this call is interrupted, for example by Ctrl+C, the process and its child processes are
     killed.
 
     Args:
@@ -106,7 +106,7 @@ def ask_ranks(
     ]
     results = _ask_all(module, request, environments, seconds)
     failed = [result for result in results if "error" in result]
-    # A RankError only says that another rank has ended, so any other error is preferred.
+    # A RankError only reports that another rank has ended, so any other error is preferred.
     return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
 
 
@@ -126,8 +126,8 @@ def _ask_all(
 def started(
     module: str, environments: Sequence[Mapping[str, str]]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Context with new processes that import a module while they wait for their request, one in
-    each environment. At its end, they and the processes that they started are killed."""
+    """Context manager that starts a process in each environment. The processes import a module
+    while they wait for their request. On exit, they and their child processes are killed."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for environment in environments:
@@ -156,11 +156,11 @@ def started(
 def results_of(
     processes: Sequence[subprocess.Popen[str]], request: Mapping[str, Any], seconds: float | None
 ) -> list[dict[str, Any]]:
-    """Return the results of started processes that all get the same request; see `ask`."""
+    """Send the same request to started processes and return their results; see `ask`."""
     end = None if seconds is None else time.monotonic() + seconds
     for process in processes:
         assert process.stdin is not None
-        # A process that has failed does not read.
+        # A failed process does not read its request.
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(request))
         process.stdin = None
@@ -182,7 +182,7 @@ def error_of(kind: str, message: str) -> dict[str, Any]:
 
 
 def _result(code: int, out: str, err: str) -> dict[str, Any]:
-    """Return the result of a process from its exit code, stdout and stderr; see `ask`."""
+    """Derive the result of a process from its exit code, stdout and stderr; see `ask`."""
     if code:
         return error_of("Failed" if code > 0 else "Killed", last_words(code, err))
     try:
@@ -193,11 +193,11 @@ def _result(code: int, out: str, err: str) -> dict[str, Any]:
 
 
 def last_words(code: int, err: str) -> str:
-    """Return the reason why a process failed, in one line: the signal that killed it, or its last
-    line.
+    """Return the reason why a process failed, in one line: the signal that killed it, or the last
+    line of its output.
 
     Args:
-        code: exit code as of `subprocess`: negative for a signal.
+        code: exit code as in `subprocess`, negative for a signal.
         err: the process's stderr.
     """
     if code == -signal.SIGKILL:
@@ -209,26 +209,26 @@ def last_words(code: int, err: str) -> str:
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
-    """Measure, and write the result as the last line on stdout; a FirstlightError is also a result.
+    """Measure, and write the result, which may be a FirstlightError, as the last line of stdout.
 
     Args:
         measure: function that maps the request to the result.
         request: JSON object as text.
     """
-    # If memory runs out, Linux kills this process and not the one that reports the error.
+    # If memory runs out, Linux should kill this process, not the one that reports the error.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         result = measure(json.loads(request))
     except FirstlightError as error:
         result = error_of(type(error).__name__, str(error))
-    # The last line: stdout is closed to output that libraries still buffer.
+    # This must be the last line, so stdout is closed before libraries flush their buffers.
     os.write(1, (json.dumps(result) + "\n").encode())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class ForkServer:
-    """Runs a measurement in forks of a process that has imported its module.
+    """Runs a measurement in forks of a process that has already imported the module.
 
     Only for CPUs: a process with a CUDA context can't be forked.
 
@@ -265,7 +265,7 @@ class ForkServer:
             job = {"request": request, "out": str(out), "err": str(err)}
             assert self._server.stdin is not None
             if not self._is_ready:
-                # The server imports for seconds; a signal ends this wait.
+                # The server's imports take seconds; a signal ends this wait.
                 self._line(None)
                 self._is_ready = True
             with signals_waiting():
@@ -309,8 +309,8 @@ class ForkServer:
 def signals_waiting() -> Iterator[None]:
     """Delay signals with a Python handler (SIGINT, SIGTERM, SIGHUP) until the end of the block.
 
-    An exception of such a handler while a process is started would leave a process that is never
-    ended.
+    If such a handler raised an exception while a process is being started, that process would never
+    be terminated.
     """
     arrived: list[int] = []
     handlers = {}
@@ -334,8 +334,8 @@ def end_group(group: int) -> None:
 
 
 def _serve(measure: Any) -> None:
-    """Write a line once everything is imported. Then fork a process for each line of stdin; write
-    its process id when it starts and its exit code when it ends."""
+    """Write a line once everything is imported. Then fork a process for each line of stdin, and
+    write its process id when it starts and its exit code when it ends."""
     # Imported before forking, which saves time in each fork. Not torch's compiler (_inductor):
     # importing it starts threads, and a process with threads can't be forked safely.
     importlib.import_module("torch._dynamo")

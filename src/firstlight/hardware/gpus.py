@@ -1,13 +1,13 @@
 """Rates and memory of GPUs by name, from the manufacturers' data sheets.
 
 Rates are dense (without sparsity) and for accumulation in fp32, which on GeForce cards is half of
-the advertised rate. Memory is the size that the driver reports, which is up to a tenth less than in
-the name if error correction takes a part. This machine's GPU is detected in `device.py`.
+the advertised rate. Memory is the size reported by the driver, which is up to a tenth below the
+advertised size if error correction reserves a part. This machine's GPU is detected in `device.py`.
 
-Apple's GPUs share their memory with the CPU. Apple states bandwidths and, for M1 and M2, fp32 rates
-(apple.com/newsroom, support.apple.com/specs); those of M3 and M4 are cores x 256 x clock. Their
-fp16 rate is the fp32 rate. Each row is the variant with the most GPU cores that is sold with that
-memory.
+Apple GPUs share their memory with the CPU. Apple publishes bandwidths and, for M1 and M2, fp32
+rates (apple.com/newsroom, support.apple.com/specs); the rates of M3 and M4 are cores x 256 x clock.
+The fp16 rate equals the fp32 rate. Each row describes the variant with the most GPU cores sold with
+that memory size.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from firstlight.errors import ConfigError
 _MIB = 2**20
 
 
-#: The rate of matrix products in fp8 as a multiple of bf16's, on all GPUs of the table that have
-#: fp8 units (data sheets; on GeForce cards with accumulation in fp32).
+#: The fp8 rate of matrix products as a multiple of the bf16 rate, on all GPUs of the table with fp8
+#: units (data sheets; on GeForce cards with accumulation in fp32).
 FP8_SPEEDUP = 2.0
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU.
+    """A GPU model.
 
     Attributes:
         name: the manufacturer's name without the brand.
-        memory_bytes: total memory as the driver reports it.
+        memory_bytes: total memory reported by the driver.
         bandwidth: memory bandwidth, bytes per second.
-        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 if not in hardware. Kepler (K80)
-            computes in neither fp16 nor bf16, Pascal (P100) in fp16 at twice fp32's rate, Turing
-            (T4) in fp16 on matrix units; bf16 begins with capability (8, 0).
-        link: bandwidth to other GPUs of the machine, bytes per second in one direction.
-        capability: CUDA's compute capability; (0, 0) without CUDA.
+        fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 without hardware support. Kepler (K80)
+            supports neither fp16 nor bf16, Pascal (P100) runs fp16 at twice the fp32 rate, and
+            Turing (T4) has tensor cores for fp16; bf16 requires capability (8, 0) or higher.
+        link: bandwidth to other GPUs of the machine, in bytes per second and direction.
+        capability: CUDA compute capability; (0, 0) without CUDA.
     """
 
     name: str
@@ -53,14 +53,15 @@ class GPU:
 
     @property
     def is_apple(self) -> bool:
-        """True if torch uses the device mps for it."""
+        """True if torch uses this GPU as device mps."""
         return re.match(r"M[1-9]\b", self.name) is not None
 
     @property
     def usable_share(self) -> float:
-        """Fraction of the memory that a run may take: 0.98, because screens, other programs and
-        libraries that are loaded late take a part. On Apple's GPUs, Metal gives a process two
-        thirds of the memory, three quarters from 36 GB on (recommendedMaxWorkingSetSize)."""
+        """Fraction of the memory available to a run: 0.98, because displays, other programs and
+        libraries that are loaded late take a part. On Apple GPUs, Metal gives a process two thirds
+        of the memory, or three quarters if the machine has 36 GB or more
+        (recommendedMaxWorkingSetSize)."""
         if not self.is_apple:
             return 0.98
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
@@ -73,7 +74,7 @@ class GPU:
             "fp16": self.fp16,
             "bf16": self.bf16,
             "bf16_params": self.bf16,
-            # Attention, the head and small layers stay in bf16, which is the base of the MFU.
+            # Attention, the head and small layers stay in bf16, so MFU refers to the bf16 rate.
             "fp8": self.bf16,
         }
         return rates.get(precision, 0.0) or self.fp32
@@ -84,13 +85,13 @@ _WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 def matrix_packet_bytes(capability: tuple[int, int]) -> int:
-    """Return the bytes of which a matrix's row length should be a multiple, so that a GPU's matrix
-    units read rows at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
+    """Return the number of bytes of which a matrix's row length should be a multiple for tensor
+    cores to read rows at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
     "Matrix Multiplication Background User's Guide", table 1)."""
     return 128 if capability in _WIDE_PACKETS else 16
 
 
-#: PCIe 3.0, 4.0 and 5.0 with 16 lanes, GB/s in one direction.
+#: PCIe 3.0, 4.0 and 5.0 with 16 lanes, GB/s per direction.
 _PCIE3 = 16
 _PCIE4 = 32
 _PCIE5 = 64
@@ -156,7 +157,7 @@ _ROWS: tuple[_Row, ...] = (
     ("MI300X", 196592, 5300, 163.4, 653.7, 1307.4, 1307.4, 448, (0, 0)),
 )
 
-#: name, sizes of memory in GB, GB/s, TFLOP/s of fp32, which are those of fp16 as well.
+#: name, memory sizes in GB, GB/s, TFLOP/s of fp32, which equal those of fp16.
 _APPLE: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
     ("M1", (8, 16), 68.3, 2.6),
     ("M1 Pro", (16, 32), 200, 5.2),
@@ -210,19 +211,21 @@ _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words that make a name mean another device (a laptop's GPU, a MIG partition).
+#: Words that indicate a different device (a laptop GPU, a MIG partition).
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
 def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
-    """Return a GPU of the table, by its name as users or drivers write it.
+    """Return a GPU of the table from its name as written by users or drivers.
 
     Args:
         name: such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb", "h100".
-        memory_bytes: the device's memory, if known: distinguishes GPUs sold with several sizes.
+        memory_bytes: the device's memory, if known, to distinguish GPUs sold with several memory
+            sizes.
 
     Raises:
-        ConfigError: there is no such GPU (the message has the nearest names), or there are several.
+        ConfigError: there is no such GPU (the message lists the nearest names), or several GPUs
+            match.
     """
     wanted = _words(name)
     matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
@@ -242,7 +245,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
         return matches[0]
     if matches:
         names = " or ".join(f"'{gpu.name}'" for gpu in matches)
-        raise ConfigError(f"GPU '{name}' is sold with several sizes of memory: use {names}")
+        raise ConfigError(f"GPU '{name}' is sold with several memory sizes: use {names}")
     raise ConfigError(f"GPU '{name}' is not in the table: {_nearest(name)}")
 
 
@@ -262,8 +265,8 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return advice with the four nearest names: those with most words in common come first, then
-    those with the most similar text."""
+    """Return advice with the four nearest names, ordered by the number of common words, then by
+    similarity."""
     wanted = _without_memory(_words(name))
 
     def likeness(gpu: str) -> tuple[int, float]:

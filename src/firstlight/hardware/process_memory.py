@@ -1,11 +1,11 @@
-"""Memory of this process: resident memory, as the kernel counts it, and the bytes that the C
-library's allocator has handed out, if it counts them (glibc 2.33 or later; `AllocatedPeak`). The
-latter are tensors and buffers of libraries, without code and without freed memory that it keeps.
+"""Memory of this process: resident memory as counted by the kernel, and bytes allocated through the
+C library, if it counts them (glibc 2.33 or later; `AllocatedPeak`). Allocated bytes are tensors and
+library buffers, without code and without freed memory that the allocator keeps.
 
-Pages of a memory-mapped file count once they are touched. The numbers are read from
+Pages of a memory-mapped file count once they are accessed. The numbers are read from
 /proc/self/status, because `ru_maxrss` starts from the parent's peak on Linux. If the peak can't be
 reset (/proc/self/clear_refs is not writable), it is the peak since the start of the process.
-Without /proc it comes from `ru_maxrss`.
+Without /proc, `ru_maxrss` is used.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Return the bytes that are allocated now, in the heap and as separate mappings, or None if the
-    C library does not count them."""
+    """Return the bytes currently allocated, in the heap and as separate mappings, or None if the C
+    library does not count them."""
     function = _mallinfo2()
     if function is None:
         return None
@@ -121,9 +121,9 @@ class AllocatedPeak:
     """Peak of the allocated bytes above a level, sampled by a thread. A context manager that stops
     the thread on exit.
 
-    The level is the allocated bytes that the caller does not count. It rises during a run, because
-    libraries allocate buffers and compile kernels, so it is measured again (`find_level`) whenever
-    the caller knows its counted bytes.
+    The level is the number of allocated bytes that are not part of the caller's own count. It rises
+    during a run, because libraries allocate buffers and compile kernels. It is therefore measured
+    again (`find_level`) whenever the caller's count is known.
     """
 
     def __init__(self) -> None:
@@ -181,8 +181,8 @@ class AllocatedPeak:
         while not self._end.is_set():
             began = time.perf_counter()
             self.look()
-            # glibc holds the lock of the heap while it counts, and looks at each free block: in a
-            # process that has read large texts or vocabularies, a sample takes tens of ms.
+            # glibc locks the heap while it counts and visits each free block: in a process that has
+            # read large texts or vocabularies, a sample takes tens of milliseconds.
             taken = time.perf_counter() - began
             self._end.wait(max(self._seconds, taken / _MOST_SHARE))
 

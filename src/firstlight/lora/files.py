@@ -3,9 +3,9 @@
     FOLDER/
         adapter_config.json         LoRA's settings, and the folder or hub id of the base model
         adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
-                                    [out, r], and for DoRA .lora_magnitude_vector [out]; of an
+                                    [out, r], and for DoRA .lora_magnitude_vector [out]; for an
                                     embedding .lora_embedding_A [r, V], .lora_embedding_B [C, r];
-                                    of trained rows .token_adapter.trainable_tokens_delta [n, C];
+                                    for trained rows .token_adapter.trainable_tokens_delta [n, C];
                                     modules that are trained in full by their parameters' names
 
 LAYER is the layer's name in the base model. The adapted layers are read from the tensors' names;
@@ -61,8 +61,7 @@ from firstlight.weights.stored import (
 #: linear layers), and maximum number of characters of an entry.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
-#: Seconds of CPU time in which all patterns must have been matched with all layer names. Those of
-#: most adapters take 0.001.
+#: Maximum CPU seconds for matching all patterns with all layer names. Most adapters take 0.001 s.
 _MOST_MATCH_SECONDS = 2.0
 
 
@@ -79,7 +78,7 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
     if len(patterns) > _MOST_PATTERNS:
         raise ModelError(
             f"{path}: rank_pattern and alpha_pattern have {len(patterns):,} entries, more than the "
-            f"{_MOST_PATTERNS:,} that are read: merge the adapter with PEFT (merge_and_unload)"
+            f"limit of {_MOST_PATTERNS:,}: merge the adapter with PEFT (merge_and_unload)"
         )
     for pattern in patterns:
         # With repeated groups, or many repetitions or choices, matching can take exponential time
@@ -88,7 +87,7 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
         is_slow = re.search(r"\)[*+?{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3
         if is_slow or choices > 5 or len(pattern) > _MOST_PATTERN_CHARS:
             raise ModelError(
-                f"{path}: pattern {short(pattern)} repeats too much: name the layers in full"
+                f"{path}: pattern {short(pattern)} has too many repetitions: use full layer names"
             )
         try:
             compiled(pattern)
@@ -97,7 +96,8 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Reject patterns that together take long on the layer names, although each match is quick.
+    """Reject patterns that together take long to match the layer names, although each single match
+    is quick.
 
     Args:
         path: the settings' file, for error messages.
@@ -113,8 +113,8 @@ def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]
             compiled(pattern).match(layer)
             if time.thread_time() > end:
                 raise ModelError(
-                    f"{path}: rank_pattern and alpha_pattern take too long on names such as "
-                    f"{layer}: name the layers in full"
+                    f"{path}: rank_pattern and alpha_pattern take too long to match names such as "
+                    f"{layer}: use full layer names"
                 )
 
 
@@ -127,7 +127,7 @@ def short(value: object) -> str:
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-#: Settings without effect on an adapter whose tensors exist, and which are ignored. Any other
+#: Settings that do not affect an adapter whose tensors already exist; they are ignored. Any other
 #: setting that is not a field of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
     "auto_mapping",
@@ -173,7 +173,8 @@ class PeftConfig(BaseModel):
         """Return the settings as a recipe's `lora` section.
 
         Args:
-            targets, modules_to_save: the names of the layers and modules that the file has.
+            targets, modules_to_save: names of the adapted layers and of the saved modules in the
+                file.
         """
         return LoraConfig(
             rank=self.r,
@@ -206,7 +207,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         name = ".".join(str(part) for part in first["loc"])
         raise ModelError(
             f"{path}: {name[:100]}: {first['msg']} (given: {short(first['input'])}); only LoRA "
-            "and DoRA of language models are read"
+            "and DoRA adapters of language models are supported"
         ) from error
     start = config.init_lora_weights
     if start not in _PLAIN_STARTS:
@@ -225,7 +226,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Maximum length of a chain of adapters in which each is the base model of the previous one.
+#: Maximum length of a chain of adapters, each the base model of the previous one.
 _LONGEST_CHAIN = 16
 
 
@@ -236,11 +237,11 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_chain(folder: Path) -> list[Path]:
-    """Return an adapter's folder, its base's folder, and so on while the base is an adapter, too;
-    the last is a model folder. [folder] for a model folder.
+    """Return the folders of an adapter, its base, and so on while the base is also an adapter. The
+    last one is a model folder. For a model folder, return [folder].
 
-    The base is `base_model_name_or_path`: a path relative to the adapter's folder, a path, or a
-    hub id (downloaded).
+    The base is `base_model_name_or_path`: a path relative to the adapter's folder, another path, or
+    a hub id, which is downloaded.
 
     Raises:
         ModelError: a base is missing, or an adapter is its own base.
@@ -256,15 +257,15 @@ def adapter_chain(folder: Path) -> list[Path]:
         chain.append(base)
         if len(chain) > _LONGEST_CHAIN:
             raise ModelError(
-                f"{folder} is an adapter of an adapter, and so on, more than {_LONGEST_CHAIN} "
-                "times: merge them with `firstlight convert`"
+                f"{folder} is an adapter of an adapter, and so on, in a chain of more than "
+                f"{_LONGEST_CHAIN}: merge them with `firstlight convert`"
             )
     return chain
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder whose config.json describes a folder's model: for an adapter without one,
-    that of its base.
+    """Return the folder whose config.json describes a folder's model: the folder itself, or the
+    base's folder for an adapter without a config.json.
 
     Raises:
         ModelError: see `adapter_chain`.
@@ -277,13 +278,13 @@ def _base_of(folder: Path) -> Path:
     name = config.base_model_name_or_path
     if not name:
         raise ModelError(
-            f"{path} names no base model: set base_model_name_or_path to the folder or hub id of "
-            "the model that was adapted"
+            f"{path} does not name a base model: set base_model_name_or_path to the folder or hub "
+            "id of the adapted model"
         )
     try:
         if (folder / name).is_dir():
             return folder / name
-        # PEFT has hub id and revision in two fields; here both are one name, ID@REVISION.
+        # PEFT stores hub id and revision in two fields; here they are combined as ID@REVISION.
         return find_model_folder(
             f"{name}@{config.revision}" if config.revision else name, typed=False
         )
@@ -295,8 +296,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """Return the layer to which a tensor of an adapter's file belongs, and the layer's parameter,
-    or None if the tensor is not one of an adapted layer."""
+    """Return the adapted layer and the parameter to which a tensor in an adapter file belongs, or
+    None if it does not belong to an adapted layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
@@ -304,8 +305,8 @@ def _adapted_layer(name: str) -> tuple[str, str] | None:
 
 
 def adapter_settings(folder: Path) -> str:
-    """Return the settings on which an adapter's output depends, as JSON text: two adapters with the
-    same tensors and this text compute the same.
+    """Return the settings that affect an adapter's output, as JSON text: adapters with the same
+    tensors and the same text compute the same.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -320,8 +321,8 @@ class Adapter(NamedTuple):
     """An adapter from a file.
 
     Attributes:
-        config: the settings with which `add_lora` makes its layers, named in full.
-        tensors: the values for `fill_adapter`.
+        config: settings with which `add_lora` creates its layers, with full layer names.
+        tensors: values for `fill_adapter`.
         changes_base: True if the file replaced the base model's frozen embedding or head.
     """
 
@@ -342,8 +343,8 @@ def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
 
 
 def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter:
-    """Return the adapter in a folder. If it comes with tokens that the model lacks, or with another
-    embedding or head that is not trained, the model gets them.
+    """Return the adapter in a folder. If the folder contains tokens that the model lacks, or
+    another untrained embedding or head, these are added to the model.
 
     Args:
         model: the base model without adapters.
@@ -351,8 +352,8 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
 
     Raises:
-        ModelError: a file is missing or damaged, needs an unsupported setting, or doesn't fit the
-            model (named).
+        ModelError: a file is missing or damaged, has an unsupported setting, or does not match the
+            model.
     """
     settings, stored, copies = _read_layout(model, folder, vocab_multiple)
     path = folder / ADAPTER_WEIGHTS_NAME
@@ -370,8 +371,8 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
 
 
 def adapter_lora(model: Model, folder: Path) -> LoraConfig:
-    """Return the settings with which `add_lora` makes the adapter in a folder, without reading its
-    values. If the adapter comes with tokens that the model lacks, the model gets them.
+    """Return the settings with which `add_lora` creates the adapter in a folder, without reading
+    its values. Tokens that the model lacks are added to the model.
 
     Args:
         model: the base model without adapters, on any device.
@@ -386,13 +387,13 @@ def adapter_lora(model: Model, folder: Path) -> LoraConfig:
 def _read_layout(
     model: Model, folder: Path, vocab_multiple: int
 ) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
-    """Return an adapter's settings, the tensors of its file, and the names of those that are copies
-    of the base model's. Arguments and errors as in `read_adapter`."""
+    """Return an adapter's settings, the tensors of its file, and the names of the tensors copied
+    from the base model. Arguments and errors as in `read_adapter`."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
-            f"{folder} has no {ADAPTER_WEIGHTS_NAME}: only safetensors weights are read (pickled "
-            ".bin files can run code when they are opened)"
+            f"{folder} does not contain {ADAPTER_WEIGHTS_NAME}: only safetensors weights are "
+            "supported (pickled .bin files can run code when opened)"
         )
     stored = read_header(path)
     fit_vocabulary(model, folder, vocab_multiple)
@@ -411,7 +412,7 @@ def _read_layout(
     for target in config.modules_to_save or []:
         is_there = any(_is_saved(name, [target]) for name in full)
         if not is_there and any(name.endswith(target) for name, _ in model.named_modules()):
-            raise ModelError(f"{path} lacks the weights of {target}, one of its modules_to_save")
+            raise ModelError(f"{path} lacks the weights of {target}, which modules_to_save lists")
     settings = config.lora(
         targets=_short_names(adapted, layers),
         modules_to_save=_short_names(
@@ -431,7 +432,8 @@ def _read_layout(
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
     """Return the last parts of names if they do not match any other known name, otherwise the full
-    names. A run's memory is planned with fewer layers, in which a full name may not exist."""
+    names. The memory of a run is planned with fewer layers, among which a full name may not
+    exist."""
     wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
     is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
     return list(ends) if is_exact else list(names)
@@ -449,8 +451,8 @@ def _is_saved(name: str, modules: list[str]) -> bool:
 def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors without those that PEFT writes twice: of a head that shares the
-    embedding's adapter or its trained rows, and the wrappers of tables to which tokens were
+    """Return the tensors without those that PEFT writes twice: the tensors of a head that shares
+    the embedding's adapter or trained rows, and the wrappers of tables to which tokens were
     added."""
     doubles = [".modules_to_save.", ".original_module."]
     if model.config.tie_word_embeddings:
@@ -465,14 +467,14 @@ def _without_doubles(
 
 
 def _ensures_tie(model: Model, config: PeftConfig | LoraConfig) -> bool:
-    """Return True if PEFT ties an adapted head to the embedding. It looks for one of this name."""
+    """Return True if PEFT ties an adapted head to the embedding, which it finds by name."""
     tied = model.config.tie_word_embeddings and config.ensure_weight_tying
     return tied and model.embedding_name.endswith("embed_tokens")
 
 
 def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
-    """Give a base model as many tokens as an adapter's file has rows. New rows start as the mean of
-    the existing rows.
+    """Extend a base model's vocabulary to the number of rows in an adapter file. New rows start as
+    the mean of the existing rows.
 
     Args:
         model: the base model; changed in place.
@@ -480,7 +482,7 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
 
     Raises:
-        ModelError: trained tokens lie beyond the vocabulary, with ids between that have no rows.
+        ModelError: trained tokens lie beyond the vocabulary, and ids before them do not have rows.
     """
     count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
     rows, path = count, folder / ADAPTER_WEIGHTS_NAME
@@ -495,8 +497,9 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
     new = sorted({token for ids in lists for token in ids if token >= rows})
     if new and new != list(range(rows, rows + len(new))):
         raise ModelError(
-            f"{folder / ADAPTER_CONFIG_NAME}: trainable_token_indices has token {new[-1]}, and the "
-            f"base model has {rows} tokens: name the base with which the adapter was trained"
+            f"{folder / ADAPTER_CONFIG_NAME}: trainable_token_indices contains token {new[-1]}, "
+            f"but the base model has {rows} tokens: name the base with which the adapter was "
+            "trained"
         )
     rows += len(new)
     if rows > count:
@@ -542,7 +545,7 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-#: Names of a table's weight in the file if the table is adapted or has trained rows.
+#: Names in the file of the weight of an embedding or head that is adapted or has trained rows.
 _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 
@@ -552,8 +555,9 @@ def _take_base_tables(
     path: Path,
     trained: Mapping[str, list[int]],
 ) -> bool:
-    """Replace embedding and head by an adapter file's: PEFT also writes them if they are adapted,
-    and if tokens were added to the base model. Other tensors must be copies of the base model's.
+    """Replace embedding and head by those in an adapter file: PEFT also writes them if they are
+    adapted, or if tokens were added to the base model. Other tensors must be copies of the base
+    model's tensors.
 
     Args:
         model: the base model; changed in place.
@@ -565,7 +569,7 @@ def _take_base_tables(
         True if a table was replaced by another.
 
     Raises:
-        ModelError: a tensor is unknown, or differs from the base's.
+        ModelError: a tensor is unknown, or differs from the base model's.
     """
     known, is_changed = model.state_dict(), False
     tables = [f"{name}.weight" for name in (model.embedding_name, HEAD)]
@@ -586,8 +590,8 @@ def _take_base_tables(
             continue
         if own is None or plain not in tables or value.shape != own[:rows].shape:
             raise ModelError(
-                f"{path} has tensor {name}, which is neither an adapter nor the base model's: an "
-                "adapter that changes other weights is not supported; merge it with PEFT "
+                f"{path} has tensor {name}, which is neither part of an adapter nor of the base "
+                "model: adapters that change other weights are not supported; merge it with PEFT "
                 "(merge_and_unload), and use the merged model"
             )
         replaced = own.new_zeros(own.shape)
@@ -609,8 +613,8 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     Args:
         model: a model with adapters.
         config: the recipe's `lora` section.
-        base: the base model's folder (absolute, or relative to the adapter's) or hub id, with
-            @REVISION unless that is the newest.
+        base: the base model's folder (absolute, or relative to the adapter's folder) or its hub id,
+            with @REVISION unless it is the newest.
     """
     revision = ""
     if not Path(base).is_dir():
@@ -629,7 +633,8 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
-        # Full names: in PEFT's model, a suffix could also match layers that are not adapted.
+        # Full names are used because in PEFT, a suffix could also match layers that are not
+        # adapted.
         "target_modules": [name for name, _ in lora_layers(model)],
         "use_dora": config.dora,
         "use_rslora": config.use_rslora,
@@ -652,21 +657,22 @@ _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def peft_notes(model: Model) -> list[str]:
-    """Return a message about adapters of the model that PEFT can't load: one line, or none."""
+    """Return a one-line message about adapters of the model that PEFT can't load, if there are
+    any."""
     names = [name for name, _ in lora_layers(model)]
     tables = (n.rpartition(".")[0] for n in lora_parameters(model))
     head = model.head_file_name.removesuffix(".weight")
     if head != HEAD and HEAD in (*tables, *modules_in_full(model)):
         return [
             f"PEFT knows the head of {model.config.model_type} as {head} and does not find its "
-            "adapter: for PEFT, merge with `firstlight convert RUN --to hf`"
+            "adapter: to use PEFT, merge with `firstlight convert RUN --to hf`"
         ]
     lost = [name for name in names if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     if not lost or not model.config.expert_count:
         return []
     return [
         f"PEFT 0.21 does not load the adapters of {len(lost)} layers beside experts "
-        f"({', '.join(_TAKEN_FOR_EXPERTS)}): for PEFT, leave them out of lora.targets, or merge "
+        f"({', '.join(_TAKEN_FOR_EXPERTS)}): to use PEFT, leave them out of lora.targets, or merge "
         "with `firstlight convert RUN --to hf`"
     ]
 

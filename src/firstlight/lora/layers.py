@@ -1,8 +1,8 @@
-"""LoRA: the `lora` section of a recipe, the adapted layers, adding adapters to a model and merging
-them, and their parameters by the names in PEFT's files.
+"""LoRA: the `lora` section of a recipe, the adapted layers, functions to add and merge adapters,
+and the adapters' parameters by their names in PEFT files.
 
-Beside low-rank matrices, an adapter may hold whole modules (`modules_to_save`) and single rows of
-the embedding and the head (`trainable_token_indices`), as PEFT's adapters do."""
+Like PEFT's adapters, an adapter may contain whole modules (`modules_to_save`) and single rows of
+the embedding and the head (`trainable_token_indices`) in addition to low-rank matrices."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from firstlight.section import Section
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: Module classes that a target may name by mistake -> their names in the error message.
+#: Module classes that a user may target by mistake -> their names in the error message.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
-    Router: "the router of experts",
+    Router: "a router of experts",
 }
 
 
@@ -49,49 +49,51 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
-    """Return the value of the first pattern that matches the end of a layer's name, as in PEFT;
+    """Return the value of the first pattern that matches the end of a layer's name, as in PEFT, or
     `otherwise` if none matches."""
     found = (value for pattern, value in patterns.items() if compiled(pattern).match(layer))
     return next(found, otherwise)
 
 
 class LoraConfig(Section):
-    """The `lora` section of a recipe: the initial weights are frozen, and low-rank matrices
-    added to them are trained (LoRA, Hu et al. 2021, arXiv 2106.09685).
+    """The `lora` section of a recipe: freeze the initial weights, and train low-rank matrices added
+    to them (LoRA, Hu et al. 2021, arXiv 2106.09685).
     """
 
     rank: int = Field(8, ge=1)
-    """rank of the matrices that are added to a layer: rows of A, and columns of B."""
+    """rank of the matrices A and B added to a layer: the number of rows of A and columns of B."""
     alpha: float = Field(16.0, gt=0)
-    """scale of the product B A that is added to a layer: it is multiplied by alpha / rank."""
+    """scale of the product B A added to a layer, which is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """dropout probability for the input of the low-rank matrices, in training."""
+    """dropout probability for the input of the low-rank matrices during training."""
     targets: Literal["all-linear"] | Annotated[list[_Target], Field(min_length=1)] = "all-linear"
-    """adapted layers by the last parts of their names (`q_proj`, `mlp.c_proj`, `embed_tokens`,
+    """layers to adapt, by the last parts of their names (`q_proj`, `mlp.c_proj`, `embed_tokens`,
     `lm_head`), or "all-linear": every linear layer except the head, as in PEFT."""
     modules_to_save: list[_Target] = Field(default=[])
-    """modules that are trained in full and saved with the adapter, by the last parts of their names
+    """modules to train in full and save with the adapter, by the last parts of their names
     (`embed_tokens`, `lm_head`, `norm`)."""
     trainable_token_indices: TokenIds | dict[str, TokenIds] = Field(default=[])
-    """ids of tokens whose rows of the embedding are trained, which a tied head shares; or such
-    lists by the names of tables: `{embed_tokens: [5], lm_head: [5]}`."""
+    """ids of tokens whose embedding rows are trained (a tied head shares them), or separate lists
+    for embedding and head: `{embed_tokens: [5], lm_head: [5]}`."""
     ensure_weight_tying: bool = False
-    """true keeps a tied head tied to an embedding that `targets` or `modules_to_save` change; false
-    unties the two, as PEFT does by default."""
+    """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` change it;
+    false unties the two, as PEFT does by default."""
     use_rslora: bool = False
-    """true multiplies B A by alpha / sqrt(rank) in place of alpha / rank (rank-stabilised LoRA,
+    """true multiplies B A by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA,
     Kalajdzievski 2023, arXiv 2312.03732)."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
-    """other ranks of some layers, by regular expressions that match the last parts of names."""
+    """different ranks for some layers, keyed by regular expressions that match the last parts of
+    names."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """other alphas of some layers, by regular expressions that match the last parts of names."""
+    """different alphas for some layers, keyed by regular expressions that match the last parts of
+    names."""
     dora: bool = False
     """true trains the magnitude of each output separately from its direction (DoRA, Liu et al.
-    2024). Costs a pass over every adapted weight in each forward pass."""
+    2024). Each forward pass then reads every adapted weight once more."""
     quantize: Literal["none", "nf4"] = "none"
-    """"nf4" stores the frozen linear layers except the head in 4 bits, and multiplies with their
-    dequantised weights (QLoRA, Dettmers et al. 2023; needs bitsandbytes). Stacked experts stay
-    unquantised."""
+    """"nf4" stores the frozen linear layers except the head in 4 bits and multiplies with their
+    dequantised weights (QLoRA, Dettmers et al. 2023; requires bitsandbytes). Stacked experts are
+    not quantised."""
 
     def rank_of(self, layer: str) -> int:
         """Return the rank r of a layer's B A."""
@@ -112,8 +114,8 @@ class LoraLinear(nn.Module):
 
     LoRA is Hu et al. 2021 (arXiv 2106.09685), DoRA Liu et al. 2024 (arXiv 2402.09353). |.| are the
     norms of a weight's rows [out], which the gradient treats as constants (DoRA, section 4.3).
-    Parameters are at least fp32, and stay so when `LanguageModel.cast` makes the model bf16;
-    products with A and B run in the dtype of the input, or that of autocast.
+    Parameters have at least fp32 precision, even if `LanguageModel.cast` converts the model to
+    bf16. Products with A and B use the input's dtype, or autocast's.
 
     Args:
         base_layer: the layer with W [out, in] and b [out]; frozen here.
@@ -126,7 +128,7 @@ class LoraLinear(nn.Module):
         lora_A: A [r, in], zero until `reset` or a file fills it.
         lora_B: B [out, r], zero until training or a file fills it.
         lora_magnitude_vector: m [out]; None for LoRA.
-        keeps_precision: True, since the update of A or B in one step could be lost in bf16's
+        keeps_precision: True, because a single step's update of A or B could be lost to bf16
             rounding; see `LanguageModel.cast`.
     """
 
@@ -156,7 +158,7 @@ class LoraLinear(nn.Module):
         zero.
 
         Args:
-            generator: a generator on the CPU, so that all devices start from the same numbers.
+            generator: a CPU generator, so that the initial values are the same on all devices.
         """
         drawn = torch.empty(self.lora_A.shape)
         bound = 1 / math.sqrt(drawn.shape[1])
@@ -178,8 +180,7 @@ class LoraLinear(nn.Module):
         return scaled.to(y.dtype)
 
     def merged_weight(self) -> Tensor:
-        """Return the weight [out, in] of the plain layer that computes the same, in at least
-        fp32."""
+        """Return the weight [out, in] of an equivalent plain layer, in at least fp32."""
         with torch.no_grad():
             weight = self._changed()
             if self.lora_magnitude_vector is not None:
@@ -187,7 +188,8 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # In fp32 even under autocast: m started as a norm in fp32, and m / |W| must start at 1.
+        # In fp32 even under autocast: m is initialised as an fp32 norm, and m / |W| must start at
+        # 1.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
         # Rows of zeros, which pad a vocabulary, have m = 0 and |W| = 0: 0 / 0 would be NaN.
@@ -198,7 +200,7 @@ class LoraLinear(nn.Module):
 
 
 class _Table(nn.Module):
-    """Base of the wrappers of an embedding, or of a head by the rows of its weight [V, C].
+    """Base class of wrappers around an embedding or a head, whose weight is [V, C].
 
     Attributes:
         base_layer: the frozen embedding or head.
@@ -209,7 +211,7 @@ class _Table(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight [V, C], for its device and dtype."""
+        """The frozen weight [V, C], used to determine device and dtype."""
         return self.base_layer.weight
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -221,11 +223,11 @@ class _Table(nn.Module):
         raise NotImplementedError
 
     def merged_weight(self) -> Tensor:
-        """Return the weight [V, C] of the plain table that computes the same, in at least fp32."""
+        """Return the weight [V, C] of an equivalent plain embedding or head, in at least fp32."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the embedding's vectors, or the head's logits."""
+        """Return the embedding vectors or the logits."""
         return self.embed(x) if isinstance(self.base_layer, Embedding) else self.project(x)
 
 
@@ -272,17 +274,17 @@ class LoraEmbedding(_Table):
 
 
 class TrainableTokens(_Table):
-    """A frozen embedding or head, some rows of which are replaced by trainable ones.
+    """A frozen embedding or head in which some rows are replaced by trainable ones.
 
     Args:
         base_layer: the embedding or head; frozen here.
-        token_ids: the ids of these rows.
+        token_ids: the token ids of the trainable rows.
 
     Attributes:
-        trainable_tokens_delta: the rows [n, C], which start as the frozen ones. (PEFT's name: they
-            are values, not differences.)
+        trainable_tokens_delta: the trainable rows [n, C], initialised with the frozen ones.
+            (Despite PEFT's name, they are values, not differences.)
         token_ids: ids of the rows, int64 [n].
-        rows: row in `trainable_tokens_delta` of each token, -1 for frozen ones, int64 [V].
+        rows: each token's row in `trainable_tokens_delta`, or -1 if it is frozen, int64 [V].
         is_table: True, so that the optimizer uses the settings of embeddings.
     """
 
@@ -318,10 +320,11 @@ class TrainableTokens(_Table):
 
 
 class TiedHead(nn.Module):
-    """The head of a model whose embedding is wrapped, by the rows of that embedding.
+    """The tied head of a model whose embedding is wrapped; it uses the rows of that embedding.
 
     Args:
-        table: the embedding. It is not a submodule here, so that its parameters have one name.
+        table: the wrapped embedding, which is not registered as a submodule, so that its parameters
+            have only one name.
     """
 
     def __init__(self, table: _Table) -> None:
@@ -330,7 +333,7 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The embedding's frozen weight [V, C], for its device and dtype."""
+        """The embedding's frozen weight [V, C], used to determine device and dtype."""
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -354,21 +357,21 @@ def add_lora(
     *,
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
-    """Freeze a plain model and add trainable adapters to its layers. The model computes the same as
-    before until it is trained (with 4-bit weights, nearly the same).
+    """Freeze a plain model and add trainable adapters to its layers. Until it is trained, the model
+    computes the same as before (with 4-bit weights, almost the same).
 
     Args:
         model: the model; changed in place.
         config: the recipe's `lora` section.
-        generator: a generator on the CPU, from which each A (an embedding's B) is drawn; None
-            leaves them zero, for a file's values.
-        frozen_dtype: dtype of the frozen linear layers' weights, except the head's; None leaves
-            them unchanged. Under autocast to this dtype the results are the same, and these
-            weights take half the memory of fp32.
+        generator: a CPU generator to initialise each A (B for an embedding); None leaves them zero,
+            to be filled from a file.
+        frozen_dtype: dtype of the weights of frozen linear layers except the head; None leaves them
+            unchanged. Under autocast to this dtype the results are the same, but the weights take
+            half the memory of fp32.
 
     Raises:
-        ConfigError: a target is not a layer of the model that can be adapted, two keys change one
-            table, or the device lacks 4-bit kernels.
+        ConfigError: a target is not a layer that can be adapted, two keys change the same embedding
+            or head, or the device does not have 4-bit kernels.
         MissingDependencyError: 4-bit weights need bitsandbytes.
     """
     layers = linear_layers(model)
@@ -376,11 +379,11 @@ def add_lora(
     names = [n for n in _target_names(model, config, layers) if not _is_inside(n, saved)]
     is_tied = _keeps_tie(model, config, saved, tokens)
     if is_tied and model.embedding_name in (*names, *saved):
-        # The embedding's adapter is the head's too.
+        # The head shares the embedding's adapter.
         names = [name for name in names if name != HEAD]
         saved = [name for name in saved if name != HEAD]
     if is_tied and model.embedding_name in tokens:
-        # The embedding's rows are the head's too. Any other adapter of the head is refused below.
+        # The head shares the embedding's rows. Any other adapter of the head is rejected below.
         tokens.pop(HEAD, None)
     _require_used_once(model, names, saved, tokens, is_tied=is_tied)
     model.requires_grad_(False)
@@ -406,8 +409,7 @@ def add_lora(
 
 
 def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedding:
-    """Replace a linear layer or an embedding by one with low-rank matrices that computes the same
-    as before.
+    """Replace a linear layer or an embedding by an equivalent one with low-rank matrices.
 
     Args:
         model: the model; changed in place.
@@ -419,8 +421,9 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
     if isinstance(base, Embedding):
         if config.dora:
             raise ConfigError(
-                f"lora.dora is for linear layers, and {name} is an embedding: leave it out of "
-                "lora.targets (lora.modules_to_save trains it in full), or set lora.dora to false"
+                f"lora.dora supports only linear layers, but {name} is an embedding: leave it out "
+                "of lora.targets (lora.modules_to_save trains it in full), or set lora.dora to "
+                "false"
             )
         wrapped: LoraLinear | LoraEmbedding = LoraEmbedding(base, rank, scaling)
     else:
@@ -430,7 +433,7 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
     return wrapped
 
 
-# Whole modules and rows of tables
+# Whole modules and single rows
 
 
 def saved_modules(model: Model, config: LoraConfig) -> list[str]:
@@ -446,16 +449,17 @@ def saved_modules(model: Model, config: LoraConfig) -> list[str]:
             known = sorted(n for n in {n.rpartition(".")[2] for n in trained} if not n.isdigit())
             raise ConfigError(
                 f"lora.modules_to_save '{target}' matches no module of this model"
-                f"{nearest(target, known)}: there are {', '.join(known)}"
+                f"{nearest(target, known)}: choose from {', '.join(known)}"
             )
     return [n for n in names if any(_is_target(n, t) for t in config.modules_to_save)]
 
 
 def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
-    """Return the token ids of `trainable_token_indices` by the name of the embedding or head.
+    """Return the token ids of `trainable_token_indices`, keyed by the name of the embedding or
+    head.
 
     Raises:
-        ConfigError: a name is not that of the embedding or the head, or an id is impossible.
+        ConfigError: a name does not refer to the embedding or the head, or an id is invalid.
     """
     given = config.trainable_token_indices
     by_name = given if isinstance(given, dict) else {model.embedding_name: given}
@@ -464,13 +468,13 @@ def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
         name = next((n for n in (model.embedding_name, HEAD) if _is_target(n, target)), None)
         if name is None:
             raise ConfigError(
-                f"lora.trainable_token_indices '{target}' is not the embedding or the head: name "
+                f"lora.trainable_token_indices '{target}' is not the embedding or the head: use "
                 f"{model.embedding_name.rpartition('.')[2]} or {HEAD}"
             )
         if len({*ids}) < len(ids) or max(ids, default=0) >= model.config.vocab_size:
             raise ConfigError(
-                f"lora.trainable_token_indices of {target} must be different ids below the "
-                f"vocabulary's size, {model.config.vocab_size}"
+                f"lora.trainable_token_indices of {target} must be distinct ids below the "
+                f"vocabulary size, {model.config.vocab_size}"
             )
         if ids:
             tables[name] = ids
@@ -478,17 +482,17 @@ def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
 
 
 def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> LoraConfig:
-    """Return the config with the rows of the tokens from `first` up to `end` trained in the
-    embedding and in the head, unless the config trains these tables already.
+    """Return a config that trains the embedding and head rows of the tokens from `first` up to
+    `end`, unless the config already trains embedding and head.
 
     Raises:
-        ConfigError: another adapter changes a table whose rows are to be trained.
+        ConfigError: another adapter changes the embedding or head whose rows are to be trained.
     """
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     tables = [model.embedding_name]
     if not model.config.tie_word_embeddings or model.embedding_name in saved:
         tables += [] if _keeps_tie(model, config, saved, tokens) else [HEAD]
-    # A tied head has the embedding's rows.
+    # A tied head shares the embedding's rows.
     is_shared = model.config.tie_word_embeddings and model.embedding_name not in saved
     rows_of = [model.embedding_name, HEAD] if is_shared else tables
     targets = _target_names(model, config, linear_layers(model))
@@ -516,11 +520,11 @@ def _is_inside(name: str, modules: list[str]) -> bool:
 def _keeps_tie(
     model: Model, config: LoraConfig, saved: list[str], tokens: Mapping[str, list[int]]
 ) -> bool:
-    """Return True if the head stays tied to the embedding, by PEFT's rules: rows of tokens are
-    shared unless the two tables have different ones, other changes with `ensure_weight_tying`."""
+    """Return True if the head stays tied to the embedding by PEFT's rules: trained rows are shared
+    unless the two have different ones; other changes are shared with `ensure_weight_tying`."""
     if not model.config.tie_word_embeddings:
         return False
-    # PEFT looks for the embedding by this name. GPT-2's is `wte`.
+    # PEFT finds the embedding by this name, but GPT-2's embedding is `wte`.
     ensured = config.ensure_weight_tying and _is_target(model.embedding_name, "embed_tokens")
     embedding = tokens.get(model.embedding_name)
     if embedding is None:
@@ -536,7 +540,7 @@ def _require_used_once(
     *,
     is_tied: bool,
 ) -> None:
-    """Reject two adapters of one table."""
+    """Reject two adapters of the same embedding or head."""
     for name in (model.embedding_name, HEAD):
         others = [name, HEAD] if is_tied and model.embedding_name in tokens else [name]
         keys = [
@@ -557,7 +561,7 @@ def _require_used_once(
 
 
 def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
-    """Make the parameters of modules trainable, as copies, since they may be memory-mapped."""
+    """Make the parameters of modules trainable, as copies, because they may be memory-mapped."""
     for name in saved:
         module = model.get_submodule(name)
         if (
@@ -582,8 +586,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedd
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by name, without modules that are trained in full, or {} for
-    a model without adapters."""
+    """Return the adapters' parameters by name, except for modules trained in full, or {} for a
+    model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()
@@ -593,7 +597,7 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def modules_in_full(model: nn.Module) -> list[str]:
-    """Return the names of the modules that are trained in full beside the adapters."""
+    """Return the names of the modules that are trained in full in addition to the adapters."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
     return list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
@@ -643,8 +647,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """Return the linear layers by name, without the routers of experts: adapting a router could
-    change the output much, and PEFT's files have no routers among their layers."""
+    """Return the linear layers by name, except for routers of experts: adapting a router could
+    change the output considerably, and PEFT files do not contain adapters of routers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -683,7 +687,7 @@ def _no_such_target(model: Model, target: str, layers: dict[str, LinearLayer]) -
             _is_target(place, target) for place in (name, *(f"{name}.{n}" for n in stacked))
         ):
             problem = f"is {kind}, not a linear layer"
-    return f"lora.targets '{target}' {problem}: there are {', '.join(known)}"
+    return f"lora.targets '{target}' {problem}: choose from {', '.join(known)}"
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -709,15 +713,15 @@ SUFFIXES = {
 
 
 def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy the tensors of `adapter_tensors` into a model that has the same adapters.
+    """Copy the tensors of `adapter_tensors` into a model with the same adapters.
 
     Args:
         model: the model; changed in place.
-        tensors: A [r, in], B [out, r] and magnitudes [out], by their names in PEFT's file.
+        tensors: A [r, in], B [out, r] and magnitudes [out], keyed by their names in the PEFT file.
         where: name of the tensors' source for error messages.
 
     Raises:
-        ModelError: a tensor is missing, extra or of another shape (named).
+        ModelError: a tensor is missing, unexpected or of another shape.
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):
@@ -740,8 +744,9 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' parameters and those of modules that are trained in full, by their names
-    in PEFT's file, without the rows that pad the vocabulary. A tied head's have two names there."""
+    """Yield the parameters of the adapters and of modules trained in full, with their names in the
+    PEFT file, without the padding rows of the vocabulary. Parameters of a tied head have two names
+    in the file."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

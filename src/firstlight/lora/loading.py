@@ -1,7 +1,7 @@
 """Loading a model folder in the Hugging Face layout, with its tokenizer.
 
-The folder of an adapter (PEFT's, or a checkpoint of a run with `lora`) is read as its base model
-with the adapter merged in.
+An adapter folder (from PEFT, or a checkpoint of a run with `lora`) is loaded as its base model with
+the adapter merged.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LoadedModel:
     @functools.cached_property
     def chat_end_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer in a chat: `eos_token_ids`, and the token that ends a turn
-        of the chat template."""
+        in the chat template."""
         turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
@@ -112,7 +112,7 @@ def load_model(
         dtype: the parameters' dtype; None is the file's.
         mode: the loading mode, see `firstlight.weights.loading`.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        config: config with which the model is built; None for the folder's config.
+        config: config used to create the model; None for the folder's config.
         merge: False to keep the folder's adapter separate, as `LoadedModel.adapter`.
 
     Raises:
@@ -135,8 +135,8 @@ def load_model(
         else:
             kept = read_adapter(model, adapter, vocab_multiple)
         own = tokenizer_of(adapter)
-        # An adapter's tokenizer for chats may have another end-of-text token than the base's. The
-        # model may generate either, and both end a text.
+        # An adapter's chat tokenizer may have a different end-of-text token than the base. The
+        # model may generate either of them, and both end a text.
         eos_token_ids = eos_ids_of(adapter, None) or tuple(
             dict.fromkeys((*eos_token_ids, *(() if own is None else eos_ids_of(adapter, own))))
         )
@@ -151,7 +151,7 @@ def model_without_weights(
     folder: Path, config: ModelConfig, *, merge: bool = True
 ) -> tuple[Model, LoraConfig | None]:
     """Return the model that `load_model` loads from a folder, on the meta device, and the settings
-    of the folder's adapter; None for a folder without an adapter.
+    of the folder's adapter, or None if there is no adapter.
 
     Args:
         folder: a model folder, or an adapter's folder.
@@ -177,8 +177,8 @@ def model_without_weights(
 
 
 def base_identity(folder: Path) -> str:
-    """Return the SHA-256, in hexadecimal, of a model's weights and config; for an adapter, of the
-    adapter's and its base's.
+    """Return the SHA-256, in hexadecimal, of a model's weights and config, including the base's for
+    an adapter.
 
     The checkpoints of a run with `lora` do not contain the base. With this hash, a resumed run
     notices that its base has changed. All weights are read, which takes about a second per GB.

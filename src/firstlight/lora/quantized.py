@@ -1,6 +1,6 @@
 """Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, arXiv 2305.14314, section 3).
 
-A block of 64 numbers is stored as a scale, its largest absolute value, and for each number the
+A block of 64 numbers is stored as a scale (its largest absolute value) and, for each number, the
 nearest of 16 quantiles of a normal distribution. The scales of the blocks are quantised to 8 bits
 in turn. This takes 0.516 bytes per weight. bitsandbytes quantises and dequantises, on CPUs and CUDA
 GPUs.
@@ -38,7 +38,7 @@ def require_nf4(device: torch.device) -> None:
     """
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"lora.quantize nf4 runs on CPUs and CUDA GPUs, but the device is {device}: set "
+            f"lora.quantize nf4 requires a CPU or a CUDA GPU, but the device is {device}: set "
             "lora.quantize to none"
         )
     if importlib.util.find_spec("bitsandbytes") is None:

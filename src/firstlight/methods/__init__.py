@@ -71,7 +71,8 @@ class LossFunction(Protocol):
     ) -> Tensor: ...
 
 
-#: Maps a function (input_ids, labels None, document_ids) -> logits [B, T, V] to a loss function.
+#: A function that turns (input_ids, labels None, document_ids) -> logits [B, T, V] into a loss
+#: function.
 Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
@@ -83,8 +84,8 @@ def apply_methods(
     documents: bool = False,
     z_loss_coef: float = 0.0,
 ) -> None:
-    """Install attention, loss, activation checkpointing and fp8 layers in the model. Its outputs
-    stay the same, including those of evaluation and generation.
+    """Install attention, loss, activation checkpointing and fp8 layers in the model. Its outputs,
+    including those in evaluation and generation, stay the same.
 
     Args:
         model: a plain model; changed in place.

@@ -32,8 +32,8 @@ from firstlight.models.ops import (
     soft_capped,
 )
 
-#: Minimum head size and maximum number of tokens with which blockwise was faster than torch's
-#: kernel for CPUs; `takes_blockwise` has the measurements.
+#: Minimum head dimension and maximum number of tokens for which blockwise was faster than torch's
+#: CPU kernel; see `takes_blockwise` for the measurements.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
 #: Backends that train only on CUDA.
@@ -60,10 +60,10 @@ def resolve_attention(
     """Return the attention backend. "auto" becomes "sdpa", for which torch selects a kernel, except
     for:
 
-    - models that torch's fused kernels can't compute (`able_backends`): "flex" on CUDA if it can
-      compute them, there are no sinks, and `compiles`; otherwise "blockwise";
-    - rows that are masked by document, on CUDA: "flex", whose mask costs no memory, without dropout
-      and if `compiles`;
+    - models that torch's fused kernels do not support (`able_backends`): "flex" on CUDA if it
+      supports them, they have no sinks, and `compiles`; otherwise "blockwise";
+    - rows masked by document on CUDA, without dropout and if `compiles`: "flex", whose mask takes
+      no memory;
     - CPUs: "blockwise" if `takes_blockwise`.
 
     Args:
@@ -78,7 +78,7 @@ def resolve_attention(
     if config.attention != "auto":
         return config.attention
     able = able_backends(model)
-    # All layers of a family have the same dropout and sinks, so layer 0 stands for all.
+    # All layers of a family have the same dropout and sinks, so layer 0 represents all of them.
     spec = model.attention_spec(0)
     dropout = spec.dropout
     if able is not None:
@@ -92,12 +92,13 @@ def resolve_attention(
 
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
-    """Return True if "auto" is blockwise on a CPU: in bf16 with heads of 64 or more, up to 1,024
-    tokens; and with dropout, which torch's fused kernel for CPUs lacks, in bf16 or with such heads.
+    """Return True if "auto" is blockwise on a CPU: in bf16 with a head dimension of at least 64 and
+    up to 1,024 tokens; and with dropout, which torch's fused CPU kernel does not support, in bf16
+    or with such a head dimension.
 
-    Measured time as a multiple of torch's: in bf16 within these limits 0.7 to 0.9, compiled or not;
-    with 2,048 tokens 1.0 to 1.2, with heads of 32 up to 1.3. With dropout 0.5 to 0.9, in fp32 with
-    heads of 32 1.2.
+    Measured time relative to torch: 0.7 to 0.9 in bf16 within these limits, compiled or not; 1.0 to
+    1.2 with 2,048 tokens; up to 1.3 with head dimension 32. With dropout, 0.5 to 0.9, but 1.2 in
+    fp32 with head dimension 32.
     """
     half, large = dtype == torch.bfloat16, model.head_dim >= BLOCKWISE_HEAD_SIZE
     if model.attention_spec(0).dropout:
@@ -106,8 +107,8 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
-    """Return the backends that can compute a model's attention, which is the same in all layers of
-    a family, or None if all backends can."""
+    """Return the backends that support a model's attention, which is the same in all layers of a
+    family, or None if all backends do."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -117,8 +118,8 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
-    """Return the reason why a backend can't compute a model, as the end of a sentence, or "" if it
-    can.
+    """Return the reason why a backend does not support a model, as the end of a sentence, or "" if
+    it does.
 
     Args:
         model: config of the model.
@@ -140,7 +141,7 @@ def choose_attention(model: Model, backend: str) -> None:
     """Make the model's layers use an attention backend of `EfficiencyConfig.attention`.
 
     Raises:
-        ConfigError: the backend does not compute the model's attention.
+        ConfigError: the backend does not support the model's attention.
     """
     problem = why_unable(model.config, backend)
     if problem:
@@ -182,19 +183,20 @@ def _by_kernel(
         return attention(q_BHTD, k_BKSD, v_BKSD, options)
 
 
-#: Settings to restore, one for each active `varying_lengths`. The setting applies to the process,
-#: in which several threads may generate: the last one to end restores the first setting.
+#: Settings to restore, one for each active `varying_lengths`. The setting is process-wide, and
+#: several threads may generate at the same time: the last one to finish restores the original
+#: setting.
 _BEFORE: list[bool] = []
 _CHANGING = threading.Lock()
 
 
 @contextlib.contextmanager
 def varying_lengths() -> Iterator[None]:
-    """Context, or decorator of a function, for texts whose lengths change from call to call.
+    """Context manager or decorator for texts whose lengths change from call to call.
 
     Inside, torch chooses among all kernels except cuDNN's, which it prefers on Hopper and
     Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape, and decoding has
-    a new shape for each token. Training has rows of one length and plans once.
+    a new shape for each token. In training, all rows have the same length, so it plans once.
     """
     cuda: Any = torch.backends.cuda
     with _CHANGING:
@@ -252,9 +254,9 @@ def flex_mask(
 def flex_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute attention [B, H, T, D] over a block mask by torch's compiled FlexAttention (Dong et
-    al. 2024, arXiv 2412.05496). With another mask, or without one, use torch's fused kernels or,
-    with a cap or sinks, blockwise attention. Arguments as in `AttentionFunction`.
+    """Compute attention [B, H, T, D] over a block mask with torch's compiled FlexAttention (Dong et
+    al. 2024, arXiv 2412.05496). With another mask or none, use torch's fused kernels or, with a cap
+    or sinks, blockwise attention. Arguments as in `AttentionFunction`.
     """
     mask, dropout, scale, softcap, sinks_H = options
     if mask is None or isinstance(mask, Tensor):
@@ -274,7 +276,7 @@ def flex_attention(
     result, found = _compiled_flex()(
         q_BHTD, k_BKSD, v_BKSD, **arguments, return_aux=AuxRequest(lse=True)
     )
-    # A sink s adds exp(s) to the softmax's divisor exp(lse), and nothing to the values' sum:
+    # A sink s adds exp(s) to the softmax's denominator exp(lse), and nothing to the sum of values:
     # the result shrinks by exp(lse) / (exp(lse) + exp(s)).
     left_BHT1 = torch.sigmoid(found.lse - at_least_fp32(sinks_H)[:, None])[..., None]
     return (result * left_BHT1).to(result.dtype)

@@ -1,4 +1,4 @@
-"""torch.compile of the training step, and steps that are reproducible to the last bit."""
+"""Compilation of the training step with torch.compile, and bitwise reproducible steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
-#: Minimum CUDA compute capability that Triton supports, in which inductor writes kernels.
+#: Minimum CUDA compute capability supported by Triton, which inductor uses to write kernels.
 TRITON_CAPABILITY = (7, 0)
 
 
@@ -50,7 +50,7 @@ def can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # Without a GPU here, the question is about a planned one, whose host is not known.
+        # Without a GPU on this machine, the call is about a planned GPU, whose host is unknown.
         if not torch.cuda.is_available():
             return True
         has_c = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
@@ -60,7 +60,8 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _missing_on_cpu() -> str:
-    """Return what inductor lacks on a CPU, and how to install it, or "" if nothing is missing."""
+    """Return the software that inductor lacks on a CPU, with installation instructions, or "" if
+    nothing is missing."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
@@ -83,8 +84,8 @@ def _has_python_headers() -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """Return torch.compile for a device of this machine when no other programs run, or None if it
-    can't compile."""
+    """Return the `Compiler` for a device of this machine, assuming that no other programs run, or
+    None if it can't compile."""
     if not can_compile(hardware.device):
         return None
     return Compiler(hardware.device.type, hardware.name, usable_cpus())
@@ -93,19 +94,19 @@ def find_compiler(hardware: Hardware) -> Compiler | None:
 def compiled(
     model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Compile the forward pass by torch.compile, with the same inputs and outputs. The names of the
-    model's parameters do not change.
+    """Compile the forward pass with torch.compile. Inputs, outputs and parameter names do not
+    change.
 
-    With `compile_regional` the layers share one compiled function (they are alike), head and loss
-    are another, and the embedding and the final norm are not compiled.
+    With `compile_regional`, the layers, which are alike, share one compiled function; head and loss
+    are a second one; embedding and final norm are not compiled.
 
     Args:
         model: the model; its layers are changed in place with `compile_regional`.
         config: the recipe's section.
         forward: function that computes the pass: the model, or an engine around it.
     """
-    # All micro-batches of a run have one shape: code for one shape is faster than code for any
-    # shape.
+    # All micro-batches of a run have the same shape, and code for one shape is faster than code for
+    # any shape.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -123,7 +124,7 @@ def compiled(
 
 
 def needs_compiling(config: EfficiencyConfig) -> bool:
-    """Return True if keys are set that need torch.compile."""
+    """Return True if keys that require torch.compile are set."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -134,11 +135,11 @@ def needs_compiling(config: EfficiencyConfig) -> bool:
 def compile_time_recorder(
     config: EfficiencyConfig, hardware: Hardware, model: ModelConfig
 ) -> Callable[[float], None]:
-    """Create, before the first step, a function that stores the seconds of compiling for later
-    runs.
+    """Create a function that stores the compile time in seconds for later runs. Call this before
+    the first step.
 
-    It stores nothing for a run without torch.compile, or with a backend or mode other than the
-    default, or if inductor's cache had a part of the code.
+    Nothing is stored for a run without torch.compile, with a backend or mode other than the
+    default, or if part of the code was in inductor's cache.
     """
     compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
     if not config.compile or compiler is None or how != ("inductor", "default"):
@@ -170,7 +171,7 @@ def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
     """Return the reason why a model can't be trained with the CUDA graphs of a recipe, or "" if it
-    can, or if there are none."""
+    can or if the recipe uses none."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""
     setting = f"efficiency.compile_mode {config.compile_mode}"
@@ -196,14 +197,14 @@ def _compiled_in_training(
     compiled_function: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    # Every call of generation has another length, and would be compiled again.
+    # In generation, every call has a different length and would be compiled again.
     in_training = owner.training and torch.is_grad_enabled()
     return (compiled_function if in_training else plain)(*arguments)
 
 
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
-    """Context in which code is compiled. With activation_checkpointing "budget", torch's min-cut
+    """Context manager for compilation. With activation_checkpointing "budget", torch's min-cut
     partitioner chooses the activations to recompute, to stay within `activation_memory_budget`."""
     if config.activation_checkpointing != "budget":
         yield
@@ -216,8 +217,8 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
-    """Context with higher limits on compilations. torch counts the compilations of the code of
-    `forward` over all models of a process, and by default does not compile the ninth."""
+    """Context manager with higher limits on compilations. torch counts compilations of `forward`
+    over all models of a process, and by default does not compile the ninth."""
     if config.compile is not True:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
@@ -229,7 +230,7 @@ def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextMan
 # Reproducible steps
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Sizes of cuBLAS' workspace with which its sums have a fixed order (cuBLAS documentation, "Results
+#: Sizes of the cuBLAS workspace for which sums have a fixed order (cuBLAS documentation, "Results
 #: Reproducibility"). The first is the size of the default workspace on Hopper.
 _CUBLAS_SIZES = (":4096:8", ":16:8")
 
@@ -247,7 +248,7 @@ def require_same_bits(hardware: Hardware) -> None:
     size = os.environ.setdefault(_CUBLAS, _CUBLAS_SIZES[0])
     if size not in _CUBLAS_SIZES:
         raise ConfigError(
-            f"run.deterministic needs {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, but it is "
+            f"run.deterministic requires {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, but it is "
             f"'{size}': unset it"
         )
     # torch rejects this product in deterministic mode if cuBLAS was set up with another workspace.
@@ -268,8 +269,8 @@ def require_same_bits(hardware: Hardware) -> None:
 def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
-    """Context whose computations give the same bits every time: on a CPU always; on a CUDA GPU with
-    `deterministic`, which requires an earlier call of `require_same_bits`.
+    """Context manager for bitwise reproducible computations: always on a CPU; on a CUDA GPU only
+    with `deterministic`, which requires an earlier call of `require_same_bits`.
 
     Without this context, the order of sums is not fixed: on a CPU, in compiled code (the gradient
     of the embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
@@ -285,8 +286,8 @@ def same_bits(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context with torch's deterministic algorithms, but without filling new memory, which that
-    mode adds. The settings are global, so they are restored at the end."""
+    """Context manager for torch's deterministic algorithms, but without filling new memory, which
+    that mode would add. The settings are global, so they are restored at the end."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()

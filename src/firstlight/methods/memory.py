@@ -1,5 +1,5 @@
-"""Methods that save memory of a training step: activations that are recomputed or offloaded, the
-head and the cross-entropy in chunks of tokens; and the C library's heap, kept between steps.
+"""Methods that reduce the memory of a training step: recomputed or offloaded activations, and head
+and cross-entropy in chunks of tokens. Also settings to keep the C library's heap between steps.
 
 Shape letters as in `models/ops.py`; N is B x T, n the number of tokens of a chunk.
 """
@@ -110,8 +110,9 @@ def _recomputed(
 def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
     """Decide whether selective checkpointing keeps an operator's result.
 
-    Attention that drops weights is recomputed. If its result were kept, it would draw no random
-    numbers in the recomputation, and the dropouts after it would draw other numbers than before.
+    Attention with dropout is recomputed. If its result were kept, the recomputation would draw no
+    random numbers for it, and later dropout layers would draw different numbers than in the forward
+    pass.
     """
     place = _DROPOUT_AT.get(operator, len(arguments))
     drops = bool(named.get("dropout_p")) or (place < len(arguments) and bool(arguments[place]))
@@ -120,9 +121,9 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Context in which activations of a forward pass are kept in the CPU's memory, page-locked if
-    there is a GPU, until the backward pass needs them. Parameters and buffers are not moved. A GPU
-    copies them in parallel with the computation, see `_Copies`.
+    """Context manager that keeps the activations of a forward pass in CPU memory (page-locked if
+    there is a GPU) until the backward pass needs them. Parameters and buffers are not moved. A GPU
+    copies activations in parallel with the computation, see `_Copies`.
     """
     # Compared by storage, because autograd also saves views of parameters, such as a transposed
     # weight.
@@ -147,8 +148,8 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 
 
 #: Number of activations whose copies run in parallel with the computation, in each direction. With
-#: one, a checkpointed layer's copy overlaps the next layer's computation; with two, full
-#: fine-tuning of Llama 3.2 3B is planned to take 1.3 GiB more.
+#: one, a checkpointed layer's copy overlaps the next layer's computation; two would add a planned
+#: 1.3 GiB to full fine-tuning of Llama 3.2 3B.
 COPIES_BESIDE = 1
 
 #: A tensor on the GPU, and the event at the end of its copy.
@@ -162,10 +163,10 @@ class _Activation:
     Attributes:
         kept: the values.
         device: the GPU.
-        before: function that returns the activation saved before this one, which the backward pass
-            needs after this one; None if it is freed.
-        back: the copy on the GPU, from its start until the backward pass takes it.
-        is_back: True if the backward pass has taken the copy.
+        before: function that returns the previously saved activation, which the backward pass needs
+            next; None if it has been freed.
+        back: the copy on the GPU, from the start of the copy until the backward pass uses it.
+        is_back: True if the backward pass has used the copy.
     """
 
     kept: Tensor
@@ -178,10 +179,10 @@ class _Activation:
 class _Copies:
     """Copies of activations from a GPU to page-locked memory and back, on a separate stream.
 
-    All tensors on the GPU are allocated by the stream of the computation, which waits for the end
-    of a tensor's copy before the tensor is dropped: memory is reused only after the copy. (With
-    `Tensor.record_stream`, memory would not become free before the host sees the end of a copy, and
-    a host that runs ahead would take more memory for each layer.)
+    All GPU tensors are allocated on the computation's stream, which waits for the end of a tensor's
+    copy before the tensor is freed, so memory is reused only after the copy. (With
+    `Tensor.record_stream`, memory would not be free before the host notices the end of a copy, and
+    a host that runs ahead would allocate more memory for each layer.)
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -194,8 +195,8 @@ class _Copies:
 
     def take(self, tensor: Tensor) -> _Activation:
         """Start the copy of an activation to page-locked memory."""
-        # If values have gaps, as in a view of one product for q, k and v, torch would copy them
-        # through pageable memory, for which the host waits. The GPU makes them dense first.
+        # torch would copy a non-contiguous tensor, such as a view of one product for q, k and v,
+        # through pageable memory, for which the host waits. The GPU makes it contiguous first.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         tensor = tensor.detach() if dense else tensor.detach().contiguous()
         kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -207,7 +208,8 @@ class _Copies:
         return activation
 
     def bring_back(self, activation: _Activation) -> Tensor:
-        """Return the activation on the GPU, and start the copies of those that are needed next."""
+        """Return the activation on the GPU, and start copying the activations that are needed
+        next."""
         self._drop(self._leaving, 0)
         activation.is_back = False
         following: _Activation | None = activation
@@ -244,8 +246,8 @@ class _Copies:
             copies.popleft()
 
 
-#: The copies of each GPU. They outlive a backward pass, since they may hold a tensor whose copy has
-#: started but which no operation has used yet.
+#: The copies of each GPU. They outlive a backward pass, because they may hold a tensor whose copy
+#: has started but that no operation has used yet.
 _copies = functools.cache(_Copies)
 
 
@@ -262,19 +264,19 @@ _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
 def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
-    """On a CPU with glibc, make the process keep the memory that it frees, instead of returning it
-    and getting it again, page by page, in every step.
+    """On a CPU with glibc, make the process keep freed memory, instead of returning it and
+    allocating it again, page by page, in every step.
 
-    A step allocates and frees the same large tensors as the previous step. By default glibc maps
-    each from the system and unmaps it again, which took a third of a step's time. The setting lasts
-    for the rest of the process. Returns True if it could be made.
+    A step allocates and frees the same large tensors as the previous step. By default, glibc maps
+    and unmaps each of them, which took a third of a step's time. The setting lasts for the rest of
+    the process. Returns True if it was applied.
 
     Args:
         hardware: hardware of the process.
-        sharded: True returns larger tensors, for a model that is sharded over processes. The
-            gathered layers and gradients have many sizes and lie between the activations. If they
-            were kept, they would leave holes that no other tensor fits into: 1 GiB of holes was
-            measured next to 0.8 GiB in use, so that fsdp took more memory than ddp.
+        sharded: True returns large tensors to the system, for a model sharded over processes. Its
+            gathered layers and gradients have many sizes and lie between the activations. If their
+            memory were kept, it would leave gaps that no other tensor fits into: 1 GiB of gaps was
+            measured in addition to 0.8 GiB in use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False
@@ -282,8 +284,8 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     if mallopt is None:  # another C library
         return False
     limit = _LIMIT_SHARDED if sharded else _LIMIT
-    # An old glibc accepts at most 32 MiB. Set first, because the other settings alone would make
-    # steps slower.
+    # An old glibc accepts at most 32 MiB. This is set first, because the other settings alone would
+    # make steps slower.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     taken = [bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)), bool(mallopt(_TOP_PAD, 64 << 20))]
@@ -293,7 +295,7 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 def give_back_unused(hardware: Hardware) -> None:
     """On a CPU with glibc, return the free pages of the heap to the system.
 
-    Call this when a run has been set up and compiled: the memory that this took is scattered over
+    Call this after a run has been set up and compiled: the memory used for that is scattered over
     the heap, and would stay resident in addition to the memory of the steps.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
@@ -307,8 +309,8 @@ def give_back_unused(hardware: Hardware) -> None:
 
 
 def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> None:
-    """Make the model compute its loss for `chunk_tokens` tokens at a time, so that all logits are
-    never in memory at once.
+    """Make the model compute its loss for `chunk_tokens` tokens at a time, so that the logits of
+    all tokens are never in memory together.
 
     The gradients of a chunk are computed right after its logits, in the forward pass, so that no
     chunk is kept and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans et al. 2024,
@@ -324,7 +326,7 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     """
     if type(model.lm_head) is not nn.Linear:
         raise ConfigError(
-            "efficiency.loss_chunk_tokens needs a plain head, and the lora section changes it: "
+            "efficiency.loss_chunk_tokens needs a plain head, but the lora section changes it: "
             "remove lm_head from lora.targets and lora.trainable_token_indices, or set "
             "efficiency.loss_chunk_tokens to 0"
         )
@@ -332,7 +334,7 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
 
 
 def chunked_head_loss(chunk_tokens: int, z_loss_coef: float = 0.0) -> HeadLoss:
-    """Return a `HeadLoss` that has the logits of at most `chunk_tokens` tokens in memory;
+    """Return a `HeadLoss` that keeps the logits of at most `chunk_tokens` tokens in memory;
     `z_loss_coef` as in `head_loss`."""
     return functools.partial(_chunked_head_loss, chunk_tokens, z_loss_coef)
 
@@ -406,7 +408,7 @@ def _linear_cross_entropy(
             # The derivative of c tanh(z / c) for z.
             slope_nV = 1 - logits_nV.square()
             logits_nV.mul_(softcap)
-        # Rows that pad the vocabulary get probability 0, and therefore no gradient.
+        # Padding rows of the vocabulary get probability 0, and therefore no gradient.
         logits_nV[:, vocab_size:] = float("-inf")
         grad_nV = torch.log_softmax(logits_nV, -1, dtype=loss.dtype)
         valid_n = labels_n != IGNORE_INDEX

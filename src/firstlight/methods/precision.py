@@ -26,16 +26,16 @@ from firstlight.models.ops import product_dtype
 #: Minimum CUDA compute capability with fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
 
-#: Bounds of docs/methods.md by precision: largest difference of a loss from that of a more precise
-#: run, in nats, and largest `weights_distance`. Sums in another order have fp32's bounds.
+#: Bounds of docs/methods.md by precision: maximum difference of a loss from a more precise run, in
+#: nats, and maximum `weights_distance`. Sums in a different order have the bounds of fp32.
 BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 
 
 def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
-    """Return the L2 distance of trained weights from exact ones, as a fraction of the distance by
-    which training moved the exact ones. Each argument has the same tensors [...] of a model, on the
+    """Return the L2 distance of trained weights from exact ones, relative to the distance by which
+    training moved the exact ones. All arguments have the same tensors [...] of a model, on the
     CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
@@ -49,10 +49,9 @@ FP16_CAPABILITY = (7, 0)
 
 
 def has_only_fp16_units(hardware: Hardware) -> bool:
-    """Return True for a CUDA GPU that has matrix units for fp16 but not for bf16, such as V100 or
-    T4.
+    """Return True for a CUDA GPU whose tensor cores support fp16 but not bf16, such as V100 or T4.
 
-    The GTX 16 series has capability 7.5 and no matrix units.
+    The GTX 16 series has capability 7.5 but no tensor cores.
     """
     capability = hardware.capability
     has_units = capability is not None and capability >= FP16_CAPABILITY
@@ -60,7 +59,7 @@ def has_only_fp16_units(hardware: Hardware) -> bool:
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
-    """Return the dtype of matrix products; "auto" is bf16 if this hardware multiplies it faster
+    """Return the dtype of matrix products. "auto" is bf16 if this hardware multiplies it faster
     than fp32, otherwise fp32."""
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
@@ -79,11 +78,12 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Context in which matrix products run in `dtype`; does nothing for fp32."""
+    """Context manager in which matrix products run in `dtype`. Does nothing for fp32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    # Without torch's cache of rounded weights: a forward pass multiplies with each weight once, and
-    # with activation checkpointing only the cache would hold all of them, 2 bytes per parameter.
+    # torch's cache of rounded weights is off: a forward pass uses each weight once, and with
+    # activation checkpointing the cache would be the only reason to keep all of them, 2 bytes per
+    # parameter.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
@@ -101,8 +101,8 @@ def keep_bf16_residual(model: Model) -> None:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    # Autocast would give CUDA's kernel an fp32 copy of x, and keep that for the backward pass. The
-    # kernel computes in fp32 in any case, but requires a weight of x's dtype.
+    # Autocast would pass an fp32 copy of x to CUDA's kernel, and keep it for the backward pass. The
+    # kernel computes in fp32 anyway, but requires a weight of x's dtype.
     dtype = product_dtype(x)
     weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
     with torch.autocast(x.device.type, enabled=False):
@@ -120,14 +120,14 @@ def packet_note(
     *,
     above: int = 1,
 ) -> str | None:
-    """Return a note about the widths of a model that a GPU's matrix units do not read at full speed
+    """Return a note about the widths of a model that a GPU's tensor cores can't read at full speed
     (see `matrix_packet_bytes`), with their cost, or None if there are none.
 
     Args:
         config: config of the model.
         efficiency: the recipe's section.
-        capability: CUDA's compute capability of the GPU; None for another device.
-        above: only widths that are multiples of this number are named.
+        capability: CUDA compute capability of the GPU; None for another device.
+        above: only widths that are multiples of this number are reported.
     """
     products = efficiency.products
     if capability is None or capability < FP16_CAPABILITY or products == "fp32":
@@ -148,14 +148,15 @@ def packet_note(
         for size, next_size in padded.items()
     )
     return (
-        f"not multiples of {multiple}, which this GPU's matrix units read at full speed: {named}. "
-        f"Their products cost at least what the next multiples cost: {more - 1:.1%} more arithmetic"
+        f"not multiples of {multiple}, which this GPU's tensor cores read at full speed: {named}. "
+        f"Their products cost at least as much as with the next multiples: {more - 1:.1%} more "
+        "arithmetic"
     )
 
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """Context in which fp32 matrix products have `config.matmul_precision`; with the precision
+    """Context manager in which fp32 matrix products use `config.matmul_precision`. With precision
     "tf32" they use TF32 if the hardware supports it (inputs with 10 bits of mantissa). torch's
     global setting is restored at the end."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision
@@ -170,8 +171,8 @@ def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-#: Minimum number of weights of a layer that is multiplied in fp8. The casts and scales of smaller
-#: layers take longer than fp8 saves.
+#: Minimum number of weights in a layer that uses fp8. The casts and scales of smaller layers take
+#: longer than fp8 saves.
 FP8_LAYER_WEIGHTS = 4_000_000
 
 NO_FP8_LAYERS = (
@@ -226,9 +227,9 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers that precision "fp8" multiplies in fp8, by name: large ones, whose sizes
-    are the multiples of 16 that fp8 matrix units need. The head is excluded, because its errors
-    would directly affect the loss, and so are routers."""
+    """Return the layers that precision "fp8" multiplies in fp8, by name: large ones whose sizes are
+    multiples of 16, as fp8 tensor cores require. The head is excluded, because its errors would
+    directly affect the loss, and so are routers."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
         name: module

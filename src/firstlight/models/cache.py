@@ -236,6 +236,8 @@ class RaggedCache:
         self.values = values
         self.states = states
         self.lengths, self.reach = lengths, reach
+        #: Rows [B, 1] and positions [B, T] of the new tokens; the same in all layers.
+        self._places: tuple[Tensor, Tensor] | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -258,8 +260,10 @@ class RaggedCache:
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """See `Cache.update`."""
         count = len(self.lengths)
-        rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
-        cache_positions_BT = self.positions(k_BKTD.shape[2])
+        if self._places is None:
+            rows_B1 = torch.arange(count, device=k_BKTD.device)[:, None]
+            self._places = rows_B1, self.positions(k_BKTD.shape[2])
+        rows_B1, cache_positions_BT = self._places
         keys, values = self.keys[layer], self.values[layer]
         # With index tensors on both sides of the head dimension, B and T come first, so K and V are
         # transposed. Unlike slice assignment, index assignment does not cast, so `to` is needed.
@@ -279,4 +283,4 @@ class RaggedCache:
     def advance(self, new: int) -> None:
         """See `Cache.advance`."""
         # Not in place: the tensor belongs to the caller.
-        self.lengths = self.lengths + new
+        self.lengths, self._places = self.lengths + new, None

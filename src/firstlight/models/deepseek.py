@@ -140,43 +140,43 @@ class DeepseekConfig(DecoderConfig):
     }
 
     model_type: Literal["deepseek_v2", "deepseek_v3"] = "deepseek_v3"
-    """"deepseek_v2" or "deepseek_v3" (also for Moonlight)."""
+    """"deepseek_v2" or "deepseek_v3" (also used by Moonlight)."""
     kv_lora_rank: int = Field(64, gt=0)
     """rank of the latent vector from which keys and values are computed."""
     q_lora_rank: int | None = Field(None, gt=0)
     """rank of the latent vector from which queries are computed; null computes queries directly
     with one full matrix."""
     qk_nope_head_dim: int = Field(32, gt=0)
-    """dimensions of each query and key head without rotary positions (RoPE)."""
+    """number of dimensions of each query and key head without rotary positions (RoPE)."""
     qk_rope_head_dim: int = Field(16, gt=0)
-    """dimensions of each query and key head with rotary positions, an even number; all heads share
-    one rotated key."""
+    """number of dimensions of each query and key head with rotary positions, an even number; all
+    heads share one rotated key."""
     v_head_dim: int = Field(32, gt=0)
-    """dimensions of each value head."""
+    """number of dimensions of each value head."""
     rope_interleave: bool = True
     """true rotates the pairs of dimensions (2i, 2i + 1), false (i, i + R/2), where R is
     qk_rope_head_dim (deepseek_v3)."""
     first_k_dense_replace: int = Field(1, ge=0)
-    """number of layers at the beginning that have a dense MLP in place of experts."""
+    """number of initial layers that have a dense MLP instead of experts."""
     num_experts: int = Field(8, gt=0, le=10_000)
-    """routed experts of a layer, not counting the shared experts."""
+    """number of routed experts per layer, not counting the shared experts."""
     num_experts_per_tok: int = Field(2, gt=0)
-    """routed experts of each token, in addition to the shared experts."""
+    """number of routed experts per token, in addition to the shared experts."""
     n_shared_experts: int = Field(1, gt=0)
-    """shared experts, which are applied to every token; they are stored as one MLP."""
+    """number of shared experts, which are applied to every token and stored as one MLP."""
     moe_intermediate_size: int = Field(64, gt=0)
     """inner width of an expert."""
     n_group: int = Field(1, gt=0)
-    """groups of experts for group-limited routing; 1 is off."""
+    """number of expert groups for group-limited routing; 1 is off."""
     topk_group: int = Field(1, gt=0)
-    """groups selected for each token; its experts are chosen from these groups."""
+    """number of groups selected for each token, from which its experts are chosen."""
     routed_scaling_factor: float = Field(1.0, gt=0)
-    """factor of the routing weights of each token's experts."""
+    """factor applied to the routing weights of each token's experts."""
     norm_topk_prob: bool = True
     """normalise each token's routing weights to sum to 1, before routed_scaling_factor
     (deepseek_v3)."""
     router_aux_loss_coef: float = Field(0.001, ge=0)
-    """weight of the load-balancing loss in training."""
+    """weight of the load-balancing loss during training."""
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class DeepseekConfig(DecoderConfig):
     def _check_latents(self) -> Self:
         if self.num_key_value_heads != self.num_attention_heads:
             raise ValueError(
-                f"num_key_value_heads {self.num_key_value_heads} must be num_attention_heads "
+                f"num_key_value_heads {self.num_key_value_heads} must equal num_attention_heads "
                 f"{self.num_attention_heads}: all heads read one compressed vector"
             )
         if self.qk_rope_head_dim % 2:
@@ -221,7 +221,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("a group needs two experts or more: deepseek_v3 compares its best two")
         if self.first_k_dense_replace >= self.num_hidden_layers:
             raise ValueError(
-                f"first_k_dense_replace {self.first_k_dense_replace} leaves no layer with experts"
+                f"first_k_dense_replace {self.first_k_dense_replace} leaves no layer with "
+                "experts: lower it"
             )
         return self
 

@@ -94,7 +94,7 @@ class GPT2Config(FamilyConfig):
     model_type: Literal["gpt2"] = "gpt2"
     """"gpt2"."""
     vocab_size: int = Field(0, ge=0)
-    """size of the vocabulary in tokens; 0 is the tokenizer's."""
+    """vocabulary size in tokens; 0 uses the tokenizer's."""
     hidden_size: int = Field(768, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
@@ -102,19 +102,18 @@ class GPT2Config(FamilyConfig):
     num_hidden_layers: int = Field(12, gt=0, le=10_000)
     """number of layers."""
     num_attention_heads: int = Field(12, gt=0)
-    """attention heads, each of size hidden_size / num_attention_heads."""
+    """number of attention heads, each with hidden_size / num_attention_heads dimensions."""
     max_position_embeddings: int = Field(1024, gt=0)
-    """maximum length of a sequence, in tokens."""
+    """maximum sequence length in tokens."""
     activation_function: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
     """"gelu_new" (tanh approximation, as in GPT-2), "gelu" (exact, as in nanoGPT) or "relu"."""
     qkv_bias: bool = True
-    """biases on queries, keys and values: true in OpenAI's models, false in those of
-    LLMs-from-scratch."""
+    """biases on queries, keys and values: true in OpenAI's models, false in LLMs-from-scratch."""
     scale_attn_weights: bool = True
-    """divide attention scores by the square root of the head size."""
+    """divide attention scores by the square root of the head dimension."""
     scale_attn_by_inverse_layer_idx: bool = False
-    """also divide attention scores by the layer's number, counted from 1 (as Stanford's Mistral
-    does)."""
+    """also divide attention scores by the layer number, counted from 1 (as in Stanford's
+    Mistral)."""
     layer_norm_epsilon: float = Field(1e-5, gt=0)
     """term added to the variance in LayerNorm."""
     embd_pdrop: float = Field(0.0, ge=0, lt=1)

@@ -78,16 +78,16 @@ class GptOssConfig(DecoderConfig):
     attention_bias: bool = True
     """biases on all projections of attention."""
     num_experts: int = Field(8, gt=0, le=10_000)
-    """experts of a layer."""
+    """number of experts per layer."""
     num_experts_per_tok: int = Field(2, gt=0)
-    """experts of each token."""
+    """number of experts per token."""
     swiglu_alpha: float = Field(1.702, gt=0)
     """factor a in the activation g sigmoid(a g) of an expert's gate projection g."""
     swiglu_limit: float = Field(7.0, gt=0)
-    """upper bound of an expert's gate projection, and bound of the absolute value of its up
+    """upper bound of an expert's gate projection, and of the absolute value of its up
     projection."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
-    """weight of the load-balancing loss in training (Fedus et al. 2021, arXiv 2101.03961)."""
+    """weight of the load-balancing loss during training (Fedus et al. 2021, arXiv 2101.03961)."""
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """See `FamilyConfig.attention_spec`."""

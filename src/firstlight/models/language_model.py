@@ -33,15 +33,15 @@ class InitConfig(Section):
     the standard deviation `model.initializer_range`; this section has the exceptions."""
 
     residual_projections: Literal["scaled", "zero"] = "scaled"
-    """weights of the projections that write into the residual stream (o_proj, down_proj, c_proj):
-    "scaled" draws them with a standard deviation smaller by 1/sqrt(2 layers), "zero" sets them to
-    zero, so that each layer begins as the identity."""
+    """initial weights of the projections that write into the residual stream (o_proj, down_proj,
+    c_proj): "scaled" multiplies their standard deviation by 1/sqrt(2 layers); "zero" sets them to
+    zero, so that each layer starts as the identity."""
     embedding_std: float | None = Field(None, gt=0, le=10)
     """standard deviation of the token embedding, and of a head tied to it; null is
     model.initializer_range."""
     head_std: float | None = Field(None, gt=0, le=10)
     """standard deviation of a head that is not tied; null is model.initializer_range. With a small
-    value, a new model predicts nearly equal probabilities."""
+    value, a new model predicts almost equal probabilities."""
 
 
 class LanguageModel(nn.Module):

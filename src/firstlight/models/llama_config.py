@@ -32,25 +32,25 @@ class DecoderConfig(FamilyConfig):
 
     model_type: str
     vocab_size: int = Field(0, ge=0)
-    """size of the vocabulary in tokens; 0 is the tokenizer's."""
+    """vocabulary size in tokens; 0 uses the tokenizer's."""
     hidden_size: int = Field(256, gt=0)
     """width of the residual stream."""
     intermediate_size: int = Field(0, ge=0)
     """inner width of the MLP; 0 is 8/3 * hidden_size, rounded up to a multiple of 32 (4 *
-    hidden_size in gpt_neox and nanochat). In models with experts, the width in layers without
+    hidden_size in gpt_neox and nanochat). In models with experts, it applies to layers without
     experts."""
     num_hidden_layers: int = Field(4, gt=0, le=MOST_LAYERS)
     """number of layers."""
     num_attention_heads: int = Field(4, gt=0)
-    """query heads."""
+    """number of query heads."""
     num_key_value_heads: int = Field(0, ge=0)
-    """key and value heads; 0 is num_attention_heads."""
+    """number of key and value heads; 0 is num_attention_heads."""
     head_dim: int = Field(0, ge=0)
-    """size of a head, an even number; 0 is hidden_size / num_attention_heads. If it is set,
-    hidden_size need not be a multiple of num_attention_heads (except in llama, arcee, gemma2,
-    gemma3_text, stablelm)."""
+    """number of dimensions per head, an even number; 0 is hidden_size / num_attention_heads. If it
+    is set, hidden_size does not need to be a multiple of num_attention_heads (except in llama,
+    arcee, gemma2, gemma3_text, stablelm)."""
     max_position_embeddings: int = Field(1024, gt=0)
-    """maximum length of a sequence, in tokens."""
+    """maximum sequence length in tokens."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """term added to the mean square in RMSNorm, and to the variance in LayerNorm (stablelm,
     gpt_neox)."""
@@ -62,33 +62,34 @@ class DecoderConfig(FamilyConfig):
     {rope_type: dynamic, factor}, {rope_type: yarn, factor, original_max_position_embeddings} or
     {rope_type: longrope, short_factor, long_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
-    """biases on the projections of attention; in glm4 and stablelm not on the output projection."""
+    """biases on the attention projections; in glm4 and stablelm not on the output projection."""
     mlp_bias: bool = False
     """biases on the projections of the MLP (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
-    """number of tokens, itself included, that a token sees; null is all earlier tokens (not in
-    llama, granite, olmo2, arcee, glm4, stablelm, gpt_neox)."""
+    """size of the sliding window: number of tokens that a token attends to, including itself; null
+    is all earlier tokens (not supported in llama, granite, olmo2, arcee, glm4, stablelm,
+    gpt_neox)."""
     max_window_layers: int = Field(0, ge=0)
-    """number of layers at the beginning without the window (qwen2, qwen3)."""
+    """number of initial layers without the sliding window (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
     """use the token embedding as the weight of the head."""
     initializer_range: float = Field(0.02, gt=0, le=1)
     """standard deviation of the initial weights."""
     embedding_multiplier: float = Field(1.0, gt=0)
-    """factor of the embeddings (granite)."""
+    """factor applied to the embeddings (granite)."""
     attention_multiplier: float | None = Field(None, gt=0)
-    """factor of attention scores; null is 1 / sqrt(head_dim) (granite)."""
+    """factor applied to attention scores; null is 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
-    """factor of the outputs of attention and MLP before they are added to the residual stream
-    (granite)."""
+    """factor applied to the outputs of attention and MLP before they are added to the residual
+    stream (granite)."""
     logits_scaling: float = Field(1.0, gt=0)
     """divisor of the logits (granite)."""
 
     layer_types: list[LayerType] | None = None
     """"full_attention" or "sliding_attention" (with the window) for each layer. null is the
-    family's default: every second layer is full in gemma2, every fourth in olmo3, every sixth in
-    gemma3_text; in smollm3, layers without rotary positions have the window; in qwen2 and qwen3,
-    all layers after the first max_window_layers have it."""
+    family's default: full attention in every second layer in gemma2, every fourth in olmo3 and
+    every sixth in gemma3_text; the window in layers without rotary positions in smollm3, and in all
+    layers after the first max_window_layers in qwen2 and qwen3."""
     no_rope_layers: list[int] | None = None
     """1 for each layer with rotary positions, 0 for each layer without; null is 0 for every fourth
     layer (smollm3)."""
@@ -96,10 +97,10 @@ class DecoderConfig(FamilyConfig):
     """rotated fraction of each head; null is 1 in phi3, 0.5 in glm4, 0.25 in stablelm and
     gpt_neox."""
     rope_local_base_freq: float | None = Field(None, gt=0)
-    """base of the rotary frequencies in layers with a window (olmo3, gemma3_text); null is
+    """base of the rotary frequencies in layers with a sliding window (olmo3, gemma3_text); null is
     rope_theta."""
     query_pre_attn_scalar: int | None = Field(None, gt=0)
-    """attention scores are divided by the square root of this number; null is head_dim (gemma2,
+    """number by whose square root attention scores are divided; null is head_dim (gemma2,
     gemma3_text)."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
     """bound c of attention scores s, which become c tanh(s / c); null is no bound (gemma2)."""
@@ -107,7 +108,7 @@ class DecoderConfig(FamilyConfig):
     """bound c of the logits z, which become c tanh(z / c); null is no bound (gemma2,
     gemma3_text)."""
     qk_layernorm: bool = False
-    """normalise each head of queries and keys by a LayerNorm with its own weight (stablelm)."""
+    """normalise each query and key head with a separate LayerNorm (stablelm)."""
     use_parallel_residual: bool = False
     """compute attention and MLP from the same residual stream and add both to it (stablelm,
     gpt_neox)."""
@@ -388,7 +389,7 @@ def values_from_json(
     # Checked here, because lists of this length are created before the fields are checked.
     for key, value in (("num_hidden_layers", layers), ("no_rope_layer_interval", every or 1)):
         if type(value) is not int:
-            raise ModelError(f"{key} is {value!r}, expected a whole number: correct the file")
+            raise ModelError(f"{key} is {value!r}, but must be an integer: correct the file")
     if layers > MOST_LAYERS:
         raise ModelError(f"num_hidden_layers {layers} is more than {MOST_LAYERS:,}")
     if spec.no_rope_every and every and values.get("no_rope_layers") is None:
@@ -463,8 +464,8 @@ def _rope_from_json(
         local = nested.get("sliding_attention") or {}
         if local.get("rope_type", "default") != "default":
             raise ModelError(
-                f"rope type '{local['rope_type']}' of layers with a window is not supported: only "
-                "default is"
+                f"rope type '{local['rope_type']}' of layers with a sliding window is not "
+                "supported: only default is"
             )
         usual = spec.hf_defaults["rope_local_base_freq"]
         if spec.rope.local_theta_key:

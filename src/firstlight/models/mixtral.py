@@ -75,19 +75,20 @@ class MoEConfig(DecoderConfig):
     families: ClassVar[Mapping[str, FamilySpec]] = _ROUTED
 
     model_type: Literal["mixtral", "qwen3_moe"] = "mixtral"
-    """"mixtral" or "qwen3_moe" (which normalises queries and keys in each head)."""
+    """"mixtral" or "qwen3_moe" (which normalises the queries and keys of each head)."""
     num_experts: int = Field(8, gt=0, le=10_000)
-    """experts of a layer."""
+    """number of experts per layer."""
     num_experts_per_tok: int = Field(2, gt=0)
-    """experts of each token."""
+    """number of experts per token."""
     moe_intermediate_size: int = Field(0, ge=0)
     """inner width of an expert; 0 is intermediate_size."""
     norm_topk_prob: bool = True
     """normalise each token's routing weights to sum to 1 (always true in mixtral)."""
     router_aux_loss_coef: float = Field(0.01, ge=0)
-    """weight of the load-balancing loss in training (Fedus et al. 2021, arXiv 2101.03961)."""
+    """weight of the load-balancing loss during training (Fedus et al. 2021, arXiv 2101.03961)."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """n if the layers n, 2n, ..., counted from 1, have experts (not in mixtral)."""
+    """interval n of layers with experts: layers n, 2n, ..., counted from 1, have them (not in
+    mixtral)."""
     mlp_only_layers: list[int] = Field([])
     """layers, counted from 0, without experts (not in mixtral)."""
 

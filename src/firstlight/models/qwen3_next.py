@@ -58,17 +58,17 @@ class DeltaConfig(DecoderConfig):
 
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
     """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
-    attention in every fourth layer, or in the last layer of a model with fewer."""
+    attention in every fourth layer, or in the last layer of a model with fewer than four."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
     """width of the causal convolution in layers with linear attention, in tokens."""
     linear_key_head_dim: int = Field(32, gt=0)
-    """size of a query and key head in layers with linear attention."""
+    """number of dimensions per query and key head in layers with linear attention."""
     linear_value_head_dim: int = Field(32, gt=0)
-    """size of a value head in layers with linear attention."""
+    """number of dimensions per value head in layers with linear attention."""
     linear_num_key_heads: int = Field(4, gt=0)
-    """query and key heads of layers with linear attention."""
+    """number of query and key heads in layers with linear attention."""
     linear_num_value_heads: int = Field(8, gt=0)
-    """value heads of layers with linear attention, a multiple of linear_num_key_heads."""
+    """number of value heads in layers with linear attention, a multiple of linear_num_key_heads."""
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -129,8 +129,9 @@ def check_rope(
         raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
     if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
         raise ValueError(
-            "rope_scaling: truncate must be true if layers with a window have a separate base, "
-            "because transformers ignores it there: remove truncate, also to resume a run with it"
+            "rope_scaling: truncate must be true if layers with a sliding window have a separate "
+            "base, because transformers ignores it there: remove truncate (also to resume a run "
+            "that sets it)"
         )
     if isinstance(scaling, LongRope):
         pairs = (rotary_dim + 1) // 2

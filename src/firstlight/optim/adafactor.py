@@ -150,8 +150,8 @@ class AdafactorConfig(OptimizerKeys):
     """Keys of Adafactor."""
 
     adafactor_threshold: float = Field(1.0, ge=1)
-    """largest root mean square of an Adafactor update before the learning rate is applied; larger
-    updates are scaled down to it (d in the paper)."""
+    """maximum root mean square of an Adafactor update before the learning rate is applied, to which
+    larger updates are scaled down (d in the paper)."""
     adafactor_beta2_decay: float = Field(-0.8, le=0)
     """exponent of the decay rate of Adafactor's second moment, which is 1 - step ** exponent; at
     most 0."""
@@ -160,7 +160,7 @@ class AdafactorConfig(OptimizerKeys):
     as steps are, and the learning rate is the schedule's (as in transformers' Adafactor with
     relative_step=False). "torch": torch.optim.Adafactor, whose weight decay is learning_rate times
     weight_decay for each parameter (1e-3 per step at 1e-2 and 0.1), and whose learning rate is at
-    most 1/sqrt(step). "auto" is paper; a run that an older version began continues with torch."""
+    most 1/sqrt(step). "auto" is paper; a run started with an older version continues with torch."""
 
 
 def _adafactor(groups: Groups, config: Any) -> torch.optim.Optimizer:

@@ -154,7 +154,7 @@ def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
             f"torch has no fused {config.name} for {device}: set optimizer.implementation "
             "to foreach"
         )
-    # torch's fused SGD does not have a kernel for DTensors (FSDP2).
+    # torch's fused SGD does not support DTensors (FSDP2).
     unknown = config.name == "sgd" and any(map(is_sharded, parameters))
     if wanted == "fused" and unknown:
         raise ConfigError(
@@ -201,47 +201,47 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     (docs/learning.md). "adamw8bit": both moments in 8 bits with a scale for every 256 values
     (Dettmers et al. 2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the
     moments, which on a CPU takes at least ten times as long as AdamW's update. "paged_adamw8bit":
-    the same in managed memory, which CUDA moves to the CPU while the GPU's memory is full; the
-    moving costs time (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): no first
-    moment, and of the second moment one row and one column per matrix, nearly 0 bytes. Its steps
-    are relative to the parameter's root mean square, so it needs another learning_rate, about 1e-2.
-    "muon" (Jordan et al. 2024): Muon for the matrices and stacked experts inside the layers, 4
-    bytes, and AdamW for embeddings, head and norms, 8 bytes. Each update costs 15 additional matrix
-    products per matrix, but fewer steps are needed. "sgd": momentum only, 4 bytes, or 0 with
-    sgd_momentum 0; the cheapest update, but slow to train a Transformer. "lion" (Chen et al. 2023):
-    one moment, 4 bytes. Every number moves by the learning rate against the sign of its averaged
-    gradient, so Lion needs a third to a tenth of AdamW's learning_rate, three to ten times its
-    weight_decay, and betas [0.9, 0.99]."""
+    the same in managed memory, which CUDA moves to the CPU while GPU memory is full; moving it
+    takes time (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): no first moment, and
+    only one row and one column of second moments per matrix, almost 0 bytes. Its steps are relative
+    to the parameter's root mean square, so it needs another learning_rate, about 1e-2. "muon"
+    (Jordan et al. 2024): Muon for the matrices and stacked experts in the layers (4 bytes), and
+    AdamW for embeddings, head and norms (8 bytes). Each update costs 15 additional matrix products
+    per matrix, but fewer steps are needed. "sgd": momentum only, 4 bytes, or 0 with sgd_momentum 0;
+    the cheapest update, but slow to train a Transformer. "lion" (Chen et al. 2023): one moment, 4
+    bytes. Every value moves by the learning rate against the sign of its averaged gradient, so Lion
+    needs a third to a tenth of AdamW's learning_rate, three to ten times its weight_decay, and
+    betas [0.9, 0.99]."""
     weight_decay: float = Field(0.1, ge=0)
-    """weight decay of matrices, and of embeddings and head unless they have their own. Decoupled,
-    except for SGD, where it is added to the gradient; with Adafactor, relative to the parameter's
-    size (see adafactor_variant)."""
+    """weight decay of matrices, and of embeddings and head unless these are set separately. It is
+    decoupled, except for SGD, where it is added to the gradient. With Adafactor, it is relative to
+    the parameter's size (see adafactor_variant)."""
     cautious_weight_decay: bool = False
-    """true applies weight decay to a number only in steps whose update also moves it towards zero
-    (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. Costs temporary copies of one
+    """true applies weight decay to a value only in steps whose update also moves it towards zero
+    (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. It needs temporary copies of one
     parameter, three with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
-    """weight decay of token and position embeddings, and of a head that is tied to them; null takes
+    """weight decay of token and position embeddings, and of a head that is tied to them; null is
     `weight_decay`. 0 preserves the rows of rare tokens: weight decay shrinks a row in every step,
     but the row has a gradient only in steps with its token."""
     head_weight_decay: float | None = Field(None, ge=0)
-    """weight decay of a head that is not tied to the embedding; null takes `weight_decay`."""
+    """weight decay of a head that is not tied to the embedding; null is `weight_decay`."""
     vector_weight_decay: float = Field(0.0, ge=0)
     """weight decay of norms and biases."""
     embedding_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of embeddings (and of a head that is tied to them) as a multiple of
-    `learning_rate`, so that it follows when a plan or a sweep changes learning_rate."""
+    `learning_rate`, so that it changes with learning_rate in a plan or a sweep."""
     head_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of a head that is not tied to the embedding, as a multiple of
     `learning_rate`."""
     vector_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of norms and biases as a multiple of `learning_rate`."""
     embedding_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of embeddings (and of a head that is tied to them); null takes `betas`."""
+    """betas of embeddings (and of a head that is tied to them); null is `betas`."""
     head_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of a head that is not tied to the embedding; null takes `betas`."""
+    """betas of a head that is not tied to the embedding; null is `betas`."""
     vector_betas: list[float] | None = Field(None, min_length=2, max_length=2)
-    """betas of norms and biases; null takes `betas`."""
+    """betas of norms and biases; null is `betas`."""
     tuned_width: int | None = Field(None, gt=0)
     """hidden_size of the model for which the learning rates were tuned. For a model of another
     hidden_size, with r = tuned_width / hidden_size, the rates of AdamW and Lion for matrices and an
@@ -249,9 +249,9 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     sqrt(r), since its updates already grow with sqrt(hidden_size). Embeddings, norms and biases
     keep their rates. null leaves all rates unchanged."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """upper bound of the global L2 norm of the gradients, which are scaled down to it; 0 switches
-    clipping off. Costs reading all gradients once, and writing them once when they are scaled;
-    AdamW scales them in its update on a GPU."""
+    """maximum global L2 norm of the gradients, to which larger gradients are scaled down; 0
+    disables clipping. Clipping reads all gradients once, and writes them once if they are scaled;
+    on a GPU, AdamW scales them in its update."""
     clip_after_warmup: bool = False
     """true clips gradients only after the learning rate's warm-up; false clips in all steps."""
 

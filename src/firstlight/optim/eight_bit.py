@@ -141,8 +141,8 @@ def _try_bitsandbytes(kind: str, device: torch.device) -> None:
         getattr(_import("bitsandbytes"), kind)([parameter]).step()
     except (NotImplementedError, RuntimeError, AttributeError, NameError) as error:
         raise ConfigError(
-            f"the installed bitsandbytes has no 8-bit AdamW for {device.type}: "
-            "set optimizer.eight_bit_library to torchao, or optimizer.name to adamw"
+            f"the installed bitsandbytes does not support 8-bit AdamW on {device.type}: set "
+            "optimizer.eight_bit_library to torchao, or optimizer.name to adamw"
         ) from error
 
 
@@ -221,23 +221,23 @@ class EightBitConfig(OptimizerKeys):
 
     eight_bit_library: EightBitLibrary = "auto"
     """library of the 8-bit AdamW: "bitsandbytes" has precompiled kernels and starts at once;
-    "torchao" compiles its update, which takes tens of seconds on a CPU at the first step. "auto"
-    is bitsandbytes if it is installed, otherwise torchao. Tensors of fewer than 4096 values stay in
-    32 bits, and so do embeddings (see embeddings_in_32_bits). Neither library can read the other's
+    "torchao" compiles its update in the first step, which takes tens of seconds on a CPU. "auto" is
+    bitsandbytes if it is installed, otherwise torchao. Tensors with fewer than 4096 values stay in
+    32 bits, as do embeddings (see embeddings_in_32_bits). Neither library can read the other's
     state."""
     embeddings_in_32_bits: bool | None = None
     """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
-    to them) by torch's AdamW with fp32 moments, 8 bytes per parameter of these, as Dettmers et al.
-    2022 advise; paged_adamw8bit does not page these moments. null is true with 8-bit optimizers.
-    false saves 6 bytes per parameter of these; a row then shares its scale with others unless
-    hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare tokens were moved
-    ten times too far."""
+    to them) with torch's AdamW and fp32 moments, as Dettmers et al. 2022 recommend. This takes 8
+    bytes per embedding parameter; paged_adamw8bit does not page these moments. null is true with
+    8-bit optimizers. false saves 6 bytes per embedding parameter, but a row then shares its scale
+    with others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
+    tokens moved ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:
         if self.eight_bit_library == "torchao" and _is_paged(self):
             raise ValueError(
-                "torchao has no paged optimizer: set eight_bit_library to bitsandbytes, "
+                "torchao does not have a paged optimizer: set eight_bit_library to bitsandbytes, "
                 "or name to adamw8bit"
             )
         return self

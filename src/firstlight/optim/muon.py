@@ -421,13 +421,15 @@ class MuonConfig(OptimizerKeys):
     """Keys of Muon."""
 
     muon_learning_rate: float | None = Field(None, gt=0)
-    """peak learning rate of Muon; null takes `learning_rate`. Its updates are scaled by 0.2
-    sqrt(larger side) to AdamW's size (Liu et al. 2025), so one rate can serve both."""
+    """peak learning rate of Muon; null is `learning_rate`. Muon's updates are scaled by 0.2
+    sqrt(larger side) to the size of AdamW's updates (Liu et al. 2025), so one learning rate can
+    serve both."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """momentum of Muon."""
     muon_momentum_warmup_steps: int = Field(0, ge=0)
-    """number of steps in which Muon's momentum rises linearly from `muon_first_momentum` to
-    `muon_momentum`, since early gradients change fast. 0 is no momentum warm-up; 300 is usual."""
+    """number of steps over which Muon's momentum increases linearly from `muon_first_momentum` to
+    `muon_momentum`, because early gradients change quickly. 0 is no momentum warm-up; 300 is
+    usual."""
     muon_first_momentum: float = Field(0.85, ge=0, lt=1)
     """Muon's momentum in the first step of a momentum warm-up."""
     muon_coefficients: MuonCoefficients = "jordan"
@@ -437,7 +439,7 @@ class MuonConfig(OptimizerKeys):
     muon_beta2: float | None = Field(None, ge=0, lt=1)
     """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
     update is divided by the root of its averaged mean square, so that no neuron moves much more
-    than others; 4 bytes of state per row. null is plain Muon; the paper uses 0.95."""
+    than others. It takes 4 bytes of state per row. null is plain Muon; the paper uses 0.95."""
 
 
 def _muon(groups: Groups, config: Any) -> Muon:

@@ -1,6 +1,6 @@
 """Default initial weights, optimizer and schedule of a new model: the settings with the lowest
 validation loss after the same number of tokens in `python -m benchmarks learning`
-(docs/learning.md). They assume norms on queries and keys and an untied head.
+(docs/learning.md). They assume norms on queries and keys, and an untied head.
 
 This module does not import torch, so that settings can be resolved before torch is loaded.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Keys of the `model` section with which the settings were measured.
+#: Keys of the `model` section with which the settings were tuned.
 MODEL: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
 
 #: Settings by recipe section. Their learning rates are for a hidden_size of `RATE_WIDTH`.
@@ -33,7 +33,7 @@ NEW_MODEL: dict[str, dict[str, Any]] = {
     "schedule": {"kind": "wsd", "decay_fraction": 0.65, "min_lr_ratio": 0.0},
 }
 
-#: hidden_size of the model with which the learning rates were measured: `optimizer.tuned_width`.
+#: hidden_size of the model for which the learning rates were tuned: `optimizer.tuned_width`.
 RATE_WIDTH = 192
 
 #: Length of the warm-up as a fraction of the steps of the run: `schedule.warmup_ratio`.

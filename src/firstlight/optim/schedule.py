@@ -20,7 +20,6 @@ from firstlight.section import Section
 #: Curves of the learning rate after its warm-up.
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
 #: Shapes of the wsd decay.
-#: Curves of wsd's decay.
 DecayShape = Literal["linear", "1-sqrt"]
 
 
@@ -77,11 +76,10 @@ class Schedule:
             if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
-                "so long that the learning rate never reaches its peak: set schedule.warmup_steps "
-                "lower"
+                "so long that the learning rate never reaches its peak: lower schedule.warmup_steps"
             )
         if self.warmup_steps + late >= self.max_steps:
-            return "so long that the learning rate never falls: set schedule.warmup_steps lower"
+            return "so long that the learning rate never falls: lower schedule.warmup_steps"
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
@@ -193,7 +191,7 @@ class BatchSchedule:
         return steps - (self.before(steps) > sequences)
 
 
-#: Alternative keys, of which at most one may be set -> the setting that they determine.
+#: Alternative keys, at most one of which may be set -> the setting that they determine.
 ALTERNATIVES = (
     (("max_steps", "epochs"), "the length of the run"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "the length of the warm-up"),
@@ -229,8 +227,8 @@ class ScheduleConfig(Section):
     """The `schedule` section of a recipe."""
 
     kind: ScheduleKind = "cosine"
-    """curve of the learning rate after its warm-up: "cosine" and "linear" fall to the minimum;
-    "wsd" (warm-up, stable, decay) stays at the peak and falls in the last part of the run;
+    """curve of the learning rate after its warm-up: "cosine" and "linear" decay to the minimum;
+    "wsd" (warm-up, stable, decay) stays at the peak and decays in the last part of the run;
     "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step) for any length of run."""
     max_steps: int | None = Field(None, ge=0)
     """optimizer steps of the run; null is one epoch of the training split, 0 evaluates and saves
@@ -238,24 +236,24 @@ class ScheduleConfig(Section):
     epochs: float | None = Field(None, gt=0)
     """passes over the training split, fractions included, instead of max_steps."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes that the training loop takes, including evaluations and saves. The number of steps is
-    decided during the run from the measured time of its steps (wsd: when the decay has to begin;
-    cosine and linear: after the warm-up), and corrected if the speed changes after that. max_steps
-    or epochs, if also set, are upper limits."""
+    """duration of the training loop in minutes, including evaluations and saves. The number of
+    steps is decided during the run from the measured time per step (wsd: when the decay has to
+    begin; cosine and linear: after the warm-up), and corrected if the speed changes later.
+    max_steps or epochs, if also set, are upper limits."""
     warmup_steps: int | None = Field(None, ge=0)
     """steps over which the learning rate rises; null is 5 % of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """tokens over which the learning rate rises, instead of warmup_steps, rounded down to full
-    steps: 375,000,000 tokens in steps of 524,288 are 715 steps."""
+    steps: 375,000,000 tokens at 524,288 per step are 715 steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """fraction of the run's steps over which the learning rate rises, instead of warmup_steps; with
-    max_minutes, a fraction of the number of steps that is predicted at the start."""
+    max_minutes, a fraction of the number of steps predicted at the start."""
     initial_learning_rate: float | None = Field(None, ge=0)
     """learning rate of the first step: the rate rises linearly from it to optimizer.learning_rate
     at the step after the warm-up, and falls to its minimum at the step after decay_steps, as in
     nanoGPT and transformers; other peaks, such as muon_learning_rate, start at the same fraction.
-    null starts at the peak / warmup_steps, so that the last step of the warm-up has the peak, and
-    the last step of the decay the minimum."""
+    null starts at the peak / warmup_steps, so that the last warm-up step has the peak, and the last
+    decay step the minimum."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate reaches its minimum, where it stays, counted from the run's
     first step; null is the last step of the run."""
@@ -263,15 +261,15 @@ class ScheduleConfig(Section):
     """tokens by which the learning rate reaches its minimum, counted from the run's first token,
     instead of decay_steps; rounded down to full steps."""
     decay_starts_at_peak: bool | None = None
-    """true gives the first step of the decay the peak and ends the decay one step short of the
-    minimum, like the cosine of nanoGPT, build-nanogpt and transformers; null and false begin the
-    decay below the peak and reach the minimum with its last step."""
+    """true starts the decay at the peak and ends it one step short of the minimum, like the cosine
+    schedules of nanoGPT, build-nanogpt and transformers; null and false start it below the peak and
+    reach the minimum in its last step."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
-    """fraction of the run's steps that wsd's decay takes; null is 0.2."""
+    """fraction of the run's steps for the decay of wsd; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
-    """steps that wsd's decay takes, instead of decay_fraction."""
+    """number of steps for the decay of wsd, instead of decay_fraction."""
     decay_shape: DecayShape | None = None
-    """curve of wsd's decay: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
+    """curve of the decay of wsd: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
     first); null is "linear"."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
     """minimum of the learning rate as a fraction of the peak. If neither min_lr_ratio nor
@@ -280,8 +278,8 @@ class ScheduleConfig(Section):
     """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio; other
     peaks, such as muon_learning_rate, fall by the same factor."""
     resume: bool = False
-    """true continues the schedule of --init-from at the step of its checkpoint, with the state of
-    its optimizer, on any data; false begins a new schedule at step 0."""
+    """true continues the schedule of --init-from at the step of its checkpoint, with its optimizer
+    state, on any data; false starts a new schedule at step 0."""
 
     @model_validator(mode="before")
     @classmethod

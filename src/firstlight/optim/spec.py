@@ -36,14 +36,15 @@ class OptimizerKeys(Section):
     name: str = "adamw"
     implementation: Implementation = "auto"
     """implementation of AdamW (including Muon's AdamW) and SGD in torch: "fused", one kernel that
-    reads and writes each value once (an update is bound by memory, not arithmetic); "foreach", one
-    kernel for each operation over all parameters, with temporary copies as large as the parameters;
-    "for-loop", parameter by parameter, the least memory without fused kernels and the slowest on
-    GPUs. "auto" is fused if the device supports it, otherwise foreach. For Adafactor and Lion,
-    which have no fused kernel, it is for-loop, since foreach costs the memory that they save; on a
-    GPU, small parameters of up to 8 million values are still updated together. Muon itself updates
-    small matrices of one size together with "foreach" and "fused", and with "auto" on a GPU. All
-    give the same numbers up to rounding."""
+    reads and writes each value once (an update is limited by memory bandwidth, not arithmetic);
+    "foreach", one kernel per operation over all parameters, with temporary copies as large as the
+    parameters; "for-loop", one parameter at a time, which needs the least memory without fused
+    kernels but is the slowest on GPUs. "auto" is fused if the device supports it, otherwise
+    foreach. For Adafactor and Lion, which do not have a fused kernel, "auto" is for-loop, because
+    foreach uses as much memory as they save; on a GPU, small parameters of up to 8 million values
+    together are still updated at once. Muon itself updates small matrices of one size together with
+    "foreach" and "fused", and with "auto" on a GPU. All implementations give the same results up to
+    rounding."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
     `head_lr_multiple` and `vector_lr_multiple` set multiples of it for some of them."""

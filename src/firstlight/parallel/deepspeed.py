@@ -65,8 +65,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     found = get_accelerator().device_name()
     if not str(device).startswith(str(found)):
         raise ConfigError(
-            f"run.device is {device}, but DeepSpeed was set up for {found} (DS_ACCELERATOR): start "
-            "a separate process for each kind of device, without that variable"
+            f"run.device is {device}, but DeepSpeed was set up for {found} (DS_ACCELERATOR): "
+            "start a separate process for each kind of device, and unset that variable"
         )
     deepspeed.utils.logger.setLevel("WARNING")
     # Newer versions of torch renamed these functions, and DeepSpeed still uses the old names.
@@ -269,8 +269,8 @@ def _initialized(
             raise
         said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} can't set up this run ({said}): change what "
-            "it names, or set distributed.engine to ddp or fsdp"
+            f"DeepSpeed {deepspeed.__version__} can't set up this run ({said}): change the "
+            "setting that it names, or set distributed.engine to ddp or fsdp"
         ) from error
     return engine
 
@@ -399,8 +399,8 @@ def _load(builder: Any) -> None:
             builder.load(verbose=False)
     except (RuntimeError, ImportError, OSError) as error:
         raise ConfigError(
-            "distributed.offload nvme: DeepSpeed's library for it can't be compiled "
-            f"({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
+            "distributed.offload nvme: DeepSpeed's library for NVMe can't be compiled "
+            "({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
         ) from error
 
 

@@ -195,7 +195,9 @@ def _require_zero(leaves: dict[str, Any]) -> None:
     parameters = leaves.pop(name, "none")
     optimizer = leaves.get("zero_optimization.offload_optimizer.device", "none")
     if parameters not in ("none", "cpu"):
-        raise ConfigError(f"{name} is {parameters}: parameters are offloaded to cpu only: set cpu")
+        raise ConfigError(
+            f"{name} is {parameters}: parameters can be offloaded only to cpu: set it to cpu"
+        )
     stage = leaves.get("zero_optimization.stage")
     if parameters == "cpu" and (optimizer == "none" or stage != 3):
         raise ConfigError(
@@ -204,8 +206,8 @@ def _require_zero(leaves: dict[str, Any]) -> None:
         )
     if stage == 0:
         raise ConfigError(
-            "zero_optimization.stage is 0, which is distributed.engine ddp (none for one process): "
-            "remove distributed.engine and distributed.deepspeed_config"
+            "zero_optimization.stage is 0, which corresponds to distributed.engine ddp (none for "
+            "one process): remove distributed.engine and distributed.deepspeed_config"
         )
     leaves.pop("zero_optimization.offload_param.nvme_path", None)
 

@@ -146,8 +146,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         agent = _Agent(command, options, tuple(on_restart), Path(temporary))
         result = None  # torch's answer to a closed rendezvous
         problem = (
-            "was closed by another machine before this one joined: the run has ended there; to "
-            "begin it again, start all machines"
+            "was closed by another machine before this one joined, because the run has ended "
+            "there: start the run on all machines again"
         )
         try:
             result = agent.run()
@@ -200,7 +200,7 @@ class _Ended:
         if self.code < 0:
             hint = ": most likely out of memory" if self.code == -signal.SIGKILL else ""
             return f"{name} it was killed by {signal.Signals(-self.code).name}{hint}"
-        return f"{name} it ended with code {self.code}"
+        return f"{name} it ended with exit code {self.code}"
 
 
 class _Agent(LocalElasticAgent):

@@ -38,41 +38,41 @@ class DistributedConfig(Section):
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
     """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
     model and sums gradients; "fsdp" (FSDP2) shards parameters, gradients and optimizer state over
-    the processes, and gathers each layer while it is computed; "deepspeed" is DeepSpeed's ZeRO,
-    also with one process."""
+    the processes, and gathers each layer while it is computed; "deepspeed" is DeepSpeed ZeRO, which
+    also supports a single process."""
     shard: int | None = Field(None, gt=1)
     """number of processes over which fsdp shards one copy of the model; null is all processes. With
-    fewer (hybrid sharding, best the processes of one machine), each group of this many processes
-    has a copy, and layers are gathered only within a group."""
+    fewer (hybrid sharding, ideally the processes of one machine), each group of this many processes
+    has a copy, and layers are gathered only within the group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """location of sharded tensors. "cpu" is the CPU's memory: fsdp keeps and updates its shards
-    there, deepspeed its optimizer state, and at stage 3 also the parameters. "nvme" (deepspeed)
-    keeps optimizer state in files."""
+    """location of sharded tensors. "cpu" is CPU memory, where fsdp keeps and updates its shards,
+    and deepspeed its optimizer state and, at stage 3, also the parameters. "nvme" (deepspeed) keeps
+    the optimizer state in files."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """tensors that deepspeed shards: 1 optimizer state, 2 also gradients, 3 also parameters; null
-    is 2."""
+    """tensors that deepspeed shards: 1 is the optimizer state, 2 also gradients, 3 also parameters;
+    null is 2."""
     nvme_path: str | None = None
-    """folder on a fast disk of each machine, for offload nvme."""
+    """folder on a fast disk of each machine, for offload "nvme"."""
     deepspeed_config: str | None = None
-    """path of an existing DeepSpeed configuration file (JSON); with it, "auto" is the engine
-    deepspeed. Values of the file fill the recipe's open keys; recipe and file must not contradict
+    """path of an existing DeepSpeed configuration file (JSON); if it is set, engine "auto" is
+    deepspeed. The file's values fill the recipe's open keys; recipe and file must not contradict
     each other."""
     reshard_after_forward: bool = True
-    """fsdp frees a gathered layer after its forward pass and gathers it again for the backward
-    pass; false gathers each layer once, and keeps it in memory until its backward pass."""
+    """true makes fsdp free a gathered layer after its forward pass and gather it again for the
+    backward pass; false gathers each layer once and keeps it in memory until its backward pass."""
     tensor_parallel: int = Field(1, ge=1)
-    """number of neighbouring processes, best on one machine, that compute each layer of the same
-    sequences together, each with its attention heads and its part of the MLP: for a Llama whose
-    layers are too large for one GPU. If the run has more processes than that, "auto" is "fsdp"
-    between the groups."""
+    """number of neighbouring processes, ideally on one machine, that share the computation of each
+    layer for the same sequences, each with some of the attention heads and a part of the MLP. This
+    is for Llama models whose layers are too large for one GPU. If the run has more processes,
+    engine "auto" is "fsdp" between the groups."""
     pipeline: int = Field(1, ge=1)
-    """number of pipeline stages, each a process with consecutive layers of a Llama; the
-    micro-batches of a step pass through all stages: for models that are too large for one machine.
-    A step should have several times as many micro-batches (batch.gradient_accumulation_steps) as
-    stages."""
+    """number of pipeline stages, each a process with consecutive layers of a Llama model. The
+    micro-batches of a step pass through all stages. This is for models that are too large for one
+    machine. A step should have several times as many micro-batches
+    (batch.gradient_accumulation_steps) as stages."""
     timeout_seconds: float = Field(600, gt=0)
-    """seconds without an answer from a process after which the run ends with an error. Must be
-    longer than the longest save, because the other processes wait for it."""
+    """seconds without a response from a process after which the run ends with an error. It must be
+    longer than the longest save, for which the other processes wait."""
 
 
 class StateTensors(NamedTuple):

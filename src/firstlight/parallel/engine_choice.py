@@ -82,8 +82,8 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
         name = "none" if size == 1 else ("fsdp" if group > 1 else "ddp")
     if name == "none" and size > 1:
         raise ConfigError(
-            f"distributed.engine none is for {one}, but there are {size}: each would train "
-            f"a separate model; set it to {others}"
+            f"distributed.engine none is for {one}, but there are {size}, each of which would "
+            f"train a separate model: set it to {others}"
         )
     if group > 1 and name == "deepspeed":
         raise ConfigError(
@@ -95,8 +95,8 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
         if group > 1:
             raise ConfigError(
                 f"distributed.engine {name} shares a model between groups of {group} processes "
-                f"(distributed.tensor_parallel {group}), but the {group} processes of this run are "
-                f"one group: remove distributed.engine, or start the run with --nproc "
+                f"(distributed.tensor_parallel {group}), but the {group} processes of this run "
+                "form only one group: remove distributed.engine, or start the run with --nproc "
                 f"{2 * group} or another multiple of {group}"
             )
         raise ConfigError(
@@ -136,7 +136,8 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
         )
     if config.nvme_path is not None and not nvme:
         raise ConfigError(
-            "distributed.nvme_path requires distributed.offload nvme: set that, or remove the path"
+            "distributed.nvme_path requires distributed.offload nvme: set offload to nvme, or "
+            "remove nvme_path"
         )
 
 
@@ -149,8 +150,8 @@ def _pipeline_engine_name(config: DistributedConfig, processes: int) -> str:
     for name, is_set in others.items():
         if is_set:
             raise ConfigError(
-                f"distributed.pipeline {config.pipeline} has one process for each stage, and can't "
-                f"be combined with distributed.{name}: remove one of them"
+                f"distributed.pipeline {config.pipeline} has one process per stage and can't be "
+                f"combined with distributed.{name}: remove one of them"
             )
     _require_own_keys(config, "none")
     if processes != config.pipeline:

@@ -239,20 +239,20 @@ def own_device(world: World, device: str) -> torch.device:
     if device != "cuda":
         if device.startswith("cuda:") and world.size > 1:
             raise ConfigError(
-                f"device '{device}' can't be the device of all {world.size} processes: set cuda, "
-                "so that each process uses its own GPU"
+                f"device '{device}' can't be used by all {world.size} processes: set it to cuda, "
+                "so that each process uses a separate GPU"
             )
         return torch.device(device)
     count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError("device 'cuda' is not present on this machine: set cpu")
+        raise ConfigError("device 'cuda' is not present on this machine: set it to cpu")
     # With one visible GPU, the launcher has given each process its own. If all have the same one,
     # the rendezvous rejects the run (`rendezvous.compare`).
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(
-            f"local rank {index} has no GPU on this machine, which has {count}: start at most one "
-            "process for each GPU"
+            f"there is no GPU for local rank {index} on this machine, which has {count}: start at "
+            "most one process per GPU"
         )
     return torch.device("cuda", index)
 
@@ -289,7 +289,7 @@ def process_group(
         yield
         return
     if not timeout_seconds > 0:
-        raise ConfigError(f"the timeout is {timeout_seconds} s: it must be more than 0")
+        raise ConfigError(f"the timeout is {timeout_seconds} s: it must be greater than 0")
     own = own_info(world, device, fingerprint)
     store = open_store(world, timeout_seconds)
     heartbeat = None
@@ -347,7 +347,10 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
     if broken:
         failure = heartbeat.blame()
         if failure is None:
-            failure = f"an exchange between the ranks failed, but all answer: {_one_line(error)}"
+            failure = (
+                f"communication between the ranks failed, although all of them respond: "
+                f"{_one_line(error)}"
+            )
             heartbeat.report(failure)
             failure = f"{own.name}: {failure}"
     elif isinstance(error, Exception) and not isinstance(error, FirstlightError):

@@ -63,13 +63,14 @@ def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
         )
     elif config.num_hidden_layers < stages:
         yield (
-            f"distributed.pipeline {stages} is more than model.num_hidden_layers "
-            f"{config.num_hidden_layers}: set it to at most that"
+            f"distributed.pipeline {stages} is greater than model.num_hidden_layers "
+            f"{config.num_hidden_layers}: lower it to at most this number"
         )
     if config.tie_word_embeddings:
         yield (
-            "distributed.pipeline puts the embedding and the head on different processes, so they "
-            "can't be tied: set model.tie_word_embeddings to false, or distributed.pipeline to 1 "
+            "distributed.pipeline places the embedding and the head in different processes, so "
+            "they can't be tied: set model.tie_word_embeddings to false, or distributed.pipeline "
+            "to 1 "
             "and distributed.engine to fsdp"
         )
 

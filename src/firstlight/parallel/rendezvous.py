@@ -103,8 +103,8 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
         problem = (str(error).splitlines() or [type(error).__name__])[0]
         if hosting:
             raise ConfigError(
-                f"rank 0 can't open port {world.port} for the other ranks: set MASTER_PORT to a "
-                f"free one ({problem})"
+                f"rank 0 can't open port {world.port} for the other ranks ({problem}): set "
+                "MASTER_PORT to a free port"
             ) from error
         raise RankError(
             f"rank {world.rank} on {socket.gethostname()} could not reach the rendezvous at "
@@ -177,7 +177,7 @@ def compare(infos: Sequence[RankInfo]) -> None:
     if others:
         raise ConfigError(
             f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} a different recipe than "
-            f"{first.name}: start all with the same recipe, options and version of firstlight"
+            f"{first.name}: start all with the same recipe, options and firstlight version"
         )
     owners: dict[str, RankInfo] = {}
     for info in infos:

@@ -58,8 +58,8 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
         if count % size:
             most = max(n for n in range(1, size) if count % n == 0)
             yield (
-                f"model.{name} {count} can't be divided by distributed.tensor_parallel {size}: "
-                f"set that to {most}"
+                f"model.{name} {count} is not divisible by distributed.tensor_parallel {size}: "
+                f"set tensor_parallel to {most}"
             )
 
 

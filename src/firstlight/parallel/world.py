@@ -146,7 +146,7 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
     if local_size > size or local_rank > rank:
         raise ConfigError(
             f"{launcher.local_rank} is {local_rank} of {local_size} and {launcher.rank} is {rank} "
-            f"of {size}: there can't be more processes on one machine than on all"
+            f"of {size}: one machine can't have more processes than all machines together"
         )
     return World(rank, size, local_rank, local_size)
 
@@ -171,8 +171,8 @@ def _slurm_world(variables: Mapping[str, str]) -> World | None:
     _require_in("SLURM_PROCID", rank, size_name, size)
     if local_rank > rank:
         raise ConfigError(
-            f"SLURM_LOCALID is {local_rank} and SLURM_PROCID is {rank}: there can't be more "
-            "processes on one machine than on all"
+            f"SLURM_LOCALID is {local_rank} and SLURM_PROCID is {rank}: one machine "
+            "can't have more processes than all machines together"
         )
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", ""))
     node = _number("SLURM_NODEID", variables, 0)
@@ -252,8 +252,8 @@ def _rendezvous_address(
     if names and place.local_size == place.size:
         return host or "127.0.0.1", port or _port_for(names[0])
     raise ConfigError(
-        f"{launcher.size} is {place.size}, but the address of the rendezvous is not known: set "
-        "MASTER_ADDR to the name of rank 0's machine and MASTER_PORT to a free port there "
+        f"{launcher.size} is {place.size}, but the rendezvous address is unknown: set MASTER_ADDR "
+        "to the name of rank 0's machine and MASTER_PORT to a free port there "
         "(mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
     )
 

@@ -1,4 +1,4 @@
-"""Recipes: all settings of a run, in one YAML file of sections that are checked strictly."""
+"""Recipes: all settings of a run, in one YAML file of strictly validated sections."""
 
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import NO_MASKING, DataConfig, MixedCorpus

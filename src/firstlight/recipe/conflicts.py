@@ -1,5 +1,5 @@
-"""Rejects combinations of methods that never work or do not work on the given hardware, before a
-run starts. Each message names the nearest combination that works.
+"""Rejects, before a run starts, combinations of methods that never work or do not work on the given
+hardware. Each message suggests the nearest working combination.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ def require_combination(
     Args:
         recipe: recipe of the run.
         hardware: hardware of the run.
-        engine: name of the engine between processes that compute different sequences: "none",
-            "ddp", "fsdp" or "deepspeed".
-        tensor_parallel: number of processes that compute each layer together.
+        engine: name of the data-parallel engine: "none", "ddp", "fsdp" or "deepspeed".
+        tensor_parallel: number of processes that share the computation of each layer.
         pipeline: number of pipeline stages, each a process with some of the layers.
 
     Raises:
-        ConfigError: there are conflicts; the message has all of them, each with the nearest
-            combination that works.
+        ConfigError: there are conflicts; the message lists all of them, each with the nearest
+            working combination.
     """
     spec = ENGINES[engine]
     problems = [
@@ -69,7 +68,7 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     config, device = recipe.efficiency, hardware.device.type
     if config.matmul_precision is not None and config.precision not in ("fp32", "tf32"):
         yield (
-            "efficiency.matmul_precision applies only to products of fp32 tensors, not to those of "
+            "efficiency.matmul_precision applies only to products of fp32 tensors, not to "
             f"efficiency.precision {config.precision}: set precision to fp32"
         )
     if config.bf16_residual and config.precision == "bf16_params":
@@ -87,7 +86,10 @@ def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
     if config.precision == "tf32":
         yield f"efficiency.precision tf32 is the same as fp32 on a {device} device"
     if config.activation_offload and device == "cpu":
-        yield "efficiency.activation_offload has no effect on a CPU, where all memory is the CPU's"
+        yield (
+            "efficiency.activation_offload has no effect on a CPU, where activations are "
+            "already in the CPU's memory"
+        )
     if config.empty_cache_steps:
         yield f"efficiency.empty_cache_steps has no effect on a {device} device"
     if config.compile and config.compile_mode != "default":
@@ -106,7 +108,7 @@ def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
     if recipe.lora is None or recipe.lora.modules_to_save or recipe.lora.trainable_token_indices:
         roles.clear()
     elif recipe.lora.dora:
-        # DoRA's magnitudes are vectors that are trained.
+        # DoRA's magnitudes are trainable vectors.
         del roles["vector"]
     for key, field in type(config).model_fields.items():
         if getattr(config, key) == field.default:
@@ -120,7 +122,10 @@ def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
                 f"uses optimizer.embedding_{setting}"
             )
         elif key.endswith("betas") and "betas" not in OPTIMIZERS[name].options:
-            yield f"optimizer.{key} has no effect with optimizer.name {name}, which has no betas"
+            yield (
+                f"optimizer.{key} has no effect with optimizer.name {name}, which does not use "
+                "betas"
+            )
         elif role == "muon" and name != "muon":
             yield f"optimizer.{key} has no effect with optimizer.name {name}: it applies to muon"
 
@@ -160,7 +165,7 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield the conflicts with an engine of several processes, most of them due to sharding."""
+    """Yield the conflicts with a data-parallel engine, most of them due to sharding."""
     if engine is Engine:  # the engine of one process
         return
     if engine.shards_state and recipe.model.family.has_buffers:
@@ -172,7 +177,7 @@ def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[st
     if recipe.efficiency.optimizer_in_backward:
         yield (
             "efficiency.optimizer_in_backward updates before the processes' gradients are summed: "
-            "set it to false (distributed.engine fsdp frees more memory than it does)"
+            "set it to false (distributed.engine fsdp saves more memory)"
         )
     if not engine.keeps_shards:
         return
@@ -210,7 +215,7 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
     if lora.quantize != "none":
         yield (
             f"lora.quantize {lora.quantize} packs weights, which distributed.engine fsdp can't "
-            "cut: set it to none, or use distributed.engine ddp"
+            "shard: set it to none, or use distributed.engine ddp"
         )
     keys = ("modules_to_save", "trainable_token_indices")
     changes = [f"lora.{key}" for key in keys if getattr(lora, key)]
@@ -224,7 +229,7 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
 def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Yield the conflicts of training on preference pairs, whose loss is a function of the
+    """Yield the conflicts of training on preference pairs, whose loss depends on the
     log-probabilities of whole answers."""
     if recipe.preference is None:
         return
@@ -316,7 +321,7 @@ def _sharded_checkpoint_conflicts(
 
 
 def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
-    """Yield the conflicts of tensor parallelism or of a pipeline.
+    """Yield the conflicts of tensor or pipeline parallelism.
 
     Args:
         recipe: recipe of the run.
@@ -334,7 +339,7 @@ def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
     if config.optimizer_in_backward:
         yield (
             f"{key} does not support efficiency.optimizer_in_backward: set it to false "
-            "(distributed.engine fsdp frees more memory than it does)"
+            "(distributed.engine fsdp saves more memory)"
         )
     if recipe.lora is not None:
         yield f"{key} does not support lora: remove one (distributed.engine fsdp supports lora)"
@@ -365,18 +370,19 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
             change += " and batch.gradient_accumulation_steps to 1"
         yield (
             "efficiency.optimizer_in_backward updates after every backward pass, so it can't "
-            f"accumulate gradients over {accumulation} of them: set {change} (with "
-            "activation_checkpointing full if that doesn't fit), or set it to false"
+            f"accumulate gradients over {accumulation} passes: set {change} (with "
+            "activation_checkpointing full if that does not fit in memory), or set "
+            "optimizer_in_backward to false"
         )
     if recipe.optimizer.max_grad_norm > 0:
         yield (
-            "efficiency.optimizer_in_backward updates before the gradient's norm is known, so it "
-            "can't clip: set optimizer.max_grad_norm to 0, or set it to false"
+            "efficiency.optimizer_in_backward updates before the gradient norm is known, so it "
+            "can't clip: set optimizer.max_grad_norm to 0, or optimizer_in_backward to false"
         )
     if recipe.efficiency.precision == "fp16":
         yield (
             "efficiency.optimizer_in_backward updates before it is known whether fp16 gradients "
-            "overflowed: set efficiency.precision to bf16, or set it to false"
+            "overflowed: set efficiency.precision to bf16, or optimizer_in_backward to false"
         )
 
 
@@ -400,8 +406,9 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
     fast_only = config.attention in ("flash", "cudnn") and device == "cuda"
     if fast_only and (recipe.data.document_masking or _window(recipe.model) < recipe.data.seq_len):
         yield (
-            f"efficiency.attention {config.attention} supports no mask on a GPU, which documents "
-            "and sliding windows need: set efficiency.attention to auto, flex or efficient"
+            f"efficiency.attention {config.attention} does not support masks on a GPU, which "
+            "documents and sliding windows need: set efficiency.attention to auto, flex or "
+            "efficient"
         )
     if hardware.capability is not None:
         yield from _missing_units(recipe, hardware.name, hardware.capability)
@@ -412,7 +419,7 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
         )
     if recipe.run.deterministic and config.attention == "cudnn" and device == "cuda":
         yield (
-            "efficiency.attention cudnn sums in no fixed order: set it to flash, or "
+            "efficiency.attention cudnn is not deterministic: set it to flash, or "
             "run.deterministic to false"
         )
     if unrecordable := why_unrecordable(recipe.model, config, hardware):

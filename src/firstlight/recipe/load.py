@@ -1,8 +1,8 @@
-"""Reads recipes from YAML files and options `--section.key value`, and reports mistakes in them.
+"""Reads recipes from YAML files and options `--section.key value`, and reports errors in them.
 
-Precedence: defaults < file < `--section.key value`. All mistakes are reported at once, each with
-the nearest existing name. Keys that the recipe leaves open may come from the DeepSpeed
-configuration file that it names.
+Precedence: defaults < file < `--section.key value`. All errors are reported together, each with the
+nearest existing name. Keys that the recipe leaves open may be read from the DeepSpeed configuration
+file that it names.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def override_pairs(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Convert overrides to the form of command-line options: (`section.key`, value as YAML text).
+    """Convert overrides to the format of command-line options: (`section.key`, value as YAML text).
 
     Args:
-        overrides: values of any type, by `section.key` or as pairs.
+        overrides: values of any type, keyed by `section.key` or as pairs.
 
     Raises:
         ConfigError: a value has a type that a recipe can't hold, such as an array.
@@ -61,12 +61,12 @@ def load_recipe(
 
     Args:
         path: path of the YAML file.
-        overrides: values by `section.key`, or pairs (`section.key`, value), that replace those of
-            the file. A string is parsed as YAML: "3e-4" is a number.
+        overrides: values that replace those of the file, keyed by `section.key` or as pairs
+            (`section.key`, value). A string is parsed as YAML: "3e-4" is a number.
 
     Raises:
         ConfigError: the file is missing or not YAML, or keys or values are invalid; one message
-            lists all mistakes.
+            lists all errors.
     """
     name, path = str(path), Path(path)
     if not path.exists():
@@ -89,7 +89,7 @@ def load_recipe(
 
 
 def _is_recipe(path: Path) -> bool:
-    """Return True if a YAML file has a section of a recipe."""
+    """Return True if a YAML file contains a recipe section."""
     try:
         values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
     except (OSError, ValueError, InputError):
@@ -97,7 +97,7 @@ def _is_recipe(path: Path) -> bool:
     return isinstance(values, dict) and not values.keys().isdisjoint(Recipe.model_fields)
 
 
-#: Largest number of mistakes in one message.
+#: Maximum number of errors in one message.
 _MAX_PROBLEMS = 20
 
 
@@ -114,7 +114,7 @@ def parse_recipe(
         overrides: pairs (`section.key`, value as YAML text); see `override_pairs`.
 
     Raises:
-        ConfigError: keys or values are invalid; one message lists all mistakes.
+        ConfigError: keys or values are invalid; one message lists all errors.
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
@@ -128,7 +128,7 @@ def parse_recipe(
 
 
 def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a recipe's values with some of them changed.
+    """Return a copy of a recipe's values with some of them changed.
 
     Args:
         values: nested values of a recipe.
@@ -183,7 +183,7 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
 
 
 def override_value(name: str, text: str) -> Any:
-    """Parse the value of `section.key` from text; ConfigError if it is not YAML."""
+    """Parse the value of `section.key` from YAML text, or raise ConfigError."""
     try:
         return text if _takes_text(name) and text not in ("null", "~") else parse_yaml(text)
     except ValueError as error:
@@ -191,8 +191,8 @@ def override_value(name: str, text: str) -> Any:
 
 
 def _takes_text(name: str) -> bool:
-    """Return True if the key's type is a string, so that `--data.dir 2024` is a folder's name and
-    not a number."""
+    """Return True if the key's type is a string, so that `--data.dir 2024` is a folder name, not a
+    number."""
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
@@ -230,18 +230,18 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
 
 @functools.cache
 def other_names() -> Mapping[str, str]:
-    """Return the hint for each name of a setting in another program; see other_names.yaml."""
+    """Return the hints for setting names of other programs; see other_names.yaml."""
     text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
     return {name: hint for hint, names in yaml.safe_load(text).items() for name in names}
 
 
-#: A key in a hint of `other_names`, with a value and a remark.
+#: Pattern for a key in a hint of `other_names`, with a value and a remark.
 _OWN_KEY = re.compile(r"(\w+\.\w+)(?:: ([^;]+))?(?:; (.+))?")
 
 
 def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool = False) -> str:
-    """Return a hint for the name of another program's setting, or of a key of another section: the
-    right key, or what to do instead; "" if the name is neither.
+    """Return a hint if the name is a setting of another program or a key of another section: the
+    right key, or an alternative. Otherwise return "".
 
     Args:
         name: the unknown key, without its section.
@@ -296,7 +296,7 @@ def _describe(entry: Any) -> str:
 
 def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
     """Return a key's location without the tags that pydantic inserts for unions, and the classes of
-    the section that has the key."""
+    the key's section."""
     names: list[str] = []
     owners: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(location):
@@ -320,15 +320,15 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown key: another program's or another section's name, or the nearest
-    key of its section."""
+    """Return a hint for an unknown key: the right name if it comes from another program or section,
+    or the nearest key of its section."""
     hint = hint_for_other_name(key, known) or nearest(key, known)
     return hint or f" (known: {', '.join(known)})"
 
 
 def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
-    """Return the message for an unknown section: a hint for the section, or one for each of its
-    keys that another section or program has, such as those of `training`."""
+    """Return the message for an unknown section: a hint for the section, or hints for those of its
+    keys that exist in another section or program, such as the keys of `training`."""
     sections = [section for section in Recipe.model_fields if nearest(name, [section])]
     keys = set(known_keys())
     if not any(all(f"{section}.{key}" in keys for key in inner) for section in sections):
@@ -344,16 +344,17 @@ _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
 
 
-#: libyaml's loader, which is ten times as fast; PyYAML may be built without it.
+#: libyaml's loader is ten times as fast, but PyYAML may be built without it.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
-    """PyYAML's safe loader, which also reads 3e-4 as a number, rejects duplicate keys, and limits
-    keys."""
+    """PyYAML's safe loader with three changes: it reads 3e-4 as a number, rejects duplicate keys,
+    and limits the number of keys."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # `<<` merges may multiply: each mapping can merge two others, which merge two others each.
+        # `<<` merges may grow exponentially: each mapping can merge two others, each of which
+        # merges two more.
         super().flatten_mapping(node)
         if len(node.value) > _MAX_VALUES:
             raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
@@ -376,11 +377,11 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 def _require_shallow(text: str) -> None:
-    """Reject YAML of many levels before it is loaded: libyaml's loader calls itself for each level,
-    which would crash the process.
+    """Reject deeply nested YAML before it is loaded: libyaml's loader is recursive and would crash
+    the process.
 
     Raises:
-        yaml.YAMLError: there are too many levels, or the text is not YAML.
+        yaml.YAMLError: the nesting is too deep, or the text is not YAML.
     """
     depth = 0
     for event in yaml.parse(text, _Loader):
@@ -432,35 +433,34 @@ def parse_yaml(content: bytes | str) -> Any:
         _require_small(values)
     # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # PyYAML's name for text that it does not read from a file itself.
+        # PyYAML's name for text that was not read from a file.
         message = str(error).replace('in "<unicode string>", line', "in line")
         raise ValueError(" ".join(message.split())) from error
     return values
 
 
 def yaml_text(values: object) -> str:
-    """Write values of a recipe or of a card as YAML text, keys in their order."""
+    """Format the values of a recipe or a model card as YAML text, keeping the order of keys."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     text: str = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
-# The DeepSpeed configuration file that a recipe names
+# DeepSpeed configuration file of a recipe
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe, with values from the file `distributed.deepspeed_config` for the keys that
-    the recipe leaves open.
+    """Fill the recipe's open keys with values from the file `distributed.deepspeed_config`.
 
-    Calling it again with its result changes nothing, so that a resumed run gets the same recipe.
+    Applying it to its result changes nothing, so a resumed run gets the same recipe.
 
     Args:
         recipe: the recipe as the user wrote it.
         processes: number of processes that share each optimizer step.
 
     Raises:
-        ConfigError: the file can't be read or has unsupported keys, or it contradicts the recipe;
-            the message names each key.
+        ConfigError: the file can't be read, has unsupported keys, or contradicts the recipe; the
+            message names each key.
     """
     config = recipe.distributed
     if config.deepspeed_config is None:
@@ -490,7 +490,7 @@ def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
     if problems:
         raise ConfigError(
             f"distributed.deepspeed_config {path} contradicts the recipe: {'; '.join(problems)}: "
-            "remove one of each, or make them equal"
+            "make each pair equal, or remove one of the two"
         )
     return _with_whole_batch(_with(recipe, values, path), found, processes, path)
 

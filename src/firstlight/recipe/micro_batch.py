@@ -1,4 +1,4 @@
-"""The `batch` section of a recipe, and the decision of a micro-batch size that it leaves open."""
+"""The `batch` section of a recipe, and the choice of a micro-batch size that it leaves open."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ class BatchConfig(Section):
     micro_batch_size: Annotated[int | Literal["auto"] | None, PlainValidator(_number_of_rows)] = (
         None
     )
-    """number of sequences of one forward pass on one device: larger values use the hardware better,
-    and take more memory for activations. "auto" is the largest number that fits in memory, found
-    before the run in a separate process by trying all of global_batch_tokens, then half of it, and
-    so on. null is 8. With global_batch_tokens, null is the largest number up to 8 that divides a
-    step evenly, and on a CPU at most about 1,024 tokens, which are enough to keep it busy."""
+    """number of sequences per forward pass on one device: larger values use the hardware better but
+    need more memory for activations. "auto" is the largest number that fits in memory. It is found
+    before the run by trials in a separate process, which start with all of global_batch_tokens and
+    halve it until it fits. null is 8. With global_batch_tokens, null is the largest number up to 8
+    that divides a step evenly, and on a CPU at most about 1,024 tokens, which are enough to keep it
+    busy."""
     divide_micro_batch: bool = False
-    """true lowers micro_batch_size to the largest number that divides the sequences of a step
-    evenly among the processes, such as 8 to 4 if two processes share a step of 8. firstlight sets
-    it if it has chosen micro_batch_size itself. false keeps micro_batch_size."""
+    """true lowers micro_batch_size to the largest number that divides a step's sequences evenly
+    among the processes, for example from 8 to 4 if two processes share a step of 8. firstlight sets
+    this key if it chooses micro_batch_size itself. false keeps micro_batch_size."""
     gradient_accumulation_steps: int | None = Field(None, gt=0)
-    """number of forward and backward passes of a step: the gradient of a large batch with the
-    memory of a small one."""
+    """number of forward and backward passes per step, to compute the gradient of a large batch with
+    the memory of a small one."""
     global_batch_tokens: int | None = Field(None, gt=0)
-    """number of tokens of a step, over all devices; the number of accumulation steps follows from
-    it."""
+    """number of tokens per step, over all devices; it determines the number of accumulation
+    steps."""
     ramp_start_tokens: int | None = Field(None, gt=0)
-    """number of tokens of the first steps, a divisor of global_batch_tokens. The tokens per step
-    rise from it to global_batch_tokens in increments of this size, by more accumulation steps; null
+    """number of tokens per step at the start, a divisor of global_batch_tokens. The tokens per step
+    increase to global_batch_tokens in increments of this size, by adding accumulation steps; null
     is no ramp."""
     ramp_steps: int | None = Field(None, gt=0)
-    """number of steps over which the tokens per step rise; later steps have
+    """number of steps over which the tokens per step increase; later steps have
     global_batch_tokens."""
 
     @model_validator(mode="after")
@@ -61,12 +62,15 @@ class BatchConfig(Section):
         start, whole = self.ramp_start_tokens, self.global_batch_tokens
         if (start is None) != (self.ramp_steps is None):
             raise ValueError(
-                "ramp_start_tokens and ramp_steps belong together: set both or neither"
+                "ramp_start_tokens and ramp_steps require each other: set both or neither"
             )
         if start is None:
             return self
         if whole is None:
-            raise ValueError("ramp_start_tokens needs global_batch_tokens, where the ramp ends")
+            raise ValueError(
+                "ramp_start_tokens needs global_batch_tokens, the end of the ramp: "
+                "set global_batch_tokens"
+            )
         if whole % start or whole == start:
             raise ValueError(
                 f"global_batch_tokens {whole} is not a multiple (at least 2 times) of "
@@ -76,12 +80,13 @@ class BatchConfig(Section):
 
     @property
     def rows(self) -> int:
-        """The micro-batch size in sequences, which must be decided ("auto" is not allowed)."""
+        """The micro-batch size in sequences, which must have been chosen ("auto" is not
+        allowed)."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Return the sequences per step, for a micro-batch size that is still "auto".
+        """Return the number of sequences per step for a micro-batch size of "auto".
 
         Args:
             seq_len: tokens of a sequence.
@@ -106,7 +111,7 @@ class BatchConfig(Section):
         return rows
 
     def accumulation(self, seq_len: int, processes: int = 1) -> int:
-        """Return the forward passes of each of `processes` processes in an optimizer step.
+        """Return the number of forward passes per optimizer step in each of `processes` processes.
 
         Raises:
             ConfigError: `global_batch_tokens` or `ramp_start_tokens` is not a multiple of the
@@ -120,14 +125,14 @@ class BatchConfig(Section):
         steps = self._passes("global_batch_tokens", self.global_batch_tokens, seq_len, processes)
         if self.gradient_accumulation_steps not in (None, steps):
             raise ConfigError(
-                f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} and "
-                f"global_batch_tokens (which makes it {steps}) disagree: set the first to {steps}, "
-                "or remove one"
+                f"batch.gradient_accumulation_steps {self.gradient_accumulation_steps} "
+                f"contradicts global_batch_tokens, which implies {steps}: set it to {steps}, or "
+                "remove one of the two"
             )
         return steps
 
     def _passes(self, key: str, tokens: int, seq_len: int, processes: int) -> int:
-        """Return the forward passes of each process for a step of this number of tokens."""
+        """Return the number of forward passes in each process for a step of this many tokens."""
         steps, rest = divmod(tokens, self.rows * seq_len * processes)
         if not rest:
             return steps
@@ -143,7 +148,7 @@ class BatchConfig(Section):
         )
 
     def _same_tokens(self, seq_len: int, processes: int) -> str:
-        """Return advice on how to divide a step without changing its tokens, as the beginning of a
+        """Return advice on how to divide a step without changing its tokens, as the start of a
         sentence, or "" if there is none."""
         assert self.global_batch_tokens is not None
         if rows := self.dividing_rows(seq_len, processes, self.rows):
@@ -157,14 +162,13 @@ class BatchConfig(Section):
         return f"start {' or '.join(map(str, near))} processes, or "
 
     def dividing_rows(self, seq_len: int, processes: int, most: int) -> int | None:
-        """Return the largest micro-batch size up to `most` with which the processes share each step
-        evenly, or the one with which they have `gradient_accumulation_steps`, or None if there is
-        none.
+        """Return the largest micro-batch size up to `most` that divides each step evenly among the
+        processes, or the size that gives `gradient_accumulation_steps`, or None if there is none.
 
         Args:
             seq_len: tokens of a sequence.
             processes: number of processes that share a step.
-            most: largest micro-batch size in sequences.
+            most: maximum micro-batch size in sequences.
         """
         assert self.global_batch_tokens is not None
         # The micro-batch must also divide the smallest steps of a ramp.
@@ -199,13 +203,13 @@ def resolve_micro_batch(
     is_tried: bool,
     tell: Callable[[str], None],
 ) -> BatchConfig:
-    """Return the section with the micro-batch size decided; it stays "auto" only if trials have to
-    find it (`training/micro_batch_trials.py`).
+    """Return the section with a micro-batch size. It stays "auto" only if it must be found by
+    trials (`training/micro_batch_trials.py`).
 
     The default is the largest size up to a limit that divides the global batch evenly. The limit is
-    8 sequences, and on a CPU also about 1,024 tokens: these keep it busy, and more sequences would
-    not be faster, but would take more memory for activations. A size that firstlight has chosen,
-    such as that of an earlier run, is lowered so that the processes share a step evenly.
+    8 sequences, and on a CPU also about 1,024 tokens, which keep it busy: more sequences would not
+    be faster but would need more memory for activations. A size chosen by firstlight, for example
+    in an earlier run, is lowered if necessary to divide a step evenly among the processes.
 
     Args:
         batch: the section as written.
@@ -238,8 +242,8 @@ def _default_size(batch: BatchConfig, seq_len: int, device: str, processes: int)
 def _divided(
     batch: BatchConfig, seq_len: int, rows: int, processes: int, *, tell: Callable[[str], None]
 ) -> int:
-    """Return a chosen micro-batch size, lowered so that the processes share a step evenly;
-    unchanged if the batch of the recipe follows from it, or if they can't."""
+    """Return a chosen micro-batch size, lowered so that the processes share a step evenly. It is
+    unchanged if the recipe's batch is derived from it, or if no size divides the step."""
     if batch.global_batch_tokens is None:
         return rows
     fitting = batch.dividing_rows(seq_len, processes, rows) or rows

@@ -1,10 +1,10 @@
 """Resolves a recipe, once and in the same way for train, plan and bench: every key that it leaves
-open is decided from facts about the machine, the data and the run.
+open is set from facts about the machine, the data and the run.
 
-The facts are gathered first: the kind of the data, the config of the model that is trained, the
-number of processes, the rates of the device. From them, `resolve` decides document masking and the
-`preference` section, the settings of new models, the length of a row, the micro-batch size,
-precision, attention, compilation, and the variant of the optimizer.
+The facts are collected first: the kind of data, the config of the model to be trained, the number
+of processes, and the rates of the device. From these, `resolve` sets document masking and the
+`preference` section, the settings of new models, the row length, the micro-batch size, precision,
+attention, compilation, and the optimizer variant.
 """
 
 from __future__ import annotations
@@ -42,42 +42,42 @@ from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.micro_batch import resolve_micro_batch
 from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 
-#: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
+#: Fraction of the peak rate usually reached in training (model FLOPs utilization).
 USUAL_MFU = 0.4
 
 #: Assumed duration in seconds of a run of unknown length: most runs are long.
 _LONG_SECONDS = 1e6
 
-#: Minimum seconds per step that a GPU waits for a layer's kernels to be launched.
+#: Minimum seconds per step and layer for launching kernels on a GPU.
 _LAUNCH_SECONDS = 2e-3
 
-#: Vocabulary size above which computing the loss in chunks saves much memory.
+#: Vocabulary size from which computing the loss in chunks saves much memory.
 _LARGE_VOCABULARY = 16384
 
 
-#: Keys of the `schedule` section that set the length of a run, not the course of the learning rate.
+#: Keys of the `schedule` section that set the length of a run, not the shape of the schedule.
 _LENGTHS = frozenset(("max_steps", "epochs", "max_minutes"))
 
-#: The precisions to which "auto" can be resolved.
+#: Possible values of a resolved "auto" precision.
 AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine, data and run with which a recipe is resolved.
+    """Facts about machine, data and run that determine how a recipe is resolved.
 
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: the precision to which "auto" is resolved.
         compiler: torch.compile for the device; None if it does not work there.
-        flops: function that maps a dtype to the peak rate of matrix products in FLOP/s; None if
-            unknown.
+        flops: function from a dtype to the peak rate of matrix products in FLOP/s; None if unknown.
         processes: number of processes that share each optimizer step.
         epoch_tokens: number of tokens of the training split; None if the data is not on this
             machine.
-        kind: kind of the data; "chat" also for a mix that has conversations; None if unknown.
-        model: config of the model that is trained; None for the recipe's `model` section.
-        new_model: True if the model starts from new weights.
+        kind: kind of the data, which is "chat" for a mix that contains conversations; None if
+            unknown.
+        model: config of the model to be trained; None for the recipe's `model` section.
+        new_model: True if training starts from random weights.
         run_folder: the run folder; None keeps the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
         largest_micro_batch: function that finds the largest micro-batch size that fits in memory,
@@ -119,15 +119,15 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
 def for_new_model(
     recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
 ) -> Recipe:
-    """Return the recipe with the settings `NEW_MODEL` for optimizer, schedule and initial weights,
-    if it sets none of these.
+    """Apply the settings `NEW_MODEL` for optimizer, schedule and initial weights to a recipe that
+    sets none of these.
 
-    These settings were measured together. A recipe that sets any key of the optimizer, of the
-    schedule's shape or of the initial weights therefore gets none of them, and its unset keys have
-    their usual defaults.
+    These settings were tuned together. A recipe that sets any key of the optimizer, the schedule's
+    shape or the initial weights therefore gets none of them, and its unset keys have their usual
+    defaults.
 
     Args:
-        recipe: recipe of a model that starts from new weights.
+        recipe: recipe of a run that starts from random weights.
         earlier: resolved recipe of the run that is resumed, whose settings are kept; {} for a new
             run.
         tell: function that is called with a message if a new run gets these settings.
@@ -140,7 +140,10 @@ def for_new_model(
         "schedule": {**NEW_MODEL["schedule"], "warmup_ratio": WARMUP_RATIO},
     }
     if not earlier:
-        tell("the recipe sets no optimizer, schedule or initial weights: using those of new models")
+        tell(
+            "the recipe sets no optimizer, schedule or initial weights: using the settings for "
+            "new models"
+        )
     length = recipe.schedule.model_dump(include=set(_LENGTHS))
     changes = {
         "init": InitConfig.model_validate(chosen.get("init", {})),
@@ -151,9 +154,9 @@ def for_new_model(
 
 
 def _names_no_settings(recipe: Recipe) -> bool:
-    """Return True if the model has the layout with which `NEW_MODEL` was measured, the recipe sets
-    no key of the optimizer, the schedule's shape or the initial weights, and its engine supports
-    the optimizer of `NEW_MODEL`."""
+    """Return True if the model has the layout for which `NEW_MODEL` was tuned, the recipe sets no
+    key of the optimizer, the schedule's shape or the initial weights, and its engine supports the
+    optimizer of `NEW_MODEL`."""
     model, parts = recipe.model, recipe.distributed
     return (
         model is not None
@@ -188,14 +191,14 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
         raise ConfigError(f"data.{NO_MASKING}")
     if kind != "preference" and recipe.preference is not None:
         raise ConfigError(
-            "the preference section is for pairs of answers: set data.kind preference, or remove "
-            "the section"
+            "the preference section applies to pairs of answers only: set data.kind to "
+            "preference, or remove the section"
             "out"
         )
     if kind == "preference" and not from_weights:
         raise ConfigError(
-            "preference pairs need a model that already answers: fine-tune one on conversations "
-            "(data.kind chat), and name it with --init-from"
+            "preference pairs need a model that can already answer: fine-tune one on "
+            "conversations (data.kind chat), and pass it with --init-from"
         )
 
 
@@ -204,14 +207,13 @@ def resolve(
 ) -> ResolvedRecipe:
     """Return the recipe with every open key resolved.
 
-    A resumed run must compute as before, but a choice that depends on the machine or on a
-    measurement could differ. The choices of the resumed run (`facts.earlier`) therefore take
-    precedence.
+    A resumed run must compute as before, but choices that depend on the machine or on a measurement
+    could turn out differently. The earlier choices (`facts.earlier`) therefore take precedence.
 
     Args:
         recipe: the recipe as written.
         facts: see `Facts`. The vocabulary size of the model is known.
-        tell: function that is called with a message about each important choice.
+        tell: function called with a message about each important choice.
 
     Raises:
         ConfigError: `data.seq_len` is longer than the model's context, or no micro-batch size fits.
@@ -247,7 +249,7 @@ def resolve(
             "data": dict(known.data),
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
-            # 1 is a placeholder for a size that trials find later.
+            # 1 is a placeholder until trials find the size.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
     )
@@ -260,8 +262,8 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """Return the recipe with the values that follow from its data and its run without a choice, and
-    with the settings of a new model.
+    """Return the recipe with the values implied by its data and its run, and with the settings of
+    new models.
 
     Args:
         data: further values of the `data` section.
@@ -299,7 +301,7 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
 def attention_backend(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts, precision: str
 ) -> str:
-    """Return the attention backend to which "auto" is resolved for a recipe in a precision."""
+    """Resolve the attention backend "auto" of a recipe for a precision."""
     return resolve_attention(
         EfficiencyConfig(),
         facts.device,
@@ -315,11 +317,11 @@ def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
     """Return the `efficiency` section with precision, compile, loss_chunk_tokens and attention
-    set."""
+    resolved."""
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        # The update in the backward pass is made before it is known whether fp16 gradients
+        # In the backward pass, parameters are updated before it is known if fp16 gradients
         # overflow.
         overflows = facts.precision == "fp16" and config.optimizer_in_backward
         own = "fp32" if overflows else facts.precision
@@ -355,8 +357,8 @@ def _resolve_efficiency(
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """Return the `optimizer` section with 8-bit library, bits of embeddings and variant of
-    Adafactor resolved."""
+    """Return the `optimizer` section with the 8-bit library, the precision of the embeddings'
+    state, and the Adafactor variant resolved."""
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
@@ -367,21 +369,21 @@ def _resolve_optimizer(
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
-        # Recipes of older versions lack this key: all their runs used torch's Adafactor.
+        # Recipes of older versions do not have this key: their runs used torch's Adafactor.
         variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
             tell(
-                "this run began with torch's Adafactor and continues with it: "
-                "optimizer.adafactor_variant torch (a new run takes paper, whose weight decay "
-                "is relative to the parameter's size)"
+                "this run started with torch's Adafactor and continues with it: "
+                "optimizer.adafactor_variant torch (new runs use paper, whose weight decay is "
+                "relative to the parameter's size)"
             )
     return config.model_copy(update=chosen)
 
 
 def _is_whole(parts: DistributedConfig) -> bool:
-    """Return True without tensor and pipeline parallelism, so that each process computes every
-    layer completely."""
+    """Return True if neither tensor nor pipeline parallelism is used, so that each process computes
+    the whole model."""
     return parts.tensor_parallel * parts.pipeline == 1
 
 
@@ -393,7 +395,7 @@ def open_compile_modes(
     *,
     is_busy: bool = False,
 ) -> list[Compiling]:
-    """Return the compilation modes, including none, that a recipe leaves open.
+    """Return the compilation modes, including no compilation, that a recipe allows.
 
     Args:
         config, parts: the recipe's sections `efficiency` and `distributed`.
@@ -401,7 +403,7 @@ def open_compile_modes(
         size: hidden size and number of layers of the model.
         is_busy: True if other programs use the cores.
     """
-    # `conflicts.py` rejects compilation with other engines and with layers that are split.
+    # `conflicts.py` rejects compilation with other engines and with split layers.
     is_refused = (
         not _is_whole(parts)
         or named_engine(parts).updates_itself
@@ -413,7 +415,7 @@ def open_compile_modes(
         modes = [mode for mode in modes if mode.regional == config.compile_regional]
     if config.compile is False or not modes:
         return [NOT_COMPILED]
-    # Without compilation, the casts of fp8 take longer than its products save.
+    # Without compilation, fp8's casts take longer than its matrix products save.
     return modes if compiles or config.precision == "fp8" else [NOT_COMPILED, *modes]
 
 
@@ -442,8 +444,8 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
     for key in ("tensor_parallel", "pipeline"):
         if getattr(recipe.distributed, key) > 1:
             raise ConfigError(
-                f"batch.micro_batch_size auto tries the full model, but distributed.{key} "
-                "gives each process only a part: set a number"
+                f"batch.micro_batch_size auto runs trials with the full model, but "
+                f"distributed.{key} gives each process only a part: set a number"
             )
     return find(recipe)
 
@@ -451,11 +453,11 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
 def usual_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
-    """Return the seconds that the run's steps usually take without torch.compile."""
+    """Return the usual duration of the run's steps in seconds, without torch.compile."""
     batch, schedule = recipe.batch, recipe.schedule
     minutes = schedule.max_minutes
     rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-    # Each process's part.
+    # Per process.
     tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens / facts.processes

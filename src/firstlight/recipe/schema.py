@@ -30,20 +30,22 @@ class RunConfig(Section):
     """the run folder, for metrics, report and checkpoints. null is runs/NAME, where NAME is the
     name of the recipe's file."""
     seed: int = Field(1337, ge=0, lt=2**63)
-    """seed of the initial weights, of the order of the training rows, and of dropout."""
+    """seed for the initial weights, the order of the training rows, and dropout."""
     device: str = "auto"
     """device to run on: "auto" (a CUDA GPU if there is one, otherwise the CPU), "cpu", "cuda",
     "cuda:1", "mps"."""
     check_device: bool = True
-    """true compares a GPU that has not passed `firstlight info --check` with the CPU before a run,
-    in a second or two, and stops if its results are wrong. A GPU that has passed is compared again
-    with another driver or version of torch, precision or attention."""
+    """true compares the results of a GPU with the CPU before a run, unless the GPU has passed
+    `firstlight info --check`. This takes a second or two, and wrong results stop the run. A GPU
+    that has passed is checked again with another driver, torch version, precision or attention
+    backend."""
     deterministic: bool = False
-    """true computes bit-identical results each time on a CUDA GPU, so that a run that was stopped
-    and resumed equals an uninterrupted run. It costs speed, above all in attention's backward pass.
-    On a CPU, results are always bit-identical."""
+    """true gives bit-identical results on a CUDA GPU, so that a resumed run equals an uninterrupted
+    run. It is slower, especially in attention's backward pass. On a CPU, results are always
+    bit-identical."""
     max_minutes: float | None = Field(None, gt=0)
-    """minutes after which the run saves and stops, after at least one step; null is no limit."""
+    """minutes after which the run saves a checkpoint and stops, but not before the first step; null
+    is no limit."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
     """experiment trackers that also receive metrics, samples, recipe and reports: tensorboard (in
     the run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio
@@ -81,59 +83,60 @@ class EvaluationConfig(Section):
     """true also evaluates the losses before the first step, as step 0 of metrics.jsonl, unless
     every_steps is 0."""
     max_rows: int = Field(256, ge=0)
-    """number of rows of the validation split that are evaluated, spread evenly over it; 0 is
-    all."""
+    """number of rows of the validation split to evaluate, spread evenly over it; 0 is all."""
     train_rows: int = Field(0, ge=0)
-    """number of rows of the training split (of each corpus of a mix) that are also evaluated,
-    spread evenly and the same each time. The result train_eval/loss is computed like val/loss,
+    """number of rows of the training split (of each corpus in a mix) that are also evaluated,
+    spread evenly and the same each time. The result, train_eval/loss, is computed like val/loss,
     without dropout; 0 is off."""
     sample_prompts: list[str] = Field(default=[""])
-    """texts that the model continues at each evaluation (see samples_at); with data of
-    conversations, messages that it answers."""
+    """texts that the model continues at each evaluation (see samples_at), or messages that it
+    answers if the data is conversations."""
     samples_at: Literal["evaluation", "epoch"] = "evaluation"
-    """when sample texts are written: at each "evaluation" except the one before the first step, or
-    with the step that ends an "epoch", a pass over the training split; both also with the last
-    step."""
+    """when sample texts are generated: at each "evaluation" except the one before the first step,
+    or after the last step of each "epoch" (pass over the training split); in both cases also after
+    the last step of the run."""
     sample_tokens: int = Field(64, ge=1)
     """maximum number of tokens of a sample."""
     temperature: float = Field(0.8, ge=0)
     """temperature of the samples; 0 is greedy decoding."""
     tasks: list[str] = Field(default=[])
-    """tasks in which the model is scored, as with `firstlight eval --tasks`: "hellaswag",
+    """tasks on which the model is scored, as with `firstlight eval --tasks`: "hellaswag",
     "hellaswag,FILE.jsonl" or "lm-eval:NAME"."""
     tasks_every_steps: int = Field(0, ge=0)
-    """number of steps between scores of the tasks, which are also computed at the end; 0 scores
-    them at each evaluation."""
+    """number of steps between task evaluations, which also run at the end; 0 scores the tasks at
+    each evaluation."""
     task_items: int = Field(0, ge=0)
     """number of items of each task that are scored, starting with the first; 0 is all."""
     task_folder: str | None = None
     """folder with further tasks for lm-evaluation-harness."""
 
 
-#: Minimum number of earlier steps for a z-score: with fewer, a standard deviation is too uncertain.
+#: Minimum number of earlier steps for a z-score: with fewer, the standard deviation is too
+#: uncertain.
 FEWEST_STEPS = 16
 
 
 class GuardConfig(Section):
-    """The `guard` section: a step whose loss or gradient is not finite, or has a spike, is skipped,
-    so that weights and moments stay unchanged. With efficiency.optimizer_in_backward the update is
-    already done when this is known, so on_divergence applies after one such step.
+    """The `guard` section: a step whose loss or gradient is not finite or spikes is skipped, so
+    that weights and moments stay unchanged. With efficiency.optimizer_in_backward, the parameters
+    have already been updated by then, so on_divergence applies after a single such step.
     """
 
     max_skipped_steps: int = Field(5, ge=1)
-    """number of skipped steps in a row after which on_divergence applies. Steps that fp16 skips
-    while it adapts the loss scale don't count."""
+    """number of consecutive skipped steps after which on_divergence applies. Steps skipped by fp16
+    to adapt the loss scale do not count."""
     on_divergence: Literal["rollback", "stop"] = "rollback"
-    """"rollback" restores weights, moments and random states of the newest good checkpoint and
-    continues with the next data (Chowdhery et al. 2022, section 5.1); "stop" ends the run."""
+    """"rollback" restores weights, moments and random states from the newest good checkpoint and
+    continues with the data that follows (Chowdhery et al. 2022, section 5.1); "stop" ends the
+    run."""
     max_rollbacks: int = Field(2, ge=0)
     """maximum number of rollbacks; the next divergence ends the run."""
     spike_z_score: float | None = Field(None, gt=0)
-    """number of standard deviations: a step is skipped if its loss or gradient norm is more than
-    this above the mean of earlier steps; null is off."""
+    """a step is skipped if its loss or gradient norm exceeds the mean of earlier steps by more than
+    this number of standard deviations; null is off."""
     spike_window: int = Field(128, ge=FEWEST_STEPS)
-    """number of earlier steps for the mean and the standard deviation of spike_z_score; the first
-    16 steps are never skipped as spikes."""
+    """number of earlier steps used for the mean and the standard deviation of spike_z_score; the
+    first 16 steps are never skipped as spikes."""
 
 
 class PreferenceConfig(Section):
@@ -142,7 +145,7 @@ class PreferenceConfig(Section):
     objective: Literal["dpo"] = "dpo"
     """"dpo" (Rafailov et al. 2023): -log sigmoid(beta * ((chosen - its reference) - (rejected - its
     reference))), where each term is the log-probability of an answer, summed over its tokens. The
-    references are the log-probabilities under the model from which the run starts."""
+    references are log-probabilities under the model from which the run starts."""
     beta: float = Field(0.1, gt=0)
     """strength of the pull towards the starting model; a larger value keeps the model closer to
     it."""
@@ -156,7 +159,7 @@ AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 class PlanningConfig(Section):
     """The `planning` section: facts for `firstlight plan` before data and weights exist. Training
-    ignores it, and reads these facts from the prepared data and the weights.
+    ignores this section, because it reads the facts from the prepared data and the weights.
     """
 
     vocab_size: int | None = Field(None, ge=1)
@@ -170,7 +173,7 @@ class Recipe(Section):
     """All settings of a run as the user wrote them.
 
     `model` may be null if the run starts from existing weights; `lora` is null if all weights are
-    trained; `preference` is only for data of the kind preference.
+    trained; `preference` applies only to data of kind preference.
     """
 
     run: RunConfig = RunConfig()
@@ -242,7 +245,7 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """All settings of a run with no open key: no key that `resolve` decides is null or "auto"."""
+    """All settings of a run without open keys: no key that `resolve` sets is null or "auto"."""
 
     model: AnyModelConfig
     data: ResolvedData

@@ -83,7 +83,7 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts[1:] for folder in folders]
     for number, folder in enumerate(folders):
         if parts[number] in parts[:number]:
-            raise ConfigError(f"run folder {folder} is named twice: name each run once")
+            raise ConfigError(f"run folder {folder} is listed twice: list each run once")
     lengths = [1] * len(parts)
     while True:
         labels = ["/".join(p[-n:]) for p, n in zip(parts, lengths, strict=True)]

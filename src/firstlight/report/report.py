@@ -256,14 +256,14 @@ def _hash(text: str) -> str:
 
 #: Explanations of technical terms, shown when the reader points at a term.
 _TERMS = {
-    "nats": "Unit of the loss: the average of -ln of the probability that the model gave to the "
-    "right token. One bit is 0.693 nats. Lower is better.",
-    "bits per byte": "Bits that the model needs for each byte of the text: the loss in bits, per "
-    "byte instead of per token. It compares models with different tokenizers. Lower is better.",
+    "nats": "Unit of the loss, the average of -ln of the probability that the model gave the "
+    "correct token. One bit is 0.693 nats. Lower is better.",
+    "bits per byte": "Bits that the model needs per byte of text: the loss in bits, per byte "
+    "instead of per token. It makes models with different tokenizers comparable. Lower is better.",
     "MFU": "Model FLOPs utilization: the FLOPs that the model needs, as a share of the hardware's "
     "peak. Higher is better.",
-    "perplexity": "e to the power of the loss: among how many equally likely tokens the model "
-    "chooses on average. Lower is better.",
+    "perplexity": "e to the power of the loss: the number of equally likely tokens among which "
+    "the model chooses on average. Lower is better.",
 }
 _TERM = re.compile(rf"\b({'|'.join(_TERMS)})\b", re.IGNORECASE)
 _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}

@@ -442,9 +442,11 @@ def require_run(folder: Path) -> None:
         return
     run = folder.resolve().parent.parent
     if (run / METRICS_NAME).exists():
-        raise InputError(f"{folder} is a checkpoint: name its run folder, {run}")
-    hint = "name one that `firstlight train` wrote"
-    raise InputError(f"{folder} is not a run folder: it has no {METRICS_NAME} ({hint})")
+        raise InputError(f"{folder} is a checkpoint: use its run folder, {run}")
+    hint = "use one written by `firstlight train`"
+    raise InputError(
+        f"{folder} is not a run folder, because it does not contain {METRICS_NAME}: {hint}"
+    )
 
 
 def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
@@ -506,7 +508,7 @@ def read_length(run_folder: Path) -> dict[str, Any]:
         if type(value) not in kind or not least <= value <= _MOST_STEPS:
             raise CheckpointError(f"{path} is damaged: {key} is {value!r:.100}")
     if ("max_steps" in record) != ("decided_at" in record):
-        raise CheckpointError(f"{path} is damaged: max_steps and decided_at belong together")
+        raise CheckpointError(f"{path} is damaged: it has only one of max_steps and decided_at")
     if not _are_corrections(record.get("replaced", []), record.get("decided_at", _MOST_STEPS)):
         raise CheckpointError(f"{path} is damaged: replaced is {record['replaced']!r:.100}")
     return record

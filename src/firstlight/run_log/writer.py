@@ -283,7 +283,7 @@ class RunLogs:
         if gaps := missing_steps(steps, first, last_step):
             self._tell(
                 f"warning: {self._folder / name} has no lines of steps {gaps}: weights and later "
-                "steps are not affected, reports lack them"
+                "steps are not affected, but reports lack them"
             )
 
     def _close(self) -> None:

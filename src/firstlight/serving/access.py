@@ -37,7 +37,7 @@ _TYPES = {
 
 #: Message sent to the client after an internal failure, whose cause is only logged.
 FAILED = "the server failed to answer this request: see its log for the reason"
-OUT_OF_MEMORY = "the server has too little memory for this text: lower max_tokens"
+OUT_OF_MEMORY = "the server does not have enough memory for this text: lower max_tokens"
 
 #: <link> and <meta> tags with a URL on another host, which a browser might fetch.
 _FOREIGN_TAG = re.compile(r"<(?:link|meta)\b[^>]*[\"'](?:https?:)?//[^>]*>", re.IGNORECASE)

@@ -195,7 +195,11 @@ class _Page:
         chainlit, session = self._chainlit, self._new_session()
         chainlit.user_session.set("session", session)
         await chainlit.ChatSettings(_widgets(chainlit.input_widget, session.settings)).send()
-        kind = "" if session.has_template else " It has no chat template: it continues your text."
+        kind = (
+            ""
+            if session.has_template
+            else " It does not have a chat template, so it continues your text."
+        )
         text = f"{self._name}, {session.context:,} tokens of context.{kind}"
         await chainlit.Message(text).send()
 

@@ -455,8 +455,8 @@ _MAX_IGNORED = 100
 #: Error message for each field whose pydantic message is unclear.
 _MESSAGES = {
     "prompt": "must be a text, a list of texts, a list of token ids or a list of such lists; "
-    f"none may be empty, and there may be at most {MAX_PROMPTS} texts or lists with "
-    f"{MAX_PROMPT_IDS:,} ids each",
+    f"none may be empty, and at most {MAX_PROMPTS} texts or lists of {MAX_PROMPT_IDS:,} ids are "
+    "allowed",
     "stop": f"must be a text or a list of up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} "
     "characters each",
     "content": "must be a text, or a list of parts such as {'type': 'text', 'text': ...}",
@@ -764,7 +764,7 @@ class RequestEncoder:
             message = "this model's chat template does not support tool calls: omit them"
             raise _invalid("messages", message, "unsupported_parameter")
         if request.continue_final_message and request.add_generation_prompt:
-            message = "continue_final_message continues the last message: leave this out"
+            message = "continue_final_message continues the last message: omit this field"
             raise _invalid("add_generation_prompt", message)
         options, tools = self._variables(request), request.offered_tools
         unused = options.keys() - template_words(self._tokenizer)
@@ -904,19 +904,19 @@ class RequestEncoder:
         if prompts * choices > self.capacity:
             raise _invalid(
                 "n" if prompts == 1 else param,
-                f"the request asks for {prompts * choices} answers, but this server computes at "
-                f"most {self.capacity} at a time: ask for fewer",
+                f"the request needs {prompts * choices} completions, but this server computes at "
+                f"most {self.capacity} at a time: request fewer",
             )
 
     def _require_room(self, prompts: list[list[int]], is_generating: bool, param: str) -> None:
         for prompt_ids in prompts:
             if not prompt_ids:
-                raise _invalid(param, f"{param} has no tokens: send a text")
+                raise _invalid(param, f"{param} does not contain any tokens: send a text")
             if len(prompt_ids) + is_generating > self.context:
                 raise _invalid(
                     param,
                     f"{param} has {len(prompt_ids)} tokens, but the context for prompt and "
-                    f"answer together has {self.context}: shorten it",
+                    f"completion together is {self.context}: shorten it",
                     "context_length_exceeded",
                 )
 

@@ -152,7 +152,7 @@ class Scheduler:
                 raise StoppedError("the server is stopping")
             if len(self._waiting) + len(self._running) + len(sequences) > self.capacity:
                 raise QueueFullError(
-                    f"{self.waiting} texts are already waiting for an answer: try again later"
+                    f"{self.waiting} texts are already waiting to be completed: try again later"
                 )
             self._waiting.extend(sequences)
             self._changed.notify_all()

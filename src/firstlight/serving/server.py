@@ -638,7 +638,7 @@ def allow_connections(count: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
         raise ConfigError(
-            f"the system limits a process to {hard} open files, too few for {count} connections: "
+            f"the system allows {hard} open files per process, too few for {count} connections: "
             "lower --max-connections or raise ulimit -n"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -64,7 +64,7 @@ class ServerMetrics:
         self.generated_tokens = count("firstlight_generated_tokens", "Tokens generated.")
         about = "Requests refused because the queue was full."
         self.refusals = count("firstlight_queue_refusals", about)
-        about = "Requests whose client disconnected before the answer was complete."
+        about = "Requests whose client disconnected before the response was complete."
         self.disconnects = count("firstlight_client_disconnects", about)
         about = "Time from a text's submission to its first token, including the queue."
         self.first_token = measure("firstlight_time_to_first_token_seconds", about)
@@ -248,7 +248,7 @@ class Service:
         seconds = self.options.limits.request_timeout
         late = RequestError(
             504,
-            f"the answer was not complete after {seconds:g} seconds: ask for fewer tokens",
+            f"the response was not complete after {seconds:g} seconds: request fewer tokens",
             code="timeout",
         )
         timer = self.loop.call_later(seconds, queue.put_nowait, late)

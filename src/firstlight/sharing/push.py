@@ -275,11 +275,11 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
                 )
     if Tokenizer.from_pretrained(folder).fingerprint != manifest["tokenizer_sha256"]:
         raise DataError(
-            f"the tokenizer in {folder} differs from the one that its shards were made with"
+            f"the tokenizer in {folder} differs from the one with which its shards were prepared"
         )
     missing = [name for name in _TOKENIZER_FILES if not (folder / name).is_file()]
     if missing:
-        raise InputError(f"{folder} has no {missing[0]}: prepare the corpus again")
+        raise InputError(f"{folder} does not contain {missing[0]}: prepare the corpus again")
     return [one["file"] for one in entries]
 
 
@@ -303,8 +303,8 @@ def _require_repository(repository: str, *, upload: bool) -> None:
     """
     if "/" not in repository:
         raise ConfigError(
-            f"'{repository}' has no owner: use USER/{repository}, with your name on the hub or "
-            "that of an organization"
+            f"'{repository}' does not have an owner: use USER/{repository}, where USER is your "
+            "name on the hub or the name of an organization"
         )
     name = repository.rpartition("/")[2]
     if _REPOSITORY.fullmatch(repository) is None or len(name) > _MAX_NAME:
@@ -396,11 +396,11 @@ def _reason(error: BaseException, repository: str) -> str:
         if status is not None and 400 <= status < 500 and status not in (408, 429):
             return first_line(one)
         if isinstance(one, ValueError) and "metadata" in str(one):
-            return f"the hub refuses the card: {' '.join(str(one).split())}"
+            return f"the hub rejected the model card: {' '.join(str(one).split())}"
     last = list(_chain(error))[-1]
     return (
         f"{first_line(last) or type(last).__name__}; run the same command again to upload the "
-        "rest, since completed files are kept"
+        "rest (completed files are kept)"
     )
 
 

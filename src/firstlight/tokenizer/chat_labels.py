@@ -635,7 +635,8 @@ def with_chat_template(
     if template is None:
         if tokenizer.chat_template is None:
             raise TokenizerError(
-                f"the tokenizer of {folder} has no chat template: set data.template (prepare: "
+                f"the tokenizer in {folder} does not have a chat template: set data.template "
+                "(prepare: "
                 "--template) to chatml, llama3, alpaca or a .jinja file; alpaca needs no "
                 "additional tokens"
             )
@@ -655,14 +656,14 @@ def with_chat_template(
         named = "" if required else f" --add {' '.join(map(shlex.quote, missing))}"
         raise TokenizerError(
             f"the chat template {template} writes {' '.join(missing)}, which are not special "
-            f"tokens of the tokenizer of {folder}: add them with `firstlight tokenizer extend "
+            f"tokens of the tokenizer in {folder}: add them with `firstlight tokenizer extend "
             f"{source}{named} --chat-template {shlex.quote(template)} --out NEW`, then set "
             "data.tokenizer to NEW (prepare: --tokenizer NEW); the model's embedding is "
             "extended automatically"
         )
     if "eos_token" in text and tokenizer.eos_token is None:
         raise TokenizerError(
-            f"the chat template {template} ends turns with eos_token, which the tokenizer of "
+            f"the chat template {template} ends turns with eos_token, which the tokenizer in "
             f"{folder} does not define: set it in tokenizer_config.json"
         )
     return fitted

@@ -99,7 +99,7 @@ PICKLED_TOKENIZER = (
     "run `pip install tiktoken blobfile transformers`, then "
     """`python -c "import pickle; from transformers.integrations.tiktoken import """
     """convert_tiktoken_to_fast as f; f(pickle.load(open('tokenizer.pkl', 'rb')), 'tok')"`, """
-    "and give the folder tok with --tokenizer"
+    "and pass the folder tok with --tokenizer"
 )
 
 #: Name of the merges file for each of the two usual names of GPT-2's vocabulary file.

@@ -85,16 +85,22 @@ class RunCheckpoints:
         While steps are being skipped, no checkpoint is due, because it would replace a checkpoint
         from before the divergence.
         """
-        run, asked = self.run, self._is_asked
+        run, asked = self.run, self.is_asked
         config, state = run.recipe.checkpoint, run.state
         is_best = state.val_loss is not None and state.val_loss == state.best_val_loss
         is_kept = is_best and bool(config.keep_best and config.every_steps)
         is_calm = not run.guard.skipped_in_a_row
-        is_regular = state.step > 0 and run.is_due(config.every_steps)
-        return (is_calm and (is_regular or is_kept)) or asked
+        return (is_calm and (self.is_regular or is_kept)) or asked
 
     @property
-    def _is_asked(self) -> bool:
+    def is_regular(self) -> bool:
+        """True if the current step is one of those after which a checkpoint is due."""
+        run = self.run
+        return run.state.step > 0 and run.is_due(run.recipe.checkpoint.every_steps)
+
+    @property
+    def is_asked(self) -> bool:
+        """True if a checkpoint is requested by a file in the run folder."""
         # Only the main process looks for the file, because others might see it a step earlier or
         # later.
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
@@ -110,7 +116,7 @@ class RunCheckpoints:
             self._save()
 
     def _save(self) -> None:
-        run, asked = self.run, self._is_asked
+        run, asked = self.run, self.is_asked
         # The logs come first, because resuming needs their lines up to the checkpoint's step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
@@ -160,7 +166,7 @@ class RunCheckpoints:
         # With the checkpoint's count, the next attempt could end at its first bad step.
         run.guard.skipped_in_a_row = 0
         # Keep the data position, the micro-batch size that fits, and the events.
-        run.state.rows_seen = run.loader.state_dict()["rows_seen"]
+        run.state.rows_seen = run.rows_read
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
         # Drop texts and statistics of the dropped steps.
         run.samples = []

@@ -50,7 +50,8 @@ def cooldown_recipe(
     """
     if Path(trunk).is_file():
         raise ConfigError(
-            f"{trunk} is a file: name the run folder to branch off from, or one of its checkpoints"
+            f"{trunk} is a file: pass the run folder from which to branch off, or one of its "
+            "checkpoints"
         )
 
     def read(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -58,8 +59,8 @@ def cooldown_recipe(
             (folder / OPTIMIZER_NAME).is_file() or is_sharded_checkpoint(folder)
         ):
             raise CheckpointError(
-                f"{trunk} has no optimizer state, which a cooldown needs: name a run folder or one "
-                "of its checkpoints"
+                f"{trunk} does not contain optimizer state, which a cooldown needs: pass a run "
+                "folder or one of its checkpoints"
             )
         return folder, load_trainer_state(folder)
 
@@ -100,7 +101,7 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
     if saved.get("kind") not in ("wsd", "constant"):
         raise ConfigError(
             f"{folder} belongs to a run with schedule.kind {saved.get('kind')}, whose learning "
-            "rate is never constant: name a run of kind wsd or constant"
+            "rate is never constant: use a run of kind wsd or constant"
         )
     try:
         schedule = Schedule(**saved)
@@ -110,12 +111,12 @@ def _stable_schedule(folder: Path, state: Mapping[str, Any]) -> Schedule:
     if step < schedule.warmup_steps:
         raise ConfigError(
             f"step {step} of {folder} is in the warm-up, which ends at step "
-            f"{schedule.warmup_steps}: name a later checkpoint"
+            f"{schedule.warmup_steps}: use a later checkpoint"
         )
     if schedule.kind == "wsd" and step > schedule.decay_begin:
         raise ConfigError(
             f"step {step} of {folder} is in the decay, which begins after step "
-            f"{schedule.decay_begin}: name an earlier checkpoint"
+            f"{schedule.decay_begin}: use an earlier checkpoint"
         )
     return schedule
 

@@ -91,9 +91,11 @@ def _report_missing(
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
-        tell(f"{', '.join(without)} {have} no validation split: the run has no val/loss")
+        tell(
+            f"{', '.join(without)} {have} no validation split, so the run does not report val/loss"
+        )
     elif without:
-        tell(f"without a validation split, and not part of val/loss: {', '.join(without)}")
+        tell(f"no validation split, therefore not part of val/loss: {', '.join(without)}")
 
 
 def _prepared(
@@ -135,10 +137,10 @@ def _prepared(
 def _require_kind(kind: str, splits: Sequence[TokenDataset]) -> None:
     for one in splits:
         if one.kind != kind:
-            advice = f"set data.kind {one.kind}, or leave it out"
+            advice = f"set data.kind to {one.kind}, or omit it"
             if one.kind == "text":
-                advice = f"prepare it with --kind {kind}, or name conversations as data.files"
-            raise DataError(f"data.kind is {kind}, and {one.folder} holds {one.kind}: {advice}")
+                advice = f"prepare it with --kind {kind}, or list conversations in data.files"
+            raise DataError(f"data.kind is {kind}, but {one.folder} contains {one.kind}: {advice}")
 
 
 def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:

@@ -104,7 +104,7 @@ def require_checked_device(
         return
     tell(f"comparing a small step on {hardware.device} ({hardware.name}) with the CPU, once")
     if (problem := check_device(hardware, keys)["problem"]) is not None:
-        raise ConfigError(f"{problem}; set run.check_device to false to train nevertheless")
+        raise ConfigError(f"{problem}; set run.check_device to false to train anyway")
 
 
 def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
@@ -125,8 +125,8 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
             return _result(
                 hardware,
                 keys,
-                f"{name} has too little free memory to be checked: end "
-                "the other programs that use it",
+                f"{name} has too little free memory for the check: end the other programs that "
+                "use it",
             )
         problem = f"{name} fails in {keys.precision}: {first_line(error)}"
     result = _result(hardware, keys, problem and f"{problem}: {_advice(hardware, keys)}")
@@ -176,7 +176,10 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
     comparison = _Comparison(BOUNDS[keys.precision][1])
     with contextlib.suppress(RuntimeError, FirstlightError):
         _error(hardware, keys, comparison)
-    return comparison.wrong or "no single operation, but the result of a step or a generation"
+    return (
+        comparison.wrong
+        or "not in a single operation, but in the result of a training step or a generation"
+    )
 
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
@@ -355,7 +358,12 @@ class _Comparison(TorchFunctionMode):
         found = []
         for inputs, roots in passes:
             random = torch.Generator().manual_seed(0)
-            drawn = [torch.randn(root.shape, generator=random).to(root) for root in roots]
+            # In the memory layout of the results, as in training. With gradients in another layout,
+            # the backward pass of cuDNN's attention was wrong (torch 2.11 on an H200).
+            drawn = [
+                torch.empty_like(root).copy_(torch.randn(root.shape, generator=random))
+                for root in roots
+            ]
             leaves = _tensors(inputs, learns=True)
             found.append(torch.autograd.grad(roots, leaves, drawn, allow_unused=True))
         self._compare(f"the backward pass of {name}", *found)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +49,9 @@ from firstlight.training.processes import (
 from firstlight.training.progress import show_picture
 from firstlight.training.run import Run
 from firstlight.training.start import begin_run, open_run, set_up
-from firstlight.training.step import train_step
-from firstlight.training.validation import evaluate
+from firstlight.training.state import restore_torch_random_states, torch_random_states
+from firstlight.training.step import MicroBatchTooLargeError, Passes, run_passes, train_step
+from firstlight.training.validation import evaluate, evaluations_due
 
 T = TypeVar("T")
 
@@ -222,12 +224,13 @@ def training_loop(
     # With several processes, a process that stopped during an evaluation would leave the others
     # waiting.
     check = stopping.check if engine.world.size == 1 else lambda: None
+    ahead = RunAhead(run, checkpoints, stopping)
     while run.goes_on:
         run.times.begin_step()
         run.decide_length()  # only for a run with a time budget
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
-        if run.stopped_by is not None:
+        if run.stopped_by is not None and not program.is_ahead:
             break
         try:
             if run.state.pending is None:  # otherwise the evaluation of a step comes first
@@ -244,11 +247,14 @@ def training_loop(
                             accepts=run.guard.accepts,
                             engine=engine,
                             skips_only_infinite=run.guard.refuses_only_infinite,
+                            passes=ahead.take(),
+                            run_ahead=ahead.begin,
                         )
                 run.end_step(result, lr_scale)
                 stopping.watch()
             evaluate(run, check)
         except DivergedError as error:
+            ahead.drop()
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
@@ -266,8 +272,79 @@ def training_loop(
         except RunReplacedError:
             if stopping.signal is None:
                 raise
-        if checkpoints.are_due:
+        # A checkpoint contains random states, which the next step's passes may have changed.
+        if not program.is_ahead and checkpoints.are_due:
             checkpoints.save()
+
+
+class RunAhead:
+    """Passes of the next step that a GPU computes while the host reads the current step's loss and
+    writes its metrics. Otherwise, the GPU would wait for the host in every step.
+
+    Nothing is computed ahead if an evaluation, a checkpoint, or the end of the run may follow the
+    current step, or if the next passes depend on the current loss. Every step computes the same
+    bits with and without this.
+
+    Args:
+        run: the run.
+        checkpoints: its checkpoints.
+        stopping: receives requests to stop.
+    """
+
+    def __init__(self, run: Run, checkpoints: RunCheckpoints, stopping: Stopping) -> None:
+        self._run, self._checkpoints, self._stopping = run, checkpoints, stopping
+        self._passes: Passes | None = None
+        program = run.program
+        # The loss scale depends on the current gradients; statistics are collected by step.
+        self._is_possible = (
+            run.engine.world.size == 1
+            and program.scaler is None
+            and program.preference is None
+            and program.model.router_statistics is None
+        )
+
+    def begin(self) -> bool:
+        """Run the passes of the next step, if possible; return True if they were run."""
+        run, program = self._run, self._run.program
+        if not self._is_possible or self._is_followed():
+            return False
+        batches = run.read_early()
+        if run.unreadable is not None:
+            return False
+        random = torch_random_states()
+        try:
+            self._passes = run_passes(
+                program.loss_sum, program.optimizer, run.micro_batches(batches), None, run.engine
+            )
+        except MicroBatchTooLargeError as error:  # the next step tries again, with fewer rows
+            traceback.clear_frames(error.__traceback__)
+            restore_torch_random_states(random)
+            return False
+        program.is_ahead = True
+        return True
+
+    def _is_followed(self) -> bool:
+        """Return True if something other than the next step may follow the current step."""
+        run, checkpoints = self._run, self._checkpoints
+        return (
+            self._stopping.reason is not None
+            or not run.has_steps_left
+            or any(evaluations_due(run))
+            or checkpoints.is_regular
+            or checkpoints.is_asked
+        )
+
+    def take(self) -> Passes | None:
+        """Return the passes of the current step, once; None if they were not run ahead."""
+        passes, self._passes = self._passes, None
+        self._run.program.is_ahead = False
+        return passes
+
+    def drop(self) -> None:
+        """Drop the passes, and put their batches back."""
+        if self.take() is not None:
+            self._run.program.optimizer.zero_grad()
+        self._run.put_back()
 
 
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
@@ -393,13 +470,13 @@ def _reported(run: Run) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, CheckpointError):
             why = f"{error}: it was damaged during the run"
-            then = "--resume drops the damaged lines and draws the report"
+            then = "--resume removes the damaged lines and draws the report"
         elif lacks_memory(error):
             why = f"out of memory ({first_line(error)})"
             then = "`firstlight report` draws it"
         else:
             raise
-        run.tell(f"warning: {why}, and the report is not drawn; the checkpoint is saved: {then}")
+        run.tell(f"warning: {why}, so the report was not drawn; the checkpoint is saved: {then}")
         return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")

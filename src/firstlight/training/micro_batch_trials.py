@@ -62,8 +62,9 @@ def largest_micro_batch(
     total, rest = divmod(whole, processes)
     if rest:
         raise ConfigError(
-            f"batch.global_batch_tokens is {whole} rows, which {processes} processes can't share "
-            f"evenly: set it to a multiple of {processes} x {recipe.data.seq_len} tokens"
+            f"batch.global_batch_tokens is {whole} rows, which can't be divided evenly among "
+            f"{processes} processes: set it to a multiple of {processes} x {recipe.data.seq_len} "
+            "tokens"
         )
     # The trial runs in one process, with that process's share of the batch.
     tokens = total * recipe.data.seq_len
@@ -75,7 +76,10 @@ def largest_micro_batch(
     )
     for rows in cuts(math.gcd(total, first)):
         if try_rows(recipe, hardware, rows) is not None:
-            tell(f"micro-batch of {rows} rows: the largest that fits of a step's {total}")
+            tell(
+                f"micro-batch of {rows} rows, the largest that fits in memory (of {total} rows "
+                "per step)"
+            )
             return rows
     raise ConfigError(
         f"not even a micro-batch of one row of {recipe.data.seq_len} tokens fits into the memory "
@@ -134,9 +138,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     if kind in ("MemoryError", "Killed"):
         return None
     if kind == "Failed":
-        raise ConfigError(
-            f"batch.micro_batch_size auto can't be tried: {message} (set a number instead)"
-        )
+        raise ConfigError(f"batch.micro_batch_size auto failed: {message} (set a number instead)")
     raise ConfigError(message)
 
 

@@ -241,7 +241,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
         CheckpointError: the model is missing, or its weights have changed.
     """
     name = start.get("name", "")
-    advice = "which is needed again, because the cache has no references for it"
+    advice = "which is needed again, because its references are not in the cache"
     try:
         folder = resolve_model_folder(name)
         # Compare the weights, because the folder may by now contain a different model.
@@ -377,7 +377,7 @@ def reference_log_probs(
     learned = np.isin(np.arange(len(result)) // 2, dataset.packing(seq_len).examples)
     if not np.isfinite(result[learned]).all():
         raise ModelError(
-            "the starting model's log-probabilities of the pairs are not finite: its weights may "
-            "be damaged; start from another model"
+            "the starting model's log-probabilities of the pairs are not finite, perhaps because "
+            "its weights are damaged: start from another model"
         )
     return result

@@ -49,6 +49,7 @@ class TrainingProgram:
         evaluation_loss: loss function of a batch for evaluations, which is never compiled.
         scaler: loss scaler for fp16, or None in other precisions.
         preference: loss over preference pairs, or None for other data.
+        is_ahead: True while the gradients are already those of the next step, see `RunAhead`.
 
     Raises:
         ConfigError: methods can't be combined or do not work on this machine; the message names an
@@ -104,6 +105,7 @@ class TrainingProgram:
         )
         self.evaluation_loss = plain_loss(self.model, config, hardware, self.preference)
         self.scaler = LossScaler() if config.precision == "fp16" else None
+        self.is_ahead = False
         self._steps = 0
 
     @contextlib.contextmanager
@@ -126,7 +128,8 @@ class TrainingProgram:
             yield
         # Freed now, because evaluations and saves need the memory of the gradients. If they were
         # freed before the next step, the host would wait while a GPU is still computing the update.
-        self.optimizer.zero_grad()
+        if not self.is_ahead:
+            self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
             # Compilation and the optimizer's first step have used memory only temporarily.

@@ -70,8 +70,8 @@ def take_up(run: Run, folder: Path) -> None:
         before, is_now = saved.get("data", {}).get(key, default), identity.get(key, default)
         if before != is_now:
             raise CheckpointError(
-                f"{folder} can't be resumed: the data's {key} was {before} and is {is_now} "
-                "now: restore the data (--init-from starts a new run from the weights)"
+                f"{folder} can't be resumed, because the data's {key} was {before} and is now "
+                f"{is_now}: restore the data (--init-from starts a new run from the weights)"
             )
     before, now = _as_written_now(saved.get("recipe", {})), run.recipe.model_dump()
     _require_same_optimizer(folder, before, run)
@@ -109,9 +109,9 @@ def take_up(run: Run, folder: Path) -> None:
     threads, now_threads = saved.get("threads"), torch.get_num_threads()
     if run.program.hardware.device.type == "cpu" and threads not in (None, now_threads):
         run.tell(
-            f"warning: the checkpoint was made with {threads} threads, and there are {now_threads} "
-            "now: sums are rounded differently, so the run will not be bit for bit that of an "
-            f"uninterrupted run (OMP_NUM_THREADS={threads} sets the number)"
+            f"warning: the checkpoint was saved by a run with {threads} threads, but this run has "
+            f"{now_threads}: sums are rounded differently, so the run will not be bitwise "
+            f"identical to an uninterrupted run (set OMP_NUM_THREADS={threads} to avoid this)"
         )
     if not run.goes_on:
         run.tell(f"the run is complete: step {run.state.step} of {run.max_steps}")
@@ -160,8 +160,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     elif falls and run.recipe.schedule.max_minutes is None:
         keeps = f" (schedule.decay_steps {old.decay_steps} keeps the old schedule)"
     return (
-        f"the learning-rate schedule has changed: step {step + 1} would have had {was:.4g} with "
-        f"that of the checkpoint, and has {now:.4g} now{keeps}"
+        f"the learning-rate schedule has changed: the learning rate at step {step + 1} was "
+        f"{was:.4g} in the checkpoint's schedule, and is now {now:.4g}{keeps}"
     )
 
 
@@ -180,7 +180,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     """
     if init_from is None:
         raise ConfigError(
-            "schedule.resume continues another run's schedule: name that run with --init-from"
+            "schedule.resume continues another run's schedule: pass that run with --init-from"
         )
     if run.recipe.lora is not None:
         raise ConfigError(
@@ -190,8 +190,8 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     def restored(folder: Path) -> tuple[Path, TrainState]:
         if not (folder / OPTIMIZER_NAME).is_file() and not is_sharded_checkpoint(folder):
             raise CheckpointError(
-                f"{init_from} has no optimizer state, which schedule.resume needs: name a run or "
-                "one of its checkpoints, or leave schedule.resume out"
+                f"{init_from} does not contain optimizer state, which schedule.resume needs: pass "
+                "a run or one of its checkpoints, or remove schedule.resume"
             )
         checkpoint = load_checkpoint(folder, verify=False)  # verified when it was found
         keys = _STATE_KEYS
@@ -201,7 +201,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         for key, before, now in _changed_optimizer_keys(saved, run, keys):
             raise CheckpointError(
                 f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
-                f"continues: set that instead of {now}, or leave schedule.resume out"
+                f"continues: set it instead of {now}, or remove schedule.resume"
             )
         # Restores the full state; parts that belong only to the other run are dropped below.
         return folder, restore(checkpoint, run.program)
@@ -211,8 +211,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume continues at step {found.step} of {init_from}, but "
-            f"schedule.max_steps is {run.max_steps}, counted from that run's beginning: set it "
-            "higher"
+            f"schedule.max_steps is {run.max_steps}, counted from the start of that run: raise it"
         )
     # Without the other run's data position, events and best loss.
     run.state = TrainState(
@@ -235,8 +234,8 @@ def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 def _require_same_optimizer(folder: Path, saved: Mapping[str, Any], run: Run) -> None:
     for key, before, now in _changed_optimizer_keys(saved, run, _STATE_KEYS):
         raise CheckpointError(
-            f"{folder} can't be resumed: its optimizer state is that of optimizer.{key} "
-            f"{before}, not {now}: set the key back, or start a new run in another "
+            f"{folder} can't be resumed: its optimizer state belongs to optimizer.{key} {before}, "
+            f"not {now}: restore the old value, or start a new run in another "
             f"run.dir with --init-from {folder}"
         )
 
@@ -255,8 +254,8 @@ def _require_same_seed(folder: Path, saved: Mapping[str, Any], run: Run) -> None
     before, now = saved.get("run", {}).get("seed"), run.recipe.run.seed
     if before not in (None, now):
         raise CheckpointError(
-            f"{folder} can't be resumed with another seed, which changes the order of the data: "
-            f"set run.seed to {before} again instead of {now}, or start a new run in another "
+            f"{folder} can't be resumed with another seed, which would change the order of the "
+            f"data: set run.seed to {before} instead of {now}, or start a new run in another "
             f"run.dir with --init-from {folder}"
         )
 
@@ -294,8 +293,8 @@ def shared_newest(
     # Otherwise each machine would write its shards of the checkpoints to its own disk.
     if found is not None and not Path(found).is_dir():
         raise CheckpointError(
-            f"rank {engine.world.rank} does not see {found}: set run.dir to a folder in a file "
-            "system that all machines of the run share"
+            f"rank {engine.world.rank} can't access {found}: set run.dir to a folder in a file "
+            "system shared by all machines of the run"
         )
     return None if found is None else Path(found)
 
@@ -336,19 +335,22 @@ def _newest_checkpoint(
     if not resume:
         if list_checkpoints(run_folder):
             raise CheckpointError(
-                f"run folder {run_folder} has checkpoints already: continue it with --resume, "
-                "or choose another run.dir"
+                f"run folder {run_folder} already contains checkpoints: continue the run with "
+                "--resume, or choose another run.dir"
             )
         return branch_from
     newest, problems = newest_checkpoint(run_folder)
     for folder in step_folders(run_folder):
         if not (folder / MANIFEST_NAME).is_file():
-            tell(f"warning: {folder} has no {MANIFEST_NAME}: it is not a checkpoint and is ignored")
+            tell(
+                f"warning: {folder} does not contain {MANIFEST_NAME}, so it is not a checkpoint "
+                "and is ignored"
+            )
     for problem in problems:
         # A damaged checkpoint costs the steps since the previous checkpoint, but not the run.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from
     if newest is None:
-        tell(f"{run_folder} has no checkpoint yet: starting at the beginning")
+        tell(f"{run_folder} does not contain a checkpoint yet: starting from the beginning")
     return newest

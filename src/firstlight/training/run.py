@@ -48,6 +48,23 @@ from firstlight.training.time_budget import (
 from firstlight.training.trackers import Trackers
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What was read for a step.
+
+    Attributes:
+        batches: its micro-batches.
+        began: time at which reading began, by `time.perf_counter`.
+        seconds: duration of reading.
+        rows: number of rows read for all steps up to this one.
+    """
+
+    batches: list[Batch]
+    began: float
+    seconds: float
+    rows: int
+
+
 @dataclass
 class Run:
     """A run that has been set up and checked; the training loop, evaluations and saves operate on
@@ -127,7 +144,11 @@ class Run:
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
         self._gpu = GpuMonitor(self.program.hardware.device)
-        self._step_began = self._data_wait_seconds = 0.0
+        #: What was read for the current step, and for the next one if it was read early.
+        self._read: _Read | None = None
+        self._read_early: _Read | None = None
+        self._unused: list[Batch] = []
+        self._step_ended = 0.0
         self.loader: TokenLoader
         self.logs: RunLogs | SilentLogs
         self.bar: TrainingProgress
@@ -181,7 +202,7 @@ class Run:
         """Return True if the last step used the last row of an epoch of the training split."""
         if self.state.step == 0:
             return False
-        rows, seen = self.dataset.num_rows(self.seq_len), self.state.rows_seen
+        rows, seen = self.dataset.num_rows(self.seq_len), self.rows_read
         return seen // rows > (seen - self.batch.at(self.state.step - 1)) // rows
 
     @property
@@ -367,19 +388,41 @@ class Run:
         An error is not raised but stored in `unreadable`, so that the processes of a run can end
         together.
         """
-        if self.state.pending is not None:
+        if self.state.pending is not None or self.unreadable is not None:
             return []
-        self._step_began = time.perf_counter()
-        batches = []
+        self._read = self._read_early or self._next_read()
+        self._read_early = None
+        return self._read.batches
+
+    def read_early(self) -> list[Batch]:
+        """Read the micro-batches of the step after the current one. The next call of `read_batches`
+        returns the same."""
+        self._read_early = self._next_read()
+        return self._read_early.batches
+
+    def put_back(self) -> None:
+        """Undo `read_early`: the batches belong to the next steps, whose number of batches may
+        differ."""
+        if self._read_early is not None:
+            self._unused, self._read_early = self._read_early.batches, None
+
+    def _next_read(self) -> _Read:
+        began, batches = time.perf_counter(), list[Batch]()
         # All batches are read first, so that no micro-batch of a step is used if another one can't
         # be read.
         try:
-            count = self.micro_batches_of(self.state.step)
-            batches = [self.loader.next_batch() for _ in range(count)]
+            for _ in range(self.micro_batches_of(self.state.step)):
+                batches.append(self._unused.pop(0) if self._unused else self.loader.next_batch())
         except DataError as error:
             self.unreadable = str(error)
-        self._data_wait_seconds = time.perf_counter() - self._step_began
-        return batches
+        seconds = time.perf_counter() - began
+        rows = self.loader.rows_seen - len(self._unused) * self.loader.global_rows
+        return _Read(batches, began, seconds, rows)
+
+    @property
+    def rows_read(self) -> int:
+        """Number of rows read for all steps including the current one."""
+        return self.loader.rows_seen if self._read is None else self._read.rows
 
     def micro_batches_of(self, step: int) -> int:
         """Return the number of batches that this process takes from the loader for a step (0 is the
@@ -428,12 +471,16 @@ class Run:
             DivergedError: too many steps in a row were skipped.
         """
         state = self.state
-        seconds = time.perf_counter() - self._step_began
+        assert self._read is not None
+        # The passes of this step may have begun before the end of the previous step.
+        now = time.perf_counter()
+        seconds = now - max(self._read.began, self._step_ended)
+        self._step_ended = now
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
         # Updated only at the end of a step, so that the rows of an interrupted step are read again.
-        state.rows_seen = self.loader.state_dict()["rows_seen"]
+        state.rows_seen = self.rows_read
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))
         # None replaces infinity and NaN, which JSON does not support and which a skipped step may
@@ -474,7 +521,8 @@ class Run:
             "memory_bytes": peak_memory_bytes(hardware.device),
             **self._gpu.read(),
             "seconds": seconds,
-            "data_wait_seconds": self._data_wait_seconds,
+            # Longer than the step if the data was read while the previous step was computed.
+            "data_wait_seconds": 0.0 if self._read is None else min(self._read.seconds, seconds),
             "save_stall_seconds": self.save_stall_seconds,
             "skipped_steps": state.skipped_steps,
             **{f"epoch/{name}": seen for name, seen in epochs.items()},

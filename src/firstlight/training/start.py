@@ -120,7 +120,7 @@ def set_up(
             "tokenizer"
         )
     if new_rows != "mean" and init_from is None and not resume:
-        raise ConfigError("--new-rows needs --init-from with the model to start from")
+        raise ConfigError("--new-rows requires --init-from with the model to start from")
     if branch_from is not None and init_from is not None:
         raise ConfigError("branch_from and init_from both set the weights: remove init_from")
     # YAML does not expand ~: without this, ~/runs would be created in a folder named ~.
@@ -284,8 +284,8 @@ def _open_data(
         dataset.vocab_size,
     ):
         raise DataError(
-            f"{dataset.folder}: tokenizer.json is not the tokenizer of the shards: prepare the "
-            "data again"
+            f"{dataset.folder}: tokenizer.json is not the tokenizer with which the shards were "
+            "prepared: prepare the data again"
         )
     return dataset, validation, tokenizer
 
@@ -329,7 +329,7 @@ def _require_rows(
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
             f"batch.micro_batch_size {rows} with {seq_len} tokens per sequence does not fit into "
-            f"the {gib(memory)} of this machine: lower it"
+            f"this machine's {gib(memory)} of memory: lower it"
         )
     for split in splits:
         for line in split.describe(seq_len):

@@ -88,13 +88,13 @@ def with_positions(
         return config
     if not config.has_rotary:
         raise ConfigError(
-            f"{init_from} is a {config.model_type} model, whose positions are learned and can't be "
-            "changed: leave out the model section"
+            f"{init_from} is a {config.model_type} model, whose positions are learned and can't "
+            "be changed: remove the model section"
         )
     if recipe.lora is not None:
         raise ConfigError(
-            f"checkpoints of lora refer to {init_from} with its original positions: remove the "
-            "lora section or the model section"
+            f"LoRA checkpoints refer to {init_from} with its original positions: remove the lora "
+            "section or the model section"
         )
     try:
         changed = type(config)(**{**config.model_dump(), **changes})
@@ -222,21 +222,21 @@ def first_model(
     """
     if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
         raise ConfigError(
-            "distributed.pipeline starts from new weights or resumes a run (--resume): "
-            f"leave out {'--init-from' if recipe.lora is None else 'lora'}, or use "
+            "distributed.pipeline can only start from random weights or resume a run (--resume): "
+            "remove {'--init-from' if recipe.lora is None else 'lora'}, or use "
             "distributed.engine fsdp"
         )
     if recipe.lora is not None and newest is not None:
         return resumed_base(recipe, newest, tell)
     if recipe.lora is not None and init_from is None:
         raise ConfigError(
-            "lora trains adapters of an existing model: name it with --init-from, or leave the "
-            "lora section out to train all weights from scratch"
+            "lora trains adapters of an existing model: pass the model with --init-from, or "
+            "remove the lora section to train all weights from scratch"
         )
     if init_from is not None and recipe.init != InitConfig():
         raise ConfigError(
-            "the init section applies to new weights, but --init-from loads trained ones: remove "
-            "one of them"
+            "the init section applies to random weights, but --init-from loads trained ones: "
+            "remove one of them"
         )
     if newest is not None:
         config = _resumed_config(recipe, newest, tell)
@@ -248,7 +248,7 @@ def first_model(
         chain = adapter_chain(folder)
         if recipe.lora is not None and len(chain) > 2:
             raise ConfigError(
-                f"{init_from} is an adapter of an adapter, which PEFT does not compute: merge it "
+                f"{init_from} is an adapter of an adapter, which PEFT does not support: merge it "
                 f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
             )
         loaded, lora = _starting_model(
@@ -331,7 +331,9 @@ def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> F
             f"in another run.dir with --init-from {newest}"
         )
     if not isinstance(saved, dict) or not all(isinstance(saved.get(k), str) for k in _BASE_KEYS):
-        raise CheckpointError(f"{newest}: trainer_state.json is damaged: it names no base model")
+        raise CheckpointError(
+            f"{newest}: trainer_state.json is damaged: it does not name a base model"
+        )
     base = LoraBase(saved["name"], saved["sha256"], saved.get("lora"))
     if base.lora is not None and recipe.lora is not None:
         lora = continued_lora(recipe.lora, LoraConfig.model_validate(base.lora), tell)
@@ -441,13 +443,13 @@ def _require_memory(config: ModelConfig, share: float) -> None:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     # torch raises these errors for sizes that exceed 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ConfigError(f"model: such sizes are impossible, lower them: {error}") from error
+        raise ConfigError(f"model: these sizes are impossible: {error}; lower them") from error
     # With pipeline stages, this machine's processes hold only a fraction of the model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
-            f"model: its weights alone take {gib(needed)}, and this machine has "
-            f"{gib(memory)}: lower model.hidden_size or model.num_hidden_layers"
+            f"model: the weights alone take {gib(needed)}, but this machine has {gib(memory)}: "
+            "lower model.hidden_size or model.num_hidden_layers"
         )
 
 
@@ -478,8 +480,9 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
         config.vocab_size, recipe.efficiency.vocab_multiple
     ):
         raise CheckpointError(
-            f"{newest} was made with efficiency.vocab_multiple {multiple}, and its optimizer state "
-            f"does not fit {recipe.efficiency.vocab_multiple}: set the key to {multiple} again"
+            f"{newest} was saved with efficiency.vocab_multiple {multiple}, and its optimizer "
+            f"state does not match {recipe.efficiency.vocab_multiple}: set the key to {multiple} "
+            "again"
         )
     names = contradictions(recipe, config)
     # A run that began with --init-from has that model's config, regardless of the recipe.
@@ -489,7 +492,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
             "old values, or choose another run.dir for a new run"
         )
     if names:
-        tell(f"warning: the model is that of {started_from}; not used: {', '.join(names)}")
+        tell(f"warning: the model comes from {started_from}; ignored: {', '.join(names)}")
     return config
 
 
@@ -526,8 +529,8 @@ def _starting_model(
         lora = _continued(lora, loaded.adapter, init_from, tell)
     if (damaged := nonfinite_tensor(file_tensors(loaded.model).items())) is not None:
         raise ModelError(
-            f"{folder} can't be trained: its tensor {damaged} has values that are not finite "
-            "numbers (NaN or infinity): start from an earlier checkpoint or from another model"
+            f"{folder} can't be trained: its tensor {damaged} contains non-finite values (NaN or "
+            "infinity): start from an earlier checkpoint or from another model"
         )
     for note in training_notes(described_by):
         tell(f"warning: {note}")
@@ -541,8 +544,9 @@ def _starting_model(
             )
         if loaded.adapter is not None:
             raise ConfigError(
-                f"the data's tokenizer has {now - old.vocab_size} tokens more than that of the "
-                f"adapter {init_from}, whose layers are fixed: merge it with `firstlight convert "
+                f"the data's tokenizer has {now - old.vocab_size} more tokens than the tokenizer "
+                f"of the adapter {init_from}, whose layers are fixed: merge it with `firstlight "
+                "convert "
                 f"{init_from} --to hf --out DIR`, and start from DIR"
             )
         # A tokenizer may have tokens for which its model lacks rows.
@@ -550,7 +554,8 @@ def _starting_model(
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
             raise ConfigError(
-                f"new rows '{new_rows}': {init_from} has no row for that token: choose another"
+                f"new rows '{new_rows}': {init_from} does not have a row for this token: choose "
+                "another"
             )
         grow_vocabulary(loaded.model, before, now, copied_from=copied_from, vocab_multiple=multiple)
         rows = "the mean of the old rows" if copied_from is None else f"the rows of {new_rows[5:]}"
@@ -561,7 +566,7 @@ def _starting_model(
         _require_fitting_start(loaded, tokenizer, init_from)
     names = contradictions(recipe, loaded.model.config)
     if names:
-        tell(f"warning: the model is that of {init_from}; not used: {', '.join(names)}")
+        tell(f"warning: the model comes from {init_from}; ignored: {', '.join(names)}")
     return loaded, lora
 
 
@@ -577,11 +582,12 @@ def _continued(
     """
     if adapter.changes_base:
         raise ConfigError(
-            f"{init_from} holds another embedding than its base and does not train it: merge it "
+            f"{init_from} contains an embedding that differs from its base's but is not trained: "
+            "merge it "
             f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
         )
     found = adapter.config
-    tell(f"the adapter {init_from} is trained further: rank {found.rank}, alpha {found.alpha:g}")
+    tell(f"continuing to train the adapter {init_from}: rank {found.rank}, alpha {found.alpha:g}")
     return continued_lora(lora, found, tell)
 
 
@@ -595,7 +601,7 @@ def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], No
         # The start may have completed the rows, and files name their tables in full.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
-        tell(f"warning: not used: {', '.join(f'lora.{key}' for key in others)}")
+        tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")
     return found
 
 

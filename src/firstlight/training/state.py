@@ -224,13 +224,14 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
     else:
         if program.recipe.distributed.pipeline > 1:
             raise CheckpointError(
-                f"{folder} is in shards, which distributed.pipeline can't read: resume without "
-                "distributed.pipeline"
+                f"{folder} is sharded, which distributed.pipeline does not support: resume "
+                "without distributed.pipeline"
             )
         if program.recipe.lora is not None:
             raise CheckpointError(
-                f"{folder} holds all weights in shards, but the recipe has a lora section: remove "
-                "that, or start a new run from the folder that `firstlight convert` makes from it"
+                f"{folder} contains all weights as shards, but the recipe has a lora section: "
+                "remove the section, or convert the checkpoint with `firstlight convert` and "
+                "start a new run from the result"
             )
         randoms = restore_shards(
             folder,
@@ -324,7 +325,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError("trainer_state.json is damaged: an event has no name or no step")
     if state.pending is not None and not _is_record(state.pending, state.step):
         raise CheckpointError(
-            f"trainer_state.json is damaged: pending holds no metrics of step {state.step}"
+            f"trainer_state.json is damaged: pending does not contain metrics of step {state.step}"
         )
     return state
 
@@ -374,12 +375,12 @@ def _fill_weights(weights: Mapping[str, Tensor], model: Model, elsewhere: Iterab
     own = {n: t for n, t in weights.items() if n not in others}
     for name in sorted(places.keys() ^ own.keys()):
         raise CheckpointError(
-            f"the checkpoint's weights don't fit the model: '{name}' is in only one of them"
+            f"the checkpoint's weights do not match the model: '{name}' is in only one of them"
         )
     for name, tensor in own.items():
         if tensor.shape != places[name].shape:
             raise CheckpointError(
-                f"the checkpoint's tensor '{name}' is {list(tensor.shape)}, "
-                f"the model's {list(places[name].shape)}"
+                f"the checkpoint's tensor '{name}' has shape {list(tensor.shape)}, but the "
+                f"model's has {list(places[name].shape)}"
             )
         places[name].copy_(tensor)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from firstlight.data.loader import Batch
 from firstlight.errors import DIVERGED_REMEDY, TrainingError
-from firstlight.hardware.device import is_out_of_memory
+from firstlight.hardware.device import download, is_out_of_memory
 from firstlight.methods import LossFunction
 from firstlight.optim.optimizer import Optimizer
 from firstlight.parallel.engine import Engine, one_process
@@ -43,6 +44,23 @@ class StepResult:
     skipped: bool = False
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward passes over the micro-batches of one step, not clipped and not applied.
+
+    Attributes:
+        loss_sum: summed loss, [], on the device.
+        tokens: number of valid tokens in all processes.
+        terms: number of valid tokens or pairs in all processes.
+        scale: factor by which the loss was multiplied.
+    """
+
+    loss_sum: Tensor
+    tokens: int
+    terms: int
+    scale: float
+
+
 def train_step(
     loss_sum: LossFunction,
     optimizer: Optimizer,
@@ -52,6 +70,8 @@ def train_step(
     engine: Engine | None = None,
     *,
     skips_only_infinite: bool = False,
+    passes: Passes | None = None,
+    run_ahead: Callable[[], bool] | None = None,
 ) -> StepResult:
     """Run forward and backward passes over the micro-batches of one global batch, clip the
     gradients, and update the parameters.
@@ -71,6 +91,9 @@ def train_step(
         skips_only_infinite: True if `accepts` returns True for every finite step. A GPU then
             applies the update while the host waits for the loss and gradient norm, and `accepts` is
             called afterwards.
+        passes: passes over the batches that have already been run; None runs them.
+        run_ahead: called when a GPU has been given the whole step, before the host waits for its
+            loss. It may run the passes of the next step, and returns True if it has.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
@@ -80,13 +103,56 @@ def train_step(
             original error is raised instead.
         TrainingError: the global batch has no labels, or memory ran out while other processes wait.
     """
-    batches, engine = list(batches), engine or one_process()
+    engine = engine or one_process()
+    if passes is None:
+        passes = run_passes(loss_sum, optimizer, batches, scaler, engine)
+    total, tokens, terms = passes.loss_sum, passes.tokens, passes.terms
+    try:
+        norm = optimizer.clip_gradients(passes.scale, engine.joined_norm)
+    except (RuntimeError, MemoryError) as error:
+        problem = _repeatable_problem(error, optimizer, engine)
+    else:
+        if engine.world.size > 1:
+            mean = engine.sums(float(total))[0] / terms
+            return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
+        loss = total / terms
+        is_begun = optimizer.reads_found_inf and (skips_only_infinite or accepts is None)
+        is_ahead = False
+        if is_begun:
+            numbers = torch.stack((loss.double(), norm.double()))
+            # The same test as in `_update`, on the GPU.
+            optimizer.step(found_inf=(~numbers.isfinite().all()).float())
+            read = numbers.tolist if run_ahead is None else download(numbers)
+            is_ahead = run_ahead is not None and run_ahead()
+            mean, length = read()
+        else:
+            mean, length = float(loss), float(norm)
+        result = StepResult(mean, length, tokens)
+        return _update(optimizer, result, scaler, accepts, is_begun=is_begun, is_ahead=is_ahead)
+    # Outside the except block, because the error's traceback keeps the tensors of the passes in
+    # memory.
+    optimizer.zero_grad()
+    raise MicroBatchTooLargeError(problem)
+
+
+def run_passes(
+    loss_sum: LossFunction,
+    optimizer: Optimizer,
+    batches: Iterable[Batch],
+    scaler: LossScaler | None,
+    engine: Engine,
+) -> Passes:
+    """Run the forward and backward passes of one step. For arguments and errors see `train_step`.
+    Gradients of an earlier step are dropped."""
+    batches = list(batches)
     counts = engine.sums(
         sum(batch.num_valid for batch in batches), sum(batch.num_terms for batch in batches)
     )
     tokens, terms = map(int, counts)
     if tokens == 0:
-        raise TrainingError("a global batch has no labels: check the data's loss mask")
+        raise TrainingError(
+            "a global batch does not contain any labels: check the data's loss mask"
+        )
     scale = 1.0 if scaler is None else scaler.scale
     optimizer.zero_grad()
     try:
@@ -103,26 +169,10 @@ def train_step(
             total = loss.detach().clone() if total is None else total + loss.detach()
             del loss, scaled  # frees the graph before the next pass or the update
         assert total is not None
-        norm = optimizer.clip_gradients(scale, engine.joined_norm)
+        return Passes(total, tokens, terms, scale)
     except (RuntimeError, MemoryError) as error:
         problem = _repeatable_problem(error, optimizer, engine)
-    else:
-        if engine.world.size > 1:
-            mean = engine.sums(float(total))[0] / terms
-            return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
-        loss = total / terms
-        is_begun = optimizer.reads_found_inf and (skips_only_infinite or accepts is None)
-        if is_begun:
-            numbers = torch.stack((loss.double(), norm.double()))
-            # The same test as in `_update`, on the GPU.
-            optimizer.step(found_inf=(~numbers.isfinite().all()).float())
-            mean, length = numbers.tolist()
-        else:
-            mean, length = float(loss), float(norm)
-        result = StepResult(mean, length, tokens)
-        return _update(optimizer, result, scaler, accepts, is_begun=is_begun)
-    # Outside the except block, because the error's traceback keeps the tensors of the passes in
-    # memory.
+    # Outside the except block, as in `train_step`.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 
@@ -134,12 +184,14 @@ def _update(
     accepts: Callable[[float, float], bool] | None,
     *,
     is_begun: bool = False,
+    is_ahead: bool = False,
 ) -> StepResult:
     """Apply the update if loss and gradient norm are accepted; return `result` with `skipped` set.
     See `train_step`.
 
     Args:
         is_begun: True if the update is already applied, unless loss or norm is not finite.
+        is_ahead: True if the gradients are already those of the next step, which are kept.
     """
     # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
@@ -152,7 +204,8 @@ def _update(
     if not accepted:
         if is_begun:
             optimizer.take_back_counts()
-        optimizer.zero_grad()
+        if not is_ahead:
+            optimizer.zero_grad()
         if optimizer.in_backward or (scaler is None and accepts is None):
             raise DivergedError(
                 f"loss {result.loss}, gradient norm {result.grad_norm}: "

@@ -626,8 +626,8 @@ class Trackers:
         for thread in self._running_at(began + limit):
             self._reported.add(thread.name)
             self._tell(
-                f"warning: {thread.name} has not ended after {limit:.0f} s and is given up "
-                f"({_has(thread)})"
+                f"warning: {thread.name} has not finished after {limit:.0f} s and is "
+                f"abandoned ({_has(thread)})"
             )
         self.check()
 

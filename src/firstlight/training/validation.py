@@ -46,13 +46,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         DivergedError: a loss or the model's output is not finite.
     """
     config = run.recipe.evaluation
-    losses_due = run.is_due(config.every_steps)
     is_start = run.state.step == 0 and not run.is_last(0)
-    tasks_due = bool(run.tasks) and run.is_due(config.tasks_every_steps or config.every_steps)
-    tasks_due = tasks_due and not is_start
-    samples_due = losses_due and not is_start
-    if config.samples_at == "epoch":
-        samples_due = run.ends_epoch or run.is_last(run.state.step)
+    losses_due, samples_due, tasks_due = evaluations_due(run)
     if not losses_due and not tasks_due and not samples_due:
         return
     check()
@@ -87,6 +82,18 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     if tasks_due:
         with run.times.part("tasks"):
             _score(run, check)
+
+
+def evaluations_due(run: Run) -> tuple[bool, bool, bool]:
+    """Return whether losses, sample texts and task scores are due after the current step."""
+    config, step = run.recipe.evaluation, run.state.step
+    is_start = step == 0 and not run.is_last(0)
+    losses_due = run.is_due(config.every_steps)
+    samples_due = losses_due and not is_start
+    if config.samples_at == "epoch":
+        samples_due = run.ends_epoch or run.is_last(step)
+    tasks_due = bool(run.tasks) and run.is_due(config.tasks_every_steps or config.every_steps)
+    return losses_due, samples_due, tasks_due and not is_start
 
 
 def _write_samples(run: Run, check: Callable[[], None]) -> None:

@@ -201,9 +201,9 @@ def _require_options(
         )
     if recipe.schedule.max_minutes is not None:
         raise ConfigError(
-            "schedule.max_minutes does not define a number of steps, from which the length of "
-            "trials is derived: set it to null, and set schedule.max_steps to the steps of the "
-            "full run"
+            "schedule.max_minutes does not set the number of steps, from which the length of "
+            "trials is derived: set it to null, and schedule.max_steps to the number of steps of "
+            "the full run"
         )
 
 
@@ -427,7 +427,7 @@ def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int
     head = (
         f"# The best of {count} trials of firstlight tune: {describe(values)}.\n# "
         f"{study.objective} {best['objective']:.4f} after {best['steps']:,} steps; the schedule "
-        "below is that of the full run.\n"
+        "below is for the full run.\n"
     )
     return head + yaml_text(content)
 

@@ -71,7 +71,7 @@ def unloaded_model(
         with torch.device("meta"):
             return build_model(config, vocab_multiple)
     except (RuntimeError, TypeError, OverflowError) as error:  # Sizes beyond 64-bit integers.
-        raise ModelError(f"{folder}: {CONFIG_NAME}: such sizes are impossible: {error}") from error
+        raise ModelError(f"{folder}: {CONFIG_NAME}: these sizes are impossible: {error}") from error
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
@@ -98,7 +98,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         require_not_trainer(folder)
-        raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_NAME}")
+        raise ModelError(f"{folder} is not a model folder: it does not contain {CONFIG_NAME}")
     return config_from_hf(read_json_object(path, ModelError), str(path))
 
 

@@ -265,11 +265,14 @@ def indexed_tensors(
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise ModelError(f"{path} is missing but is listed in {index_name}: download it again")
+            raise ModelError(
+                f"{path} is missing, although {index_name} lists it: download it again"
+            )
         for name, tensor in read(path).items():
             if weight_map.get(name) != file_name:
-                where = weight_map.get(name, "nowhere")
-                raise ModelError(f"{path} has tensor {name}, which {index_name} puts {where}")
+                listed = weight_map.get(name)
+                where = "does not list" if listed is None else f"places in {listed}"
+                raise ModelError(f"{path} contains tensor {name}, which {index_name} {where}")
             tensors[name] = tensor
     if lost := sorted(weight_map.keys() - tensors.keys()):
         raise ModelError(f"{folder / weight_map[lost[0]]} lacks tensor {lost[0]} of {index_name}")
@@ -350,13 +353,13 @@ def _no_weights(folder: Path) -> ModelError:
     repository = _repository_of(folder)
     if has_pickled_weights(folder) or repository:
         return ModelError(
-            f"{folder} has no {WEIGHTS_NAME}; {PICKLED_NAME} is a pickle, which could run code "
-            "when it is opened: convert it to safetensors with `firstlight convert "
+            f"{folder} does not contain {WEIGHTS_NAME}; {PICKLED_NAME} is a pickle, which could "
+            "run code when opened: convert it to safetensors with `firstlight convert "
             f"{repository or folder} --out DIR`, and use that folder"
         )
     return ModelError(
-        f"{folder} has no {WEIGHTS_NAME}: only safetensors weights are supported (pickled .bin "
-        "and .pt files can run code when they are opened)"
+        f"{folder} does not contain {WEIGHTS_NAME}: only safetensors weights are supported "
+        "(pickled .bin and .pt files can run code when opened)"
     )
 
 
@@ -366,7 +369,7 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
     Raises:
         ModelError: the index is damaged, or names a file outside its folder.
     """
-    path, fault = folder / index_name, "has no weight_map of tensors to files"
+    path, fault = folder / index_name, "does not have a weight_map from tensors to files"
     weight_map = read_json_object(path, ModelError, fault).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()

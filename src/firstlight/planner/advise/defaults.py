@@ -325,5 +325,6 @@ def finetuning_rate(
 def _require_known(name: str, rates: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if name not in rates and "learning_rate" not in given:
         raise ConfigError(
-            f"no learning rate is known for --optimizer.name {name}: set --optimizer.learning_rate"
+            f"there is no default learning rate for --optimizer.name {name}: set "
+            "--optimizer.learning_rate"
         )

@@ -248,7 +248,7 @@ def suggest(
         ConfigError: not even the smallest model fits, or not exactly one budget is given.
     """
     if (seconds is None) is (tokens is None):
-        raise ConfigError("set either a time or a number of tokens as the budget")
+        raise ConfigError("the budget must be either a time or a number of tokens: set one of them")
     fitting: list[Suggestion] = []
     for config in models:
         model = _without_run(config, seq_len)
@@ -385,7 +385,7 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
             continue
         ladder[config.hidden_size, layers] = config
     if not ladder:
-        raise ConfigError(f"the model section is valid only in its current size: {problem}")
+        raise ConfigError(f"the model section is valid only at its current size: {problem}")
     yield from ladder.values()
 
 

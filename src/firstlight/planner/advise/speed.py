@@ -169,5 +169,5 @@ def predicted_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
     """
     found = Estimator().estimate(Candidate(recipe, machine, evaluates=False))
     if found.tokens_per_second is None:
-        raise ConfigError(f"the speed of {machine.name} is not known: choose another --gpu")
+        raise ConfigError(f"the speed of {machine.name} is unknown: choose another --gpu")
     return found.tokens_per_second.expected

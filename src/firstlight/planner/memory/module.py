@@ -118,15 +118,17 @@ def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Param
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise ConfigError(
-                f"{type(model).__name__} has no gradient_checkpointing_enable: disable "
-                "activation_checkpointing, or use torch.utils.checkpoint in the model "
-                "yourself"
+                f"{type(model).__name__} does not have gradient_checkpointing_enable: disable "
+                "activation_checkpointing, or use torch.utils.checkpoint in the model"
             )
         enable()
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise ConfigError(f"{type(model).__name__} has no trained parameters")
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameters: set requires_grad "
+            "for some of them"
+        )
     return parameters
 
 
@@ -225,7 +227,7 @@ def _loss_from(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         found = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(found, Tensor) or found.numel() != 1:
         raise ConfigError(
-            "the model returns no loss: add labels to the batch, or pass plan_module a loss "
-            "function of the model's output"
+            "the model does not return a loss: add labels to the batch, or pass plan_module a "
+            "function that computes the loss from the model's output"
         )
     return found

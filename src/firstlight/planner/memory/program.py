@@ -695,17 +695,19 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
-            notes.append("fp8 is planned as bf16: the scaled copies of factors are not counted")
+            notes.append("fp8 is planned as bf16: the scaled fp8 copies of inputs are not counted")
         # tf32 is a mode for a GPU's matrix products: its tensors are fp32.
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
         if config.compile:
-            notes.append("compiled code is planned as inductor generates it for CPUs")
+            notes.append("compiled code is planned with the code that inductor generates for CPUs")
     recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
     # Only CUDA has paged memory; without it, the states have the same sizes.
     if recipe.optimizer.name == "paged_adamw8bit":
-        notes.append("paged states are counted on the device, where they stay while they fit")
+        notes.append(
+            "paged optimizer state is counted on the device, where it stays as long as it fits"
+        )
         recipe = recipe.with_keys("optimizer", name="adamw8bit")
     # Without a GPU, Muon updates matrices one by one unless an implementation is set.
     optimizer = recipe.optimizer

@@ -74,8 +74,8 @@ def of_one_rank(
         overhead_bytes=prediction.overhead_bytes + _NCCL_BYTES,
         notes=(
             *prediction.notes,
-            f"{', '.join(by)}: one device's part is traced, and the effect of sharing is computed; "
-            "NCCL's buffers are assumed to take 400 MiB",
+            f"{', '.join(by)}: one device's part is traced, and the effect of sharing is "
+            "calculated; NCCL's buffers are assumed to take 400 MiB",
             *_of_the_host(recipe, processes),
         ),
     )
@@ -87,7 +87,7 @@ def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
         yield (
-            f"at the start each process creates its model in the CPU's memory: {processes} x "
+            f"at the start, each process creates its model in CPU memory: {processes} x "
             f"{own / 2**30:.1f} GiB, on all machines together"
         )
 

@@ -264,7 +264,7 @@ def planned_recipe(
     if best is None:
         names = [one.name for one in nearest_estimates(resolved, machine)]
         nearest = f"; what would: {', '.join(names)}" if names else ""
-        raise ConfigError(f"nothing that the plan tried fits into this machine's memory{nearest}")
+        raise ConfigError(f"none of the plan's candidates fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
     # With `init_from` the model's config, and an adapter's settings, come from that folder: the
     # written sections are kept.
@@ -287,7 +287,10 @@ def _corrected(
     place = sizes.index(written)
     trial = _try(recipe, machine, hardware, sizes[place])
     while trial is None and place + 1 < len(sizes):
-        tell(f"plan: a micro-batch of {sizes[place]} rows does not fit after all: trying fewer")
+        tell(
+            f"plan: a micro-batch of {sizes[place]} rows does not fit, contrary to the plan: "
+            "trying fewer rows"
+        )
         place += 1
         trial = _try(recipe, machine, hardware, sizes[place])
     if trial is None:

@@ -422,22 +422,22 @@ def reasons_for(
         reasons["efficiency.attention"] = _ATTENTION[config.attention]
     if written.compile == "auto":
         reasons["efficiency.compile"] = (
-            "fewer passes over memory, and less of it, for a minute at the start"
+            "fewer memory accesses and less memory, at the cost of a minute at the start"
             if config.compile
-            else "not for a run of this length, engine or device"
+            else "not useful for this run's length, engine or device"
         )
     needed, usable = best.needed_bytes / _GIB, best.usable_bytes / _GIB
     micro_batch_size = best.recipe.batch.micro_batch_size
     if micro_batch_size == sequences_per_step(best.recipe, machine):
-        why = "the whole step at once"
+        why = "the whole step in one pass"
     else:
-        more = "more may not fit" if config.compile else "more do not fit"
+        more = "more may not fit" if config.compile else "more does not fit"
         why = "more gain nothing" if needed < 0.6 * usable else more
     reasons["batch.micro_batch_size"] = f"{needed:.1f} of {usable:.1f} GiB; {why}"
     saves = "" if first.fits else " (as it stands, the recipe does not fit)"
     if "efficiency.activation_checkpointing" in best.changes:
         reasons["efficiency.activation_checkpointing"] = (
-            f"activations would take most of the memory{saves}: computed again instead"
+            f"activations would take most of the memory{saves}: recomputed instead"
         )
     if "efficiency.loss_chunk_tokens" in best.changes:
         reasons["efficiency.loss_chunk_tokens"] = (
@@ -450,9 +450,9 @@ def reasons_for(
 
 
 _ATTENTION = {
-    "sdpa": "torch's fused kernels hold no scores",
-    "blockwise": "holds no scores, and is faster than the fused kernel here",
-    "flex": "masks of documents cost no memory",
+    "sdpa": "torch's fused kernels do not store attention scores",
+    "blockwise": "does not store attention scores, and is faster than the fused kernel here",
+    "flex": "document masks take no memory",
 }
 
 
@@ -466,13 +466,13 @@ def _precision(precision: str, machine: Machine) -> str:
     gpu = machine.gpu
     if precision == "fp32":
         if machine.precision == "fp16":
-            return "fp16 is faster, but not for efficiency.optimizer_in_backward"
-        return "nothing narrower is faster here"
+            return "fp16 is faster, but does not work with efficiency.optimizer_in_backward"
+        return "no lower precision is faster here"
     if gpu is None:
-        return f"{precision} is multiplied faster here"
+        return f"{precision} matrix products are faster here"
     factor = gpu.peak_flops(precision) / gpu.fp32
     share = f"{factor:.0f} times fp32's rate of matrix products on this GPU"
-    return f"{share}, which has no bf16" if precision == "fp16" else share
+    return f"{share}, which does not support bf16" if precision == "fp16" else share
 
 
 # The search for the fastest candidate that fits or, if none does, for settings that would fit

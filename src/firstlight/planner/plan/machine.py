@@ -96,11 +96,14 @@ class Machine:
         if self.gpu is None:
             return []
         if self.gpu.is_apple:
-            return ["memory and speed are those of CUDA's kernels: not measured on Apple's GPUs"]
+            return [
+                "memory and speed are estimated for CUDA kernels, and were not compared with "
+                "measurements on Apple GPUs"
+            ]
         if (0, 0) < self.gpu.capability < (5, 0):
             return [
                 f"{self.name} has compute capability {self.gpu.capability[0]}."
-                f"{self.gpu.capability[1]}, which builds of torch for CUDA 12 have no kernels for"
+                f"{self.gpu.capability[1]}, for which torch builds for CUDA 12 do not have kernels"
             ]
         return []
 
@@ -151,7 +154,7 @@ def find_machine(
         return _this_gpu(found, count)
     if count > 1:
         raise ConfigError(
-            f"--gpus {count} needs the kind of GPU: add --gpu NAME, such as 'RTX 4090'"
+            f"--gpus {count} requires the GPU model: add --gpu NAME, such as 'RTX 4090'"
         )
     usable = int(_CPU_SHARE * free_memory_bytes(found.device))
     is_fast = found.bf16 and bf16_is_faster(found.device)
@@ -177,7 +180,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = match[2].lower() if match else None
     if match is None or unit not in _UNITS:
-        raise ConfigError(f"'{text}' is not a size of memory: write for example 24GiB or 24GB")
+        raise ConfigError(f"'{text}' is not a memory size: use, for example, 24GiB or 24GB")
     return int(float(match[1]) * _UNITS[unit])
 
 
@@ -356,8 +359,8 @@ def _model_config(recipe: Recipe) -> ModelConfig:
     tokens = recipe.planning.vocab_size if prepared is None else prepared[0]
     if tokens is None:
         raise ConfigError(
-            f"the model's vocabulary is that of the data's tokenizer, but {folder} is not "
-            "prepared here: prepare it, or set --planning.vocab_size 50257"
+            f"the vocabulary size comes from the data's tokenizer, but {folder} is not on this "
+            "machine: prepare the data, or set the size, for example --planning.vocab_size 50257"
         )
     return model.model_copy(update={"vocab_size": tokens})
 

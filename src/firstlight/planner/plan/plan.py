@@ -78,9 +78,9 @@ class Budget:
         for name in ("seconds", "tokens", "price_per_hour"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name.replace('_', ' ')} is {value}: it must be more than 0")
+                raise ConfigError(f"{name.replace('_', ' ')} is {value}: it must be greater than 0")
         if self.seconds is not None and self.tokens is not None:
-            raise ConfigError("set either --budget, a time, or --tokens")
+            raise ConfigError("--budget and --tokens both limit the run: set only one of them")
 
     @property
     def is_given(self) -> bool:
@@ -219,7 +219,7 @@ def make_plan(
     budget = budget or Budget()
     if budget.is_given and (why := _starting_weights(recipe, init_from)):
         raise ConfigError(
-            f"--budget and --tokens suggest a new model, but {why}: leave them out, and set "
+            f"--budget and --tokens suggest a new model, but {why}: omit them, and set "
             "schedule.max_minutes to train for a given time"
         )
     resolved = resolve_for(recipe, machine, init_from)
@@ -233,8 +233,8 @@ def make_plan(
     run = _planned_run_for(first, machine)
     if budget.price_per_hour is not None and run is None and not budget.is_given:
         raise ConfigError(
-            "--price-per-hour needs the length of the run: set schedule.max_steps, or set "
-            "--budget or --tokens"
+            "--price-per-hour needs the length of the run: set schedule.max_steps, --budget or "
+            "--tokens"
         )
     here = machine.hardware.device if machine.is_here else None
     warnings = list(alignment_warnings(resolved, here, machine.hardware.capability))
@@ -267,7 +267,7 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
     lengths = (epoch_tokens(written), written.schedule.max_steps, written.schedule.max_minutes)
     if written.efficiency.compile == "auto" and lengths == (None, None, None):
         notes.append(
-            "without the data the length of the run is not known: efficiency.compile auto is "
+            "the length of the run is unknown without the data: efficiency.compile auto is "
             "planned as for a long run"
         )
     return notes
@@ -339,7 +339,8 @@ def _for_budget(
     recipe, machine = plan.recipe, plan.machine
     if machine.gpu is None and not (machine.is_here and machine.count == 1):
         raise ConfigError(
-            "a model for a given time needs a known GPU: set --gpu NAME instead of --gpu-memory"
+            "suggesting a model for a given time requires a known GPU: set --gpu NAME instead of "
+            "--gpu-memory"
         )
     seq_len, models = recipe.data.seq_len, _models_to_train(recipe)
     text = usual_text(recipe.model.vocab_size, epoch_tokens(recipe))
@@ -433,7 +434,8 @@ def _models_to_train(recipe: ResolvedRecipe) -> list[ModelConfig]:
     if not models:
         why = "; ".join(why_not_cut(ladder[-1], cut))
         raise ConfigError(
-            f"none of the candidate models can be sharded as the recipe asks, the largest: {why}"
+            f"none of the candidate models can be sharded as the recipe specifies; for the "
+            f"largest: {why}"
         )
     return models
 

@@ -44,7 +44,7 @@ _ENDING_SECONDS = 1.0
 PRELOADED = ["torch._dynamo", "firstlight.planner.memory.recipe"]
 
 _KILLED = (
-    "a process that traced the model was killed, most likely for lack of memory: end other "
+    "a process that traced the model was killed, most likely because memory ran out: end other "
     "programs, or plan a smaller model"
 )
 
@@ -121,8 +121,9 @@ class WorkerProcesses:
         if code is None or code == -signal.SIGKILL:
             return TrainingError(_KILLED)
         return TrainingError(
-            f"a process that traced the model {_ending(code)}: a library that the recipe's methods "
-            "use has crashed; nothing can be predicted for them (a run starts without a prediction)"
+            f"a process that traced the model {_ending(code)}: a library used by the recipe's "
+            "methods crashed, so nothing can be predicted for them (a run starts without a "
+            "prediction)"
         )
 
 
@@ -276,7 +277,7 @@ class RunForecaster:
             self._processes = []
             self._stack.close()
         if "error" in found:
-            raise TrainingError(f"the process that predicts failed: {found['error']['message']}")
+            raise TrainingError(f"the prediction process failed: {found['error']['message']}")
         return found["answer"]
 
 

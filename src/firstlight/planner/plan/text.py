@@ -64,7 +64,7 @@ def _advice(plan: Plan) -> Iterator[str | Table]:
     elif plan.methods:
         yield (
             "nothing fits (tried checkpointing, chunked loss, 8-bit AdamW, LoRA, offloading and "
-            "more devices, as far as the recipe allows them): use a smaller model"
+            "more devices, as far as the recipe allows): use a smaller model"
         )
 
 
@@ -237,8 +237,8 @@ def _suggestion(plan: Plan) -> Iterator[str]:
         yield f"      {key:<{width}}  {before} -> {_written(new)}"
     if not has_width_rule(plan.recipe):
         yield (
-            f"    note: no rule is known for the learning rates of {plan.recipe.optimizer.name} "
-            "by hidden size"
+            f"    note: there is no known rule to scale the learning rates of "
+            f"{plan.recipe.optimizer.name} with hidden_size"
         )
 
 

@@ -339,7 +339,7 @@ def _on_gpu(
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
-    unmeasured = "computed from its data sheet and a measured H100, and was not measured"
+    unmeasured = "derived from its data sheet and a measured H100, not measured"
     notes = [
         f"speed on a {gpu.name} is {shares.source if is_measured else unmeasured}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
@@ -347,7 +347,7 @@ def _on_gpu(
         f"{shares.bandwidth.slow:.0%} to {shares.bandwidth.fast:.0%} of the bandwidth"
     ]
     if work.precision == "fp8":
-        notes.append("fp8 is counted at twice bf16's rate, with the casts of its factors")
+        notes.append("fp8 is counted at twice the bf16 rate, including the casts of its inputs")
     return sums, gpu.peak_flops(work.precision), notes
 
 

@@ -750,7 +750,7 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
         if getattr(model, key) is None and key not in spec.optional:
             yield f"{key} None: only a number"
     if spec.has_windows and model.layer_types is not None:
-        yield "layer_types with another pattern: only the family's pattern"
+        yield "layer_types with a different pattern: only the family's pattern"
     if spec.head == "tied" and not model.tie_word_embeddings:
         yield "an untied head: only tie_word_embeddings true"
     if spec.exact_heads and model.head_dim * model.num_attention_heads != model.hidden_size:
@@ -770,11 +770,13 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
     if isinstance(rope, Llama3Rope) and rope.low_freq_factor >= rope.high_freq_factor:
         yield f"low_freq_factor {rope.low_freq_factor}: only less than high_freq_factor"
     if getattr(model, "no_rope_layers", None) is not None:
-        yield "no_rope_layers with another pattern: only the family's pattern"
+        yield "no_rope_layers with a different pattern: only the family's pattern"
     if family.gguf.has_windows and not family.gguf.has_window_base:
         local = model.rope_local_base_freq if "rope_local_base_freq" in family.own_keys else None
         if model.sliding_window is not None and local not in (None, model.rope_theta):
-            yield f"a rotary base of {local} in layers with a window: only {model.rope_theta}"
+            yield (
+                f"a rotary base of {local} in layers with a sliding window: only {model.rope_theta}"
+            )
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
