@@ -191,8 +191,8 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         messages = _side(fields, "text", "user")
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
-    elif (name := message_field(fields)) is not None:
-        messages = _with_system(fields, _turns(_listed(fields[name]), f"`{name}`"))
+    elif (found := message_field(fields)) is not None:
+        messages = _with_system(fields, _turns(_listed(fields[found]), f"`{found}`"))
     elif (written := transcript_field(fields)) is not None:
         messages = _with_system(fields, _from_written(*written))
     else:

@@ -683,8 +683,8 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
             return
         if not text.strip():
             raise InputError(f"{origin} is empty: replace it, or exclude it") from error
-        problem = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-        raise InputError(f"{origin}:{error.lineno}: {problem}") from error
+        what = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        raise InputError(f"{origin}:{error.lineno}: {what}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(values, list | dict):
