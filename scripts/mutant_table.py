@@ -287,8 +287,8 @@ MUTANTS = [
     Mutant(
         "tokens a second by a moment",
         "firstlight/training/run.py",
-        " seconds = time.perf_counter() - self._step_began",
-        " seconds = time.perf_counter()",
+        " seconds = now - max(self._read.began, self._step_ended)",
+        " seconds = now",
         (_STEPS + "tokens_per_second_divides_by_step_duration",),
     ),
     # Data that change under a run
@@ -738,8 +738,8 @@ MUTANTS = [
     Mutant(
         "samples draw from the run's generator",
         "firstlight/generation/sampling.py",
-        "torch.rand((), dtype=torch.float64, generator=generator)",
-        "torch.rand((), dtype=torch.float64)",
+        "torch.rand(64, dtype=torch.float64, generator=generator)",
+        "torch.rand(64, dtype=torch.float64)",
         (_TEXT + "samples_during_training_do_not_change_random_state",),
     ),
     # What is opened

@@ -12,7 +12,7 @@ runs all steps from a folder of texts to a trained model. The individual steps a
     print(firstlight.evaluate("runs/recipe").bits_per_byte)
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
-A name is imported when it is first used, so that `import firstlight` itself is fast. It sets the
+Public names are imported on first use, so `import firstlight` itself is fast. The import sets the
 environment variables GOMP_SPINCOUNT and, with an NVIDIA GPU, PYTORCH_ALLOC_CONF, which torch reads
 when it is imported.
 """

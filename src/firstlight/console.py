@@ -42,10 +42,10 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def say(message: str, *, end: str = "\n") -> None:
-    """Print a message to the user on stderr, as plain text without markup or control characters
-    (see `visible`), and `end` after it.
+    """Print a message and then `end` on stderr, as plain text without markup or control characters
+    (see `visible`).
 
-    If stderr can't be written (a closed pipe or terminal), the program continues silently.
+    If stderr is not writable (a closed pipe or terminal), the program continues silently.
     """
     message = visible(message)
     if (display := notebook_display()) is not None:
@@ -58,7 +58,7 @@ def say(message: str, *, end: str = "\n") -> None:
 
 
 def silence() -> None:
-    """Discard everything that is written to stderr from now on."""
+    """Discard all further output to stderr."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
@@ -83,8 +83,8 @@ def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
     )
 
 
-#: Format characters that do not affect other text: joiners, which words and emoji in many scripts
-#: need; soft hyphen; Arabic and Syriac number signs; and the tags of flags.
+#: Format characters that do not affect other text: joiners, which many scripts and emoji need; the
+#: soft hyphen; Arabic and Syriac number signs; and the tags of flag emoji.
 _HARMLESS = re.compile("[\u200c\u200d\u00ad\u0600-\u0605\u06dd\u070f\U000e0020-\U000e007f]")
 #: Unicode categories of control and format characters, surrogates, and line and paragraph
 #: separators.
@@ -92,9 +92,10 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """Return a text that is safe to show in a terminal or on a page: control characters,
-    bidirectional formatting characters and surrogates are replaced by their code point, such as
-    '⟨U+202E⟩'. "\\r\\n" becomes "\\n"; tabs are kept."""
+    """Return the text in a form that is safe to display: control characters, bidirectional
+    formatting characters and surrogates are replaced with their code points, such as '⟨U+202E⟩'.
+    "\\r\\n" becomes "\\n"; tabs are kept.
+    """
     lines = str(text).replace("\r\n", "\n")
     if lines.isprintable():
         return lines
@@ -202,12 +203,12 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_time(text: str) -> float:
-    """Return the seconds of a duration such as "90s", "30m", "1.5h", "1h30m" or "3d".
+    """Convert a duration such as "90s", "30m", "1.5h", "1h30m" or "3d" to seconds.
 
     Raises:
-        ConfigError: `text` is not a time.
+        ConfigError: `text` is not a duration.
     """
-    what = "time: write for instance 90s, 30m, 1.5h, 1h30m or 3d"
+    what = "duration: use a value such as 90s, 30m, 1.5h, 1h30m or 3d"
     parts = re.findall(r"[^a-z]+[a-z]*|[a-z]+", text.lower().rstrip()) or [text]
     matches = [re.fullmatch(r"\s*([0-9.]+)\s*([a-z]+)", part) for part in parts]
     total = sum(_value(match, _TIMES, text, what) for match in matches)
@@ -218,13 +219,13 @@ def parse_time(text: str) -> float:
 
 
 def parse_count(text: str) -> float:
-    """Return the value of a number such as "10B", "300M" or "2e9".
+    """Convert a number such as "10B", "300M" or "2e9" to a float.
 
     Raises:
         ConfigError: `text` is not a number.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmbt]?)\s*", text.lower())
-    return _value(match, _COUNTS, text, "number of tokens: write for instance 10B or 300M")
+    return _value(match, _COUNTS, text, "number of tokens: use a value such as 10B or 300M")
 
 
 def _value(match: re.Match[str] | None, units: dict[str, int], text: str, what: str) -> float:

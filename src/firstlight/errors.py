@@ -10,7 +10,7 @@ line and exits with `exit_code`.
     ├── DataError              token shards that are damaged, empty or don't fit the model
     ├── ModelError             a model folder whose weights or config.json can't be used
     ├── CheckpointError        a run folder or checkpoint that can't be resumed from
-    ├── HubError               an upload that the Hugging Face hub refuses, or that fails
+    ├── HubError               an upload that fails or that the Hugging Face hub rejects
     ├── StorageError           a file system error when writing: disk full, read-only, no permission
     ├── TrainingError          a run that can't continue, for instance because its loss is NaN
     └── MissingDependencyError an optional package that is not installed
@@ -76,7 +76,7 @@ class CheckpointError(FirstlightError):
 
 
 class HubError(FirstlightError):
-    """An upload that the Hugging Face hub refused, or that failed."""
+    """An upload that failed or that the Hugging Face hub rejected."""
 
 
 class StorageError(FirstlightError):
@@ -94,7 +94,7 @@ class RunReplacedError(Exception):
 
 
 class MissingDependencyError(FirstlightError):
-    """An optional package is needed and not installed."""
+    """An optional package that is needed but not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -118,8 +118,9 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""` if no name is
-    at least this similar (a `difflib` ratio from 0 to 1)."""
+    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""` if no name
+    reaches the minimum similarity `likeness` (a `difflib` ratio from 0 to 1).
+    """
     names = list(known)
     # "every" should suggest "every_steps", although "keep_every" is closer by edit distance.
     begun = [name for name in names if name.startswith(f"{word}_")]
@@ -144,15 +145,16 @@ def describe_os_error(error: OSError) -> str:
     if error.errno == errno.EROFS:
         return f"the file system is read-only{where}: choose another folder"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"permission denied{where}: change its permissions, or choose another place"
+        return f"permission denied{where}: change its permissions, or choose another folder"
     if "No usable temporary directory" in str(error):
         return f"{error.strerror}: free some space, raise `ulimit -f`, or set TMPDIR"
     return f"{error.strerror or error}{where}"
 
 
 def describe_read_error(error: OSError) -> str:
-    """Describe an error on an input file, like `describe_os_error`; if permission is denied, the
-    advice is about reading it."""
+    """Describe an error from reading an input file like `describe_os_error`, but with different
+    advice for a denied permission: make the file readable.
+    """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
         return f"permission denied{where}: make it readable (chmod u+rX), or leave it out"
@@ -180,7 +182,8 @@ def lacks_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         # Its text can contain a file name, so only the error number counts.
         return error.errno == errno.ENOMEM
-    # oneDNN's "primitive descriptor" errors concern unsupported operators or dtypes, not memory.
+    # oneDNN reports errors about a "primitive descriptor" for unsupported operators or dtypes, not
+    # for memory.
     text = str(error).lower().replace("primitive descriptor", "")
     return isinstance(error, RuntimeError | ImportError | OSError) and any(
         part in text for part in _LACK_OF_MEMORY

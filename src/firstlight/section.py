@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A pydantic model with frozen keys. Unknown keys, wrong types and numbers that are not finite
-    are errors.
+    """An immutable pydantic model. Unknown keys, wrong types and numbers that are not finite are
+    errors.
 
     The text below a key is its documentation: `model_fields[key].description`, which
     `firstlight train --help-all` and the reference pages show.

@@ -76,7 +76,7 @@ _SMALL = GPT2Shape(32, 2, vocab_size=65)
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command measures products of a few thousand numbers."""
+    """Reduce the sizes so that the command measures products of a few thousand numbers."""
     monkeypatch.setattr(gemm, "plan_for", lambda device_type, quick: _TINY)
     monkeypatch.setattr(gemm, "MODELS", dict.fromkeys(MODELS, _SMALL))
 
@@ -86,7 +86,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"dtype": ["int8"]}, "dtype 'int8' is unknown: use fp32, tf32, bf16, fp16"),
         ({"dtype": ["bf61"]}, r"dtype 'bf61' is unknown \(did you mean 'bf16'\?\)"),
-        ({"dtype": ["tf32"], "device": "cpu"}, "tf32 is not multiplied in hardware by .*: use fp"),
+        ({"dtype": ["tf32"], "device": "cpu"}, "can't multiply tf32 in hardware, .*: use fp"),
         ({"model": "gpt2-125m"}, r"model 'gpt2-125m' is unknown \(did you mean 'gpt2-"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
     ],
@@ -113,7 +113,7 @@ def test_gemm_dtype_emulated_by_cpu_is_not_default_and_raises(
     monkeypatch.setattr(gemm, "find_hardware", lambda device: hardware)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     for name in ("fp16", "bf16"):
-        message = f"{name} is not multiplied in hardware by Old CPU, .*: use fp32"
+        message = f"Old CPU can't multiply {name} in hardware, .*: use fp32"
         with pytest.raises(ConfigError, match=message):
             GemmRun(GemmBench(dtype=[name]))
     assert GemmRun(GemmBench()).dtypes == ["fp32"]
@@ -148,7 +148,7 @@ def test_paddings_of_gpt2_vocabulary_match_usual_multiples() -> None:
 
 
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_layer_products_match_those_of_autograd(conv1d: bool) -> None:
+def test_layer_products_match_autograd(conv1d: bool) -> None:
     tokens, inputs, outputs = 5, 3, 7
     x = torch.randn(tokens, inputs, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(outputs, inputs, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_layer_products_match_those_of_autograd(conv1d: bool) -> None:
         product = GemmProduct("model", "", 0, name, m, n, k, layout)
         a, b = stored[name.strip()]
         c = torch.zeros(m * n, dtype=torch.float64)
-        # What lies in memory is taken as it is: the layout alone turns it the right way.
+        # The buffers are used as stored; only the layout determines which operand is transposed.
         make_multiply(product, (a.detach().flatten(), b.detach().flatten(), c))()
         want = expected[name.strip()]
         assert want is not None
@@ -174,7 +174,7 @@ def test_layer_products_match_those_of_autograd(conv1d: bool) -> None:
 def test_gemm_model_flops_match_accounting() -> None:
     shape, tokens = MODELS["gpt2-124m"], 64
     config = GPT2Config(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size)
-    # Without the part that grows with the row: attention's own products.
+    # Without the products inside attention, which grow with the sequence length.
     counted = train_flops_per_token(meta_model(config), 0)
     products = model_products(shape, tokens)
     for weights in ("conv1d", "linear"):
@@ -223,7 +223,7 @@ def test_ratios_are_computed_per_round_and_combine_several_products() -> None:
         "work_ratio": 2.0,
         "rate_ratio": 1.0,
     }
-    # (2 + 2)/1, (3 + 3)/2; the third round isn't complete.
+    # (2 + 2)/1 and (3 + 3)/2; the third round is incomplete.
     both = compare(times, [b, c], [a])
     assert (both["time_ratio"], both["work_ratio"], both["rate_ratio"]) == (3.5, 5.0, 5 / 3.5)
 
@@ -235,7 +235,8 @@ def test_step_times_sum_products_scaled_to_tokens() -> None:
     assert [(one["weights"], one["vocabulary"]) for one in found] == [
         (weights, vocabulary) for weights in ("conv1d", "linear") for vocabulary in (65, 72, 128)
     ]
-    # 4 layers x 3 products x 2 deep, and the head's 3, of a median of 3 s; 4096 tokens, not 16.
+    # 4 layer products x 3 passes x 2 layers, and 3 products of the head, each with a median of 3 s;
+    # scaled from 16 to 4096 tokens.
     assert {one["seconds"] for one in found} == {256 * (4 * 3 * 2 + 3) * 3.0}
     for one in found:
         weights = 2 * 12 * 32 * 32 + 32 * one["vocabulary"]
@@ -262,7 +263,7 @@ def test_ceiling_is_best_rate_of_large_products() -> None:
 
 def test_padding_result_compares_padded_with_unpadded_size() -> None:
     products = all_products(_SMALL, _TINY, multiprocessors=3)
-    # One second for each number of the size that varies.
+    # One second per unit of the size that varies.
     seconds = {"fp32": [[float(one.value or 1)] * 2 for one in products]}
     result = summarize(products, seconds, _SMALL, _TINY)
     rows = {(row["group"], row["to"]): row for row in result["padding"]}
@@ -321,7 +322,7 @@ def test_measured_products_alternate_in_rounds(monkeypatch: pytest.MonkeyPatch, 
         return 1.0
 
     monkeypatch.setattr(gemm, "measure_product", measured)
-    # Two formats, whatever this machine has.
+    # Two formats, regardless of this machine's hardware.
     monkeypatch.setattr(gemm, "hardware_dtypes", lambda hardware: ["fp32", "bf16"])
     run = GemmRun(GemmBench(device="cpu"), replace(_TINY, turns=2))
     run.measure()
@@ -372,11 +373,11 @@ def test_gemm_command_prints_tables_and_writes_one_json_object(
     assert any(line.startswith("vocabulary 65 -> 128 (to 64, 128), work ") for line in lines)
     assert any(line.startswith("257, work 1.004") for line in lines)
     assert [row["bytes"] for row in result["loops"]["passes"]] == [1 << 12, 1 << 23]
-    assert any(line.startswith("one thread reads") for line in lines)
+    assert any(line.startswith("array read by one thread") for line in lines)
     assert any(line.startswith("4 KiB ") for line in lines)
     assert any(line.startswith("8 MiB ") for line in lines)
     assert any(line.startswith("row blocks of 1 ") for line in lines)
-    assert any(line.startswith("products of 32 square at once") for line in lines)
+    assert any(line.startswith("concurrent products of 32 x 32") for line in lines)
     assert not any("interrupted" in line for line in lines)
 
 
@@ -398,9 +399,9 @@ def test_gemm_interrupted_keeps_finished_measurements(
     with pytest.raises((KeyboardInterrupt, click.Abort)):
         gemm_command.main(arguments, standalone_mode=False)
     captured = capfd.readouterr()
-    # The one object on stdout is that of the error, which the entry point prints.
+    # The only object on stdout is the error, which the entry point prints.
     assert captured.out == ""
-    assert "interrupted: not all was measured" in captured.err
+    assert "interrupted: some measurements are missing" in captured.err
     result = json.loads((tmp_path / "gemm.json").read_text(encoding="utf-8"))
     assert result["complete"] is False
     names = [row["name"] for row in result["rows"]]
@@ -489,7 +490,7 @@ def test_fp8_product_uses_layout_of_tensor_cores() -> None:
     torch.testing.assert_close(result.float(), left @ right.t(), rtol=0.02, atol=0.02)
 
 
-def test_passes_cover_whole_array_and_repeat_small_ones() -> None:
+def test_passes_cover_whole_array_and_repeat_small_arrays() -> None:
     for size, passes in ((1 << 12, 1 << 10), (1 << 23, 1)):
         data = torch.rand(size // 4, dtype=torch.float32)
         call, count = sum_passes(data)
@@ -547,7 +548,8 @@ def test_waves_count_all_products_beyond_full_waves(
     monkeypatch.setattr(torch, "mm", multiply)
     monkeypatch.setattr(gemm, "time", SimpleNamespace(perf_counter=lambda: len(done)))
     waves = measure_waves(8, threads=3)
-    assert waves["rows"] == [  # by this clock a product takes a second, and none at a time with it
+    # With this clock, a product takes one second, and no two products run concurrently.
+    assert waves["rows"] == [
         {"products": count, "time_ratio": count, "lowest": count, "highest": count}
         for count in (1, 3, 4, 6, 7, 9, 10, 12, 13)
     ]
@@ -557,7 +559,7 @@ def test_waves_count_all_products_beyond_full_waves(
 def test_cache_sizes_exclude_instruction_caches(tmp_path: Path) -> None:
     caches = [("1", "Data", "32K"), ("1", "Instruction", "64K"), ("2", "Unified", "1024K")]
     (tmp_path / "index9").mkdir()
-    (tmp_path / "index9" / "level").write_text("3\n", encoding="ascii")  # and no size
+    (tmp_path / "index9" / "level").write_text("3\n", encoding="ascii")  # The size is missing.
     for number, cache in enumerate(caches):
         (tmp_path / f"index{number}").mkdir()
         for name, text in zip(("level", "type", "size"), cache, strict=True):
@@ -572,6 +574,6 @@ def test_bench_script_outside_package_names_successor(
 ) -> None:
     assert main(["bench", name, "--help"]) == 2
     assert capsys.readouterr().err == (
-        f"firstlight: error: bench {name} is not part of the package: in a checkout of "
-        f"firstlight, use python -m benchmarks {name}\n"
+        f"firstlight: error: bench {name} is not part of the package: run python "
+        f"-m benchmarks {name} in a checkout of firstlight\n"
     )

@@ -1,4 +1,4 @@
-"""`firstlight bench methods`, with a model of some ten thousand parameters."""
+"""Tests of `firstlight bench methods` with a model of about ten thousand parameters."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
-    """Three thousand tokens of the standard library."""
+    """Write three thousand tokens of the standard library."""
     path = tmp_path / "tokens.safetensors"
     write_tokens(path, 3000, _TINY.vocab_size)
     return path
@@ -99,7 +99,7 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def work(tokens: Path) -> MethodsWork:
-    """Two steps of the tiny model, one of them timed."""
+    """Return a request for two steps of the tiny model, one of them timed."""
     plain = plain_recipe(_TINY, "cpu", 16, 4)
     request = {"data": str(tokens), "warmup_steps": 1, "steps": 1}
     return MethodsWork(plain, request, tokens.parent / "caches", deadline=None)
@@ -140,7 +140,7 @@ def test_bench_rows_are_recipes_that_training_accepts(name: str, hardware: Hardw
             require_combination(recipe, hardware)
         except ConfigError:
             refused.append(row.name)
-    # Their layers have fewer weights than fp8 is worth.
+    # The layers have too few weights for fp8 to be worthwhile.
     small = (SMALL, "gpt2-124m", "llama-110m", "smollm2-135m")
     assert refused == (["fp8"] if hardware is _GPU and name in small else [])
 
@@ -176,7 +176,7 @@ def test_accumulation_row_keeps_rows_per_step_and_large_batch_doubles_them(rows:
     )
 
 
-def test_ladder_has_rungs_of_the_guide_in_order() -> None:
+def test_ladder_rows_follow_order_of_guide() -> None:
     plain = plain_recipe(find_model("gpt2-124m"), "cuda", 1024, 4)
     ladder = ladder_rows(4, _GPU)
     assert [row.name for row in ladder] == (
@@ -204,7 +204,7 @@ def test_ladder_has_rungs_of_the_guide_in_order() -> None:
     assert (recipes[10].batch.micro_batch_size, recipes[10].efficiency) == (8, top.efficiency)
 
 
-def test_ladder_rungs_unsupported_here_give_reason() -> None:
+def test_ladder_rows_unsupported_on_machine_give_reason() -> None:
     def reasons(ladder: list[MethodRow]) -> dict[str, str]:
         found = {row.name: why_skipped(row, _CPU, 4, quick=False) for row in ladder}
         return {name: reason for name, reason in found.items() if reason}
@@ -221,7 +221,7 @@ def test_ladder_rungs_unsupported_here_give_reason() -> None:
     assert llama[0].changes[WRITTEN_OUT] == ()
 
 
-def test_last_rung_uses_one_process_per_gpu_or_two_sharing_a_cpu(
+def test_ladder_last_row_uses_one_process_per_gpu_or_two_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -232,7 +232,7 @@ def test_last_rung_uses_one_process_per_gpu_or_two_sharing_a_cpu(
     one, several = (ladder_rows(4, _GPU, processes=count)[-1] for count in (1, 3))
     assert why_skipped(one, _GPU, 4, quick=False) == "needs a second GPU here"
     assert why_skipped(several, _GPU, 4, quick=False) == ""
-    # Not cuda:1, which could not be that of all.
+    # Not cuda:1, because the processes can't all use the same GPU.
     expected = {"run.device": "cuda", "distributed.engine": "ddp", PROCESSES: 3}
     assert several.changes == expected
     assert set(recipe_keys(several.changes)) == {"run.device", "distributed.engine"}
@@ -267,7 +267,7 @@ def test_written_out_model_computes_same_result() -> None:
 
 
 @given(st.sets(st.integers(0, 9)), st.integers(0, 9))
-def test_ladder_rung_has_own_keys_and_those_of_rungs_below(fallen: set[int], rung: int) -> None:
+def test_ladder_row_includes_keys_of_previous_rows(fallen: set[int], rung: int) -> None:
     ladder = ladder_rows(8, _CPU)
     left_out = {ladder[i].name for i in fallen}
     changes = changes_up_to(ladder, rung, left_out)
@@ -416,7 +416,7 @@ def test_tokens_batch_rows_are_consecutive_and_documents_numbered(tmp_path: Path
     assert batch.labels.tolist() == [list(range(9, 17)), list(range(17, 25))]
     assert batch.num_valid == 16
     assert batch.document_ids is not None
-    # Token 15 ends a document and is, as an input, the begin of the next.
+    # Token 15 ends a document and is also the first input of the next document.
     assert batch.document_ids.tolist() == [[0] * 7 + [1], [0] * 8]
     assert Tokens(path, 8).batch(0, 1, documents=False).document_ids is None
 
@@ -426,7 +426,7 @@ def test_tokens_batch_rows_are_consecutive_and_documents_numbered(tmp_path: Path
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Other work on the machine makes two threads wait for each other."""
+    """Restore the number of threads. Runs use one, because two wait for each other under load."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -444,7 +444,7 @@ def request_of(work: MethodsWork, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_methods_that_keep_the_result_end_at_plain_loss(work: MethodsWork) -> None:
+def test_methods_preserving_result_end_at_plain_loss(work: MethodsWork) -> None:
     rows = {row.name: row for row in all_rows(_CPU)}
     plain = training_once(request_of(work, {}))
     assert len(plain["losses"]) == 5
@@ -459,7 +459,7 @@ def test_methods_that_keep_the_result_end_at_plain_loss(work: MethodsWork) -> No
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_rows_changing_the_result_have_different_losses(work: MethodsWork) -> None:
+def test_methods_changing_result_have_different_losses(work: MethodsWork) -> None:
     tokens = Path(work.request["data"])
     arrays = safetensors.numpy.load_file(tokens)
     arrays["starts"] = np.arange(0, 3000, 7)
@@ -473,7 +473,7 @@ def test_rows_changing_the_result_have_different_losses(work: MethodsWork) -> No
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_last_rung_two_processes_learn_like_one_with_both_batches(
+def test_ladder_last_row_two_processes_match_one_with_both_batches(
     work: MethodsWork,
 ) -> None:
     torch.set_num_threads(1)
@@ -512,7 +512,7 @@ def test_ask_ranks_failed_rank_reports_cause_not_lost_peer(
 
 
 def test_recipe_steps_refused_by_training_raise_config_error(work: MethodsWork) -> None:
-    """`fresh_process.answer` makes a result of it."""
+    """`fresh_process.answer` converts the error to a result."""
     changes = {"efficiency.optimizer_in_backward": True, **accumulation(4)}
     with pytest.raises(ConfigError, match="can't accumulate gradients"):
         training_once(request_of(work, changes))
@@ -520,11 +520,12 @@ def test_recipe_steps_refused_by_training_raise_config_error(work: MethodsWork) 
 
 def test_peak_resident_bytes_after_reset_excludes_earlier_peak() -> None:
     level = resident_bytes()
-    # Straight from the system: the heap may have that much left over from other tests.
+    # Allocated by the system, because the heap may have this much free memory left from other
+    # tests.
     with mmap.mmap(-1, 200_000_000) as large:
         for _ in range(200):
             large.write(bytes(1_000_000))
-    # Linux counts pages in lots for each core, and takes some from a process that rests.
+    # Linux counts pages in batches per core, and reclaims some pages from an idle process.
     assert peak_resident_bytes() >= level + 190_000_000
     reset_peak()
     assert peak_resident_bytes() < level + 100_000_000
@@ -542,8 +543,9 @@ _RUN = {
 
 
 class FakeProcesses:
-    """Stands for `ask`: notes each request, and answers with what `answers` has for the first
-    changed key that it knows, else with a run."""
+    """Replacement for `ask` that records each request. It returns the entry in `answers` for the
+    first changed key that has one, otherwise a successful run.
+    """
 
     def __init__(self, answers: Mapping[tuple[str, Any], dict[str, Any]]) -> None:
         self.answers = answers
@@ -635,7 +637,7 @@ def test_bench_runner_refused_row_is_not_reported_as_failure(
     assert (outcome.problem, outcome.refused) == ("not here: use bf16", refused)
 
 
-def test_keys_no_recipe_accepts_are_reported_as_refusal(
+def test_keys_rejected_by_recipe_are_reported_as_refused(
     work: MethodsWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = {ALONE: [PLAIN, MethodRow("x", {"optimizer.name": "adagrad"})], LADDER: []}
@@ -678,7 +680,7 @@ def test_ask_process_past_timeout_returns_timeout_error(
 
 
 @pytest.mark.slow
-def test_forked_measurement_equals_own_process_and_leaves_none_after_failure(
+def test_forked_measurement_equals_new_process_and_leaves_no_process(
     work: MethodsWork, one_thread: None
 ) -> None:
     environment = child_environment(False, work.caches)
@@ -753,7 +755,7 @@ def test_rates_are_medians_over_steps_and_ratios_relative_to_first_row() -> None
     first = outcome_of([[2.0, 4.0, 2.0], [8.0, 2.0, 1.0], [2.0, 4.0, 8.0]], [100, 300, 200], {})
     other = outcome_of([[1.0]], [50], larger_batch(4))
     plain, larger = summarize([(PLAIN, first), (MethodRow("larger"), other)], _HEAD)
-    # Steps of 1, 2, 2, 2, 2, 4, 4, 8 and 8 seconds, with 4 rows each.
+    # Steps of 1, 2, 2, 2, 2, 4, 4, 8 and 8 seconds with 4 rows per step.
     assert plain["samples_per_second"] == 2.0
     assert (plain["samples_per_second_min"], plain["samples_per_second_max"]) == (0.5, 4.0)
     assert plain["tokens_per_second"] == 20.0
@@ -804,7 +806,7 @@ def test_draw_panels_median_rounded_outside_spread_returns_png() -> None:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, ours alone."""
+    """Use a separate folder for temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -847,7 +849,7 @@ def test_bench_methods_command_prints_tables_and_one_json_object(
     assert any(line.startswith("each method alone") and "tokens/s" in line for line in lines)
     assert any(line.startswith("bf16 (4x1)") for line in lines)
     assert any(line.startswith("+fused-adamw (4x1)") for line in lines)
-    assert any(line.endswith("to the rung before") for line in lines)
+    assert any(line.endswith("vs previous row") for line in lines)
     assert "tf32: skipped: needs a GPU: CPUs have no TF32" in lines
     assert (out / "methods.png").read_bytes().startswith(b"\x89PNG")
     assert list(temporary.iterdir()) == []
@@ -888,7 +890,7 @@ _FOUND = {
 def test_bench_interrupted_keeps_measurements_and_leaves_no_process(
     model: Path, tmp_path: Path, number: signal.Signals, exit_code: int, rows: str
 ) -> None:
-    """The plain row is measured, bf16 is killed as where memory runs out, sdpa never ends."""
+    """The plain row is measured, bf16 is killed as if memory ran out, and sdpa never ends."""
     fifo, interpreter, out = tmp_path / "fifo", tmp_path / "python", tmp_path / "out"
     os.mkfifo(fifo)
     text = _INTERPRETER.format(fifo=fifo, python=sys.executable)
@@ -903,7 +905,7 @@ def test_bench_interrupted_keeps_measurements_and_leaves_no_process(
         text=True,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     ) as bench:
-        child = int(fifo.read_text())  # waits until sdpa's process is there
+        child = int(fifo.read_text())  # Wait until the process of the sdpa row exists.
         bench.send_signal(number)
         stdout, stderr = bench.communicate()
     assert bench.returncode == exit_code, stderr

@@ -46,7 +46,7 @@ _FILES = [CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME]
 
 
 def content(step: int) -> Checkpoint:
-    """A small checkpoint whose every value says of which step it is."""
+    """Return a small checkpoint in which every value depends on the step."""
     generator = torch.Generator().manual_seed(step)
     return Checkpoint(
         files={CONFIG_NAME: json.dumps({"model_type": "llama", "of_step": step})},
@@ -71,7 +71,7 @@ def same_tensors(a: Any, b: Any) -> bool:
 
 
 def is_of_step(folder: Path, step: int) -> bool:
-    """Whether a checkpoint verifies and holds exactly what `content(step)` says."""
+    """Return True if a checkpoint passes verification and equals `content(step)`."""
     verify_checkpoint(folder)
     loaded, expected = load_checkpoint(folder), content(step)
     return (
@@ -83,14 +83,14 @@ def is_of_step(folder: Path, step: int) -> bool:
 
 
 def flip(path: Path, position: int, mask: int = 1) -> None:
-    """Change bits of one byte."""
+    """Flip bits of one byte."""
     damaged = bytearray(path.read_bytes())
     damaged[position] ^= mask
     path.write_bytes(damaged)
 
 
 def names(run: Path) -> list[str]:
-    """Everything beside the checkpoints and below it, hidden or not."""
+    """Return all paths next to and below the checkpoints, including hidden ones."""
     return sorted(path.name for path in (run / CHECKPOINTS).iterdir())
 
 
@@ -170,7 +170,7 @@ def test_checkpoint_is_synced_before_final_rename(
 
 
 def test_loaded_tensors_survive_deletion_of_their_file(tmp_path: Path) -> None:
-    # They may be mapped from the file: overwriting it in place would change them.
+    # They may be memory-mapped, so overwriting the file in place would change them.
     (folder,) = save(tmp_path, 4)
     loaded = load_checkpoint(folder)
     save_checkpoint(tmp_path, 4, content(5))
@@ -191,7 +191,7 @@ def test_save_non_finite_weights_raises_and_publishes_nothing(tmp_path: Path, va
     assert names(tmp_path) == ["step-00000004"]
 
 
-# --- which one is the newest -----------------------------------------------------------------
+# --- the newest checkpoint -----------------------------------------------------------------
 
 
 def test_list_checkpoints_missing_folder_is_empty(tmp_path: Path) -> None:
@@ -260,14 +260,14 @@ def test_manifest_with_any_changed_byte_raises_checkpoint_error(tmp_path: Path, 
 
 
 def reseal(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Change a manifest and give it the sha256 that belongs to it; return what it was."""
+    """Change a manifest, update its sha256 accordingly, and return the old content."""
     before = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     now = {key: value for key, value in (before | changes).items() if key != "sha256"}
     (folder / MANIFEST_NAME).write_text(sealed(now), encoding="utf-8")
     return dict(before)
 
 
-def test_trainer_state_of_other_step_than_manifest_raises(tmp_path: Path) -> None:
+def test_trainer_state_step_differing_from_manifest_raises(tmp_path: Path) -> None:
     (folder,) = save(tmp_path, 8)
     reseal(folder, step=9)
     moved = folder.rename(folder.with_name("step-00000009"))
@@ -275,14 +275,14 @@ def test_trainer_state_of_other_step_than_manifest_raises(tmp_path: Path) -> Non
         verify_checkpoint(moved)
 
 
-def test_newest_checkpoint_pruned_during_check_returns_newer_one(
+def test_newest_checkpoint_pruned_during_check_returns_newer_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 4, 8)
     verified = verify_checkpoint
 
     def pruned(folder: Path) -> None:
-        """The run saves two more before the first file is read."""
+        """Save two more checkpoints before the first file is read."""
         if folder.name == "step-00000008":
             newest = save(tmp_path, 12, 16)[-1]
             prune_checkpoints(tmp_path, newest, CheckpointConfig(keep_last=1, keep_best=0))
@@ -307,7 +307,7 @@ def test_read_model_folder_pruned_during_read_uses_newer_checkpoint(tmp_path: Pa
 
     assert selection.read_model_folder(tmp_path, reading)
     assert read == ["step-00000008", "step-00000012"]
-    # What is wrong with a folder that is still there is said.
+    # For a folder that still exists, the error describes the actual problem.
     (tmp_path / "checkpoints" / "step-00000012" / "other").mkdir()
     with pytest.raises(OSError, match="other"):
         selection.read_model_folder(tmp_path, lambda folder: (folder / "other").read_bytes())
@@ -338,7 +338,7 @@ _ENTRY = {"bytes": 3, "sha256": "0" * 64}
     "changes, problem",
     [
         ({"format": "other"}, "is not the manifest of a checkpoint"),
-        ({"version": 1}, "has version 1, but this firstlight reads version 2"),
+        ({"version": 1}, "has version 1, but this version of firstlight reads version 2"),
         ({"version": "2"}, "has version 2"),
         ({"step": 9}, "contains step 9, which does not match its name"),
         ({"step": True}, "lacks required keys of a checkpoint's manifest"),
@@ -409,7 +409,7 @@ def test_checkpoint_with_non_regular_file_raises_without_reading(
     elif what == "folder":
         path.mkdir()
     else:
-        os.mkfifo(path)  # whoever opens it waits for ever
+        os.mkfifo(path)  # Opening it would block forever.
     with pytest.raises(CheckpointError, match="is not a regular file"):
         verify_checkpoint(folder)
 
@@ -432,7 +432,7 @@ def test_trainer_state_not_an_object_raises_checkpoint_error(tmp_path: Path, sta
 
 
 def test_checkpoint_copied_to_other_name_is_valid_but_not_newest(tmp_path: Path) -> None:
-    """Somebody's copy of the best one."""
+    """A user may copy the best checkpoint to another name."""
     (folder,) = save(tmp_path, 8)
     shutil.copytree(folder, tmp_path / "best")
     assert is_of_step(tmp_path / "best", 8)
@@ -449,7 +449,7 @@ def test_newest_checkpoint_all_damaged_raises_and_names_each(tmp_path: Path) -> 
     assert all(str(folder / WEIGHTS_NAME) in str(caught.value) for folder in folders)
 
 
-# --- which model is meant --------------------------------------------------------------------
+# --- model selection --------------------------------------------------------------------
 
 
 def test_resolve_model_folder_run_uses_newest_good_checkpoint_and_reports_damage(
@@ -506,7 +506,7 @@ def test_prune_folder_taken_over_by_other_run_deletes_nothing(tmp_path: Path) ->
 def test_prune_after_rollback_keeps_new_checkpoint_and_removes_damaged(
     tmp_path: Path,
 ) -> None:
-    # Retention that only sorts by step would keep the damaged 12 and delete the good 8.
+    # Sorting by step alone would keep the damaged checkpoint 12 and delete the valid 8.
     save(tmp_path, 4, 12, 16)
     for step in (12, 16):
         flip(tmp_path / CHECKPOINTS / f"step-{step:08d}" / WEIGHTS_NAME, -1)
@@ -546,11 +546,11 @@ def test_prune_removes_leftovers_of_killed_saves(tmp_path: Path) -> None:
     assert names(tmp_path) == ["notes.txt", "step-00000004"]
 
 
-# --- a disk that refuses ---------------------------------------------------------------------
+# --- disk errors ---------------------------------------------------------------------
 
 
 class Refusal:
-    """Lets so many calls of the functions it stands for pass, and then the disk is full."""
+    """Disk that passes on a given number of calls and is full afterwards."""
 
     def __init__(self, passes: int) -> None:
         self.calls, self.passes = 0, passes
@@ -567,7 +567,7 @@ class Refusal:
 
 @pytest.mark.parametrize("name", ["make_folder", "create", "write", "sync", "rename"])
 @pytest.mark.parametrize("replacing", [False, True])
-def test_save_on_full_disk_at_any_call_keeps_older_checkpoint_and_no_litter(
+def test_save_on_full_disk_at_any_call_keeps_only_older_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, replacing: bool
 ) -> None:
     for passes in itertools.count():

@@ -57,7 +57,9 @@ def test_hold_folder_with_new_files_or_older_lock_keeps_them(tmp_path: Path) -> 
 def test_hold_folder_lock_removed_while_waiting_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two would hold the folder: one the file that is there, one the file that was."""
+    """Otherwise two processes would hold the folder: one with the new lock file, one with the
+    deleted one.
+    """
     lock, flock = tmp_path / "run" / ".lock", fcntl.flock
     taken_away: list[bool] = []
 
@@ -99,7 +101,9 @@ def test_hold_folder_killed_process_releases_lock(tmp_path: Path) -> None:
 def test_run_locks_folder_before_reading_checkpoints(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that resume at the same moment would both go on from the newest."""
+    """Otherwise two processes that resume at the same time would both continue from the newest
+    checkpoint.
+    """
     looked = []
 
     def newest(run_folder: Path, *_: Any) -> None:

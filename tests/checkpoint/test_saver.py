@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Tests of checkpoints that are written while training continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 class Gate(Disk):
-    """A disk that makes no folder until it is told to; then it may be full."""
+    """A disk that creates no folder until it is released; it can then be full."""
 
     def __init__(self) -> None:
         self.open, self.reached, self.full = threading.Event(), threading.Event(), False
@@ -82,7 +82,7 @@ def test_background_save_writes_state_at_time_of_call(
     files, state = {"config.json": "{}"}, {"step": 4, "events": events}
     with closing(saver(tmp_path)) as saves:
         saves.save(4, lambda: Checkpoint(files, {"a": tensor}, {"a": tensor}, state))
-        # Nothing is on the disk yet, and training goes on.
+        # Nothing is on the disk yet, and training continues.
         wait_until("the beginning of the save", started.is_set)
         tensor.mul_(-7)
         events.append({"step": 5})
@@ -102,7 +102,7 @@ def test_background_save_writes_state_at_time_of_call(
 def test_background_save_during_pending_write_waits(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of the copy is in use until then."""
+    """The memory of the copy is in use until the pending write is complete."""
     tensor, waited = torch.zeros(3), threading.Event()
     with closing(saver(tmp_path, keep_last=9)) as saves:
         wait = saves.wait
@@ -120,7 +120,7 @@ def test_background_save_during_pending_write_waits(
         assert not waited.is_set()
 
         def later() -> Checkpoint:
-            # The state is asked for when the first is complete.
+            # The state is captured only when the first checkpoint is complete.
             assert saves.saved_step == 1
             return checkpoint({"a": tensor + 1})
 
@@ -155,7 +155,7 @@ def test_background_save_reuses_copy_memory(tmp_path: Path) -> None:
         assert {
             name: buffer.data_ptr() for name, buffer in saves._copies._buffers.items()
         } == before
-        # Another shape gets other memory.
+        # A tensor of a different shape gets new memory.
         saves.save(3, lambda: checkpoint({"a": torch.ones(5), "b": torch.ones(2, 3)}))
     assert weights(tmp_path, 3)["a"].tolist() == [1.0] * 5
     assert weights(tmp_path, 2)["b"].tolist() == [[1] * 3] * 2
@@ -192,7 +192,7 @@ def test_background_save_failed_write_is_raised_once_at_next_step(
     with closing(saver(tmp_path)) as saves:
         saves.save(4, lambda: checkpoint({}))
         wait_until("a write at the gate", gate.reached.is_set)
-        saves.require_written()  # nothing is known yet
+        saves.require_written()  # The error has not been reported yet.
         gate.open.set()
         assert saves._writing is not None
         saves._writing.exception(60)
@@ -275,7 +275,7 @@ def test_save_finite_values_with_overflowing_sum_are_accepted(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("free, expected", [(10**6, True), (2, False)])
-def test_background_save_decides_copying_once_from_free_memory(
+def test_background_save_chooses_copying_once_by_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: bool
 ) -> None:
     asked: list[torch.device] = []
@@ -298,7 +298,7 @@ def test_checkpoints_saved_after_rollback_belong_to_new_branch(tmp_path: Path) -
         for step in (4, 8, 12):
             saves.save(step, lambda: checkpoint({}))
         saves.wait()
-        # Back to 8, though 12 is there; and the next is of a later step than all.
+        # Roll back to 8 although 12 exists; the next checkpoint has a later step than all others.
         saves.saved_step = 8
         saves.save(16, lambda: checkpoint({}))
     assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["08", "16"]
@@ -337,7 +337,8 @@ def test_process_exit_waits_for_pending_write(tmp_path: Path) -> None:
     assert weights(tmp_path, 4)["w"].tolist() == [1.0] * 3
 
 
-#: Counts this process's threads before a save and after it. torch's operators have two cores.
+#: Program that counts this process's threads before and after a save. torch's operators use two
+#: cores.
 COUNT_THREADS = """
 import os, sys, torch
 from pathlib import Path
@@ -359,7 +360,8 @@ saver.close()
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are not listed here")
 def test_saving_thread_starts_no_extra_openmp_threads(tmp_path: Path) -> None:
-    """With more OpenMP threads than cores, all of the process's sleep between two operators."""
+    """With more OpenMP threads than cores, all threads of the process sleep between two
+    operators."""
     command = [sys.executable, "-c", COUNT_THREADS, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

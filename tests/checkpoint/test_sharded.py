@@ -1,4 +1,6 @@
-"""Tensors in shards on the disk: what was cut comes back, and what is not a whole is refused."""
+"""Tests of tensors in shards on the disk: complete shards are restored, and incomplete shards are
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from firstlight.errors import CheckpointError
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[Tensor, list[TensorShard]]:
-    """A tensor, and the shards of a cut along any of its dimensions."""
+    """Return a tensor, and its shards when it is split along any dimension."""
     shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=3))
     tensor = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     ends = []
@@ -71,7 +73,8 @@ def test_read_incomplete_shards_raises_and_leaves_target_unchanged(
     with tempfile.TemporaryDirectory() as name:
         _write(Path(name), wrong)
         target = torch.full_like(tensor, -1)
-        # Without its last rows, it is another whole; what is to be read decides.
+        # Without its last rows, the tensor is still complete, but its shape differs from the
+        # target's.
         with pytest.raises(CheckpointError, match=r"are incomplete|expected|lacks"):
             read_shards(Path(name), WEIGHTS, {"one": target})
         assert torch.equal(target, torch.full_like(tensor, -1))
@@ -84,7 +87,7 @@ def test_shards_overlapping_with_gap_raise_checkpoint_error(tmp_path: Path) -> N
         stored_shapes(tmp_path, WEIGHTS)
 
 
-def test_sharded_tensors_unlike_expected_ones_raise_checkpoint_error(tmp_path: Path) -> None:
+def test_sharded_tensors_differing_from_targets_raise_checkpoint_error(tmp_path: Path) -> None:
     _write(tmp_path, [TensorShard(torch.ones(2), (0,)), TensorShard(torch.ones(1), (2,))])
     for name, target, problem in (
         ("other", torch.ones(3), "lacks tensor 'other'"),

@@ -1,4 +1,6 @@
-"""Control characters of texts and names are never sent to a terminal, and always to a file."""
+"""Tests that control characters in texts and names are never sent to a terminal, but are written
+unchanged to files.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_usage_error_with_control_characters_in_a_file_name_shows_them(
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_command_out_of_memory_advises_by_verb(
+def test_command_out_of_memory_advice_depends_on_subcommand(
     verb: str,
     advice: str,
     error: Exception,
@@ -130,7 +132,7 @@ def test_other_error_counts_as_out_of_memory_only_under_low_limit(
 
 @pytest.mark.slow
 def test_command_out_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> None:
-    """Libraries report it by errors of many kinds, or abort."""
+    """Libraries report a lack of memory with many different errors, or abort."""
     script = (
         "import resource, sys; limit = int(sys.argv.pop(1)); "
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit)); "

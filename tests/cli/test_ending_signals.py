@@ -1,4 +1,4 @@
-"""Signals that end a command, and readers that go away."""
+"""Tests of signals that end a command, and of readers that close the pipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS: dict[int, type[BaseException]] = {
 
 @pytest.fixture
 def no_alarm() -> None:
-    """The time limit of tests uses the same timer."""
+    """Disable the time limit of tests, which uses the same timer."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
@@ -54,7 +54,8 @@ def _import_and_wait(name: str) -> None:
 
 
 def test_signal_in_torch_internals_is_raised_afterwards(no_alarm: None) -> None:
-    """C++ code calls them while a plan is traced, and aborts the process at an exception."""
+    """C++ code calls these functions while a plan is traced, and aborts the process if they
+    raise."""
     name = os.path.join("site-packages", "torch", "_library", "simple_registry.py")
     code = compile("os.kill(os.getpid(), signal.SIGINT); reached.append(1)", name, "exec")
     reached: list[int] = []
@@ -73,7 +74,7 @@ def test_signal_in_torch_internals_is_raised_afterwards(no_alarm: None) -> None:
 def test_ending_signal_during_import_is_raised_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_alarm: None, number: int
 ) -> None:
-    """Also where whoever imports swallows every exception, as C++ code does."""
+    """This also holds if the importing code swallows every exception, as C++ code does."""
     name = f"sender_{number}"
     source = f"import os\nos.kill(os.getpid(), {int(number)})\nwhole = True\n"
     (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")

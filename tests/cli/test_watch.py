@@ -1,4 +1,4 @@
-"""`firstlight watch`: the view of a run that another process writes."""
+"""Tests of `firstlight watch`, which displays a run that another process writes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What happens in each pause between two looks at the folder; then Ctrl-C."""
+    """Replace each pause between two readings of the folder by one of the actions; then raise
+    Ctrl-C.
+    """
     actions: list[Callable[[], object]] = []
 
     def pause() -> None:
@@ -75,7 +77,7 @@ def test_watch_follows_run_to_its_end(
         pauses += [
             lambda: write(run, 1, 2),
             both(lambda: (run / "samples.jsonl").write_text(sample), lambda: write(run, 3)),
-            # The last line comes with the end of the process.
+            # The last line is written when the process ends.
             both(lambda: write(run, 4), process.close),
         ]
         assert main(["watch", str(run)]) == 0

@@ -1,4 +1,6 @@
-"""`convert`: what is written is what was read, and what isn't is refused before it is seen."""
+"""Tests of `convert`: the result equals the source, and a result that differs is rejected before it
+is visible.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
-    """config.json of a model of two layers, every size a multiple of 32."""
+    """Return the config.json of a model with two layers and sizes that are multiples of 32."""
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -61,7 +63,7 @@ def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
         shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96, "n_ctx": 96}
         shape["layer_norm_epsilon"] = 1e-5
     if family.startswith("deepseek"):
-        # Heads that share one compressed vector, and groups of experts that fit 8.
+        # Heads that share one compressed vector, and expert groups that divide 8 experts.
         shape |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2}
         shape |= {"moe_intermediate_size": 32}
         shape |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -79,7 +81,9 @@ def config_of(family: str, vocab_size: int, **changes: Any) -> dict[str, Any]:
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """The tensors of its file, as large as a trained model's where it counts."""
+    """Return the tensors of the model's file, with values as large as in a trained model where that
+    matters.
+    """
     model = empty_model(FAMILIES[config["model_type"]].config.from_hf(config))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -96,7 +100,7 @@ Folder = Callable[..., Path]
 
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer: Tokenizer) -> Folder:
-    """Writes a model folder with everything that downloaded ones have."""
+    """Write a model folder with all the files of a downloaded model."""
 
     def write(
         family: str = "llama",
@@ -246,7 +250,7 @@ def test_convert_to_wider_dtype_keeps_logits_exactly(tmp_path: Path, folder: Fol
 
 
 def test_convert_adds_no_files_to_folder(tmp_path: Path, folder: Folder) -> None:
-    """A generation_config.json made here would hide the ends of text in config.json."""
+    """An additional generation_config.json would hide the end tokens in config.json."""
     source = folder()
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         (source / name).unlink()
@@ -271,7 +275,7 @@ def test_convert_copies_all_tokenizer_files_and_no_others(tmp_path: Path, folder
     assert set(other_files(source)) - set(found) == {"pytorch_model.bin", "modeling.py"}
 
 
-def test_convert_given_tokenizer_replaces_that_of_source(
+def test_convert_given_tokenizer_replaces_source_tokenizer(
     tmp_path: Path, folder: Folder, tokenizer: Tokenizer
 ) -> None:
     source = folder(with_template=True)
@@ -374,8 +378,8 @@ def test_convert_family_without_gguf_raises_one_line_error(
         convert(folder(family), tmp_path / "out", to="gguf")
 
 
-# Every family in fp32, and in one of the other formats: what a format does to a number is the same
-# for all families, and test_gguf.py writes each of them in each.
+# Every family in fp32 and in one other format: rounding to a format is the same for all families,
+# and test_gguf.py writes each family in each format.
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -390,7 +394,7 @@ def test_convert_every_family_to_gguf_in_every_dtype(
     pytest.importorskip("gguf")
     result = convert(folder(family, with_template=True), tmp_path / "out", to="gguf", dtype=dtype)
     assert result.dtype == dtype
-    # Gemma's norms are stored with 1 added, which rounds.
+    # Gemma's norms are stored with 1 added, which causes rounding.
     rounding = 1e-5 if family.startswith("gemma") else 0
     assert (result.largest_difference <= rounding) == (dtype == "f32")
     assert gguf_file(result) == tmp_path / "out" / f"source-{dtype}.gguf"
@@ -411,7 +415,7 @@ def test_convert_gguf_auto_keeps_dtype_and_every_value(
     assert_same_bytes(found, expected)
 
 
-# --- other programs' files ---------------------------------------------------------------------
+# --- files of other programs ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
@@ -441,15 +445,15 @@ def test_convert_files_of_other_programs_become_models(
     special = {"bos_token_id": None, "eos_token_id": None}
     assert {"dtype": "float32", **special}.items() <= written.items()
     assert sorted(p.name for p in result.out.iterdir()) == ["config.json", "model.safetensors"]
-    # From here on it is a model folder like any other.
+    # Afterwards the result is an ordinary model folder.
     again = convert(tmp_path / "out", tmp_path / "again")
     assert again.largest_difference == 0.0
-    written.pop("qkv_bias", None)  # its zeros were written out
+    written.pop("qkv_bias", None)  # The zero biases were written.
     assert config_json(tmp_path / "again") == written
 
 
 def book_gpt_of(vocab_size: int) -> dict[str, Tensor]:
-    """A GPT whose padding rows, as untrained ones do, have logits like any other."""
+    """Return a GPT whose padding rows are untrained and therefore have ordinary logits."""
     content = book_gpt()
     for seed, name in enumerate(("tok_emb.weight", "out_head.weight")):
         content[name] = torch.randn(vocab_size, 64, generator=torch.Generator().manual_seed(seed))
@@ -503,7 +507,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def _one_number(tensors: dict[str, Tensor]) -> None:
-    """Of a token that the prompt doesn't have."""
+    """Change the row of a token that is not in the prompt."""
     tensors["model.embed_tokens.weight"][325, 3] += 0.5
 
 
@@ -513,7 +517,7 @@ def _swapped(tensors: dict[str, Tensor]) -> None:
 
 
 def _permuted(tensors: dict[str, Tensor]) -> None:
-    """Llama's rotary pairs as llama.cpp has them, where Hugging Face's are expected."""
+    """Reorder Llama's rotary pairs as in llama.cpp, where Hugging Face's order is expected."""
     heads = tensors[QUERY].view(4, 2, 16, 64)
     tensors[QUERY] = heads.transpose(1, 2).reshape(128, 64)
 
@@ -574,7 +578,8 @@ def test_convert_without_rounding_allows_no_difference(
     source = folder(dtype=torch.bfloat16)
 
     def save_rounded(tensors: dict[str, Tensor], path: Path) -> None:
-        # Less than bf16's rounding of the largest number, but no rounding of this one.
+        # Less than bf16's rounding error of the largest number, but more than the rounding error of
+        # this number.
         changed = tensors[QUERY].clone()
         changed[0, 0] += tensors[QUERY].abs().max() / 2**9
         assert not torch.equal(changed, tensors[QUERY])
@@ -634,7 +639,7 @@ def test_convert_logits_outside_tolerance_raise_model_error(tmp_path: Path, fold
 @pytest.mark.parametrize(
     "program, setting, message",
     [
-        # The book's code has no such scaling.
+        # The book's code does not support such scaling.
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 2000.0, "factor": 2.0}},
@@ -689,7 +694,7 @@ def test_convert_lost_chat_template_raises_model_error(
     source = folder(with_template=True)
     names = [n for n in conversion._TOKENIZER_FILES if n != "chat_template.jinja"]
     monkeypatch.setattr(conversion, "_TOKENIZER_FILES", names)
-    with pytest.raises(ModelError, match="renders a conversation as None, but that of"):
+    with pytest.raises(ModelError, match="renders a conversation as None, but the source's"):
         convert(source, tmp_path / "out")
     assert_nothing_written(tmp_path)
 
@@ -705,7 +710,7 @@ def test_convert_lost_tokenizer_raises_model_error(
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('only for poets') }}", "{{ 1 / 0 }}"])
-def test_convert_template_refusing_test_conversation_is_still_copied(
+def test_convert_template_rejecting_test_conversation_is_still_copied(
     template: str, tmp_path: Path, folder: Folder
 ) -> None:
     source = folder()
@@ -723,7 +728,7 @@ def test_convert_non_finite_weights_raises_and_names_tensor(
         pytest.importorskip("gguf")
     source = folder()
     tensors = tensors_of(source)
-    # The row of a token that the prompt doesn't have.
+    # The row of a token that is not in the prompt.
     tensors["model.embed_tokens.weight"][325, 0] = value
     save_weights(tensors, source)
     problem = r"source has tensors with NaN or infinity \(model\.embed_tokens\.weight\): use"
@@ -774,13 +779,13 @@ def test_convert_check_prompt_fills_context(context: int, count: int, tokenizer:
     assert check.prompt_ids(tokenizer, 320, context)[0, :5].tolist() == prompt[:5]
 
 
-def test_logit_difference_ignores_common_offset_without_hiding_others() -> None:
+def test_logit_difference_ignores_only_common_offset() -> None:
     source = torch.randn(1, 8, 50, generator=torch.Generator().manual_seed(0))
     difference, largest = check.require_same_logits(source, source + 100, 1e-4)
     assert difference < 1e-4
     assert largest < 5
     with pytest.raises(ModelError):
-        # 2 percent of 100, and nearly all that there is.
+        # 2 % of the offset of 100, but nearly all of the remaining values.
         check.require_same_logits(source - 100, source.roll(1, -1) - 100, 0.12)
 
 
@@ -807,7 +812,7 @@ def test_compare_tensors_present_on_one_side_are_named() -> None:
 
 
 @pytest.mark.parametrize("row", [0, 9999])
-def test_compare_tensors_value_turned_nan_raises(row: int) -> None:
+def test_compare_tensors_new_nan_value_raises(row: int) -> None:
     source = torch.ones(10_000, 2)
     result = source.clone()
     result[row, 1] = float("nan")
@@ -839,7 +844,7 @@ def test_compare_tensors_q8_0_rounding_alone_is_accepted(scale: float) -> None:
     check.require_same_tensors({"a": source}, {"a": result}, "q8_0")
 
 
-# --- what can't be meant -----------------------------------------------------------------------
+# --- invalid arguments -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1001,7 +1006,9 @@ def test_convert_without_gguf_package_names_install_command(
 
 
 def test_gpt2_without_qkv_biases_is_read_trained_and_exported(tmp_path: Path) -> None:
-    """A book's file as it is; its export has zeros, which transformers and llama.cpp ask for."""
+    """A book's file is read unchanged; its export has zero biases, which transformers and llama.cpp
+    require.
+    """
     weights = book_gpt()
     source = save(tmp_path / "model.pth", weights)
     read = convert(source, tmp_path / "read")

@@ -1,4 +1,6 @@
-"""Reading other programs' pickled checkpoints: what is taken and what filled in."""
+"""Tests of reading pickled checkpoints of other programs: which values are read and which are
+filled in.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Save = Callable[[Any], Path]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Save:
-    """Saves an object with torch.save; gives the file's path."""
+    """Return a function that saves an object with torch.save and returns the file's path."""
     return functools.partial(save, tmp_path / "model.pth")
 
 
@@ -180,7 +182,7 @@ def test_read_foreign_head_equal_to_embedding_is_tied(saved: Save) -> None:
 
 def test_read_foreign_unknown_head_count_raises_and_asks_for_it(saved: Save) -> None:
     path = saved(book_gpt(C=48))
-    with pytest.raises(ModelError, match=r'width 48 is not a multiple of 64.*set "n_head"'):
+    with pytest.raises(ModelError, match=r'hidden size 48 is not a multiple of 64.*set "n_head"'):
         read_foreign(path)
     assert read_foreign(path, config={"n_head": 3}).config["n_head"] == 3
 
@@ -232,7 +234,7 @@ def test_read_foreign_llama_missing_values_raise_and_are_named(
         read_foreign(saved(book_llama()), config=config)
 
 
-def test_read_foreign_llama_tables_give_heads_and_context_and_verify_base(saved: Save) -> None:
+def test_read_foreign_llama_tables_determine_heads_and_context_and_verify_base(saved: Save) -> None:
     turns = torch.arange(12)[:, None] * rope_frequencies(16, 2000.0, None)
     tables = {"att.cos": turns.cos().repeat(1, 2), "att.sin": turns.sin().repeat(1, 2)}
     weights = book_llama()
@@ -273,7 +275,7 @@ def test_read_foreign_config_contradicting_file_raises_model_error(
     "change, message",
     [
         ({"num_attention_heads": 3}, "num_attention_heads is 3, but must be a divisor"),
-        ({"num_attention_heads": 1}, "keys of width 32 can't be heads of size 64"),
+        ({"num_attention_heads": 1}, "can't be divided into heads of dimension 64"),
         ({"num_attention_heads": 64}, "head_dim 1 must be even"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),

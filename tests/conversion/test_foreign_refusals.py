@@ -1,4 +1,4 @@
-"""Reading other programs' pickled checkpoints: what is refused, and how."""
+"""Tests of pickled checkpoints of other programs that are rejected."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Save = Callable[[Any], Path]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Save:
-    """Saves an object with torch.save; gives the file's path."""
+    """Return a function that saves an object with torch.save and returns the file's path."""
     return functools.partial(save, tmp_path / "model.pth")
 
 
 class Trap:
-    """Unpickling it makes a file."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -52,7 +52,7 @@ def test_read_foreign_code_in_pickle_raises_and_is_not_run(tmp_path: Path, zippe
 def test_read_foreign_bare_pickle_raises_and_is_not_run(tmp_path: Path) -> None:
     marker, path = tmp_path / "marker", tmp_path / "ckpt.pt"
     path.write_bytes(pickle.dumps(Trap(marker), protocol=2))
-    with pytest.raises(ModelError, match=r"torch\.save didn't write it"):
+    with pytest.raises(ModelError, match=r"it was not written by torch\.save"):
         read_foreign(path)
     assert not marker.exists()
 
@@ -82,8 +82,8 @@ def _other_zip(path: Path) -> None:
     "write, message",
     [
         (lambda path: path.write_bytes(b""), "not a PyTorch checkpoint: it is empty"),
-        (lambda path: path.write_text("hello there, all"), r"torch\.save didn't write it"),
-        (_safetensors, r"torch\.save didn't write it"),
+        (lambda path: path.write_text("hello there, all"), r"it was not written by torch\.save"),
+        (_safetensors, r"it was not written by torch\.save"),
         (lambda path: path.mkdir(), "is a folder: use the checkpoint file in it"),
         (lambda path: None, "No such file"),
         (_other_zip, "is damaged, truncated or not a checkpoint with only weights"),
@@ -222,7 +222,7 @@ def test_read_foreign_oversized_pickle_raises(tmp_path: Path) -> None:
 def test_read_foreign_long_pickle_before_pytorch_1_6_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking at each of its opcodes would take long."""
+    """Examining each of its opcodes would take long."""
     monkeypatch.setattr("firstlight.conversion.pickled._MAX_PICKLE_BYTES", 10_000)
     path = tmp_path / "model.pth"
     torch.save([1] * 10_000, path, _use_new_zipfile_serialization=False)
@@ -231,7 +231,9 @@ def test_read_foreign_long_pickle_before_pytorch_1_6_raises(
 
 
 def test_read_foreign_settings_with_nested_lists_raise(saved: Save) -> None:
-    """A list that holds another twice, and so on: a few bytes each, and messages without end."""
+    """Each list contains another list twice, and so on: a few bytes per list would give an endless
+    message.
+    """
     value: Any = 1
     for _ in range(21):
         value = [value, value]

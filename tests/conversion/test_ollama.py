@@ -1,4 +1,6 @@
-"""Modelfiles for Ollama: the templates render what the tokenizer's do."""
+"""Tests of Modelfiles for Ollama: their templates render the same texts as the tokenizer's
+templates.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ JINJA = {
     "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
     "{% endif %}",
-    # Meta's for Llama 2, its errors left out.
+    # Meta's template for Llama 2, without its error messages.
     "Llama 2": "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
     "{% set system = messages[0]['content'] %}{% else %}{% set rest = messages %}"
     "{% set system = false %}{% endif %}{% for m in rest %}"
@@ -38,18 +40,18 @@ JINJA = {
     "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}"
     "{% endif %}{% endfor %}",
-    # SmolLM2's and Qwen2.5's: a system message by default.
+    # The templates of SmolLM2 and Qwen2.5, which add a default system message.
     "ChatML with default": "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
     "<|im_start|>system\nYou are a lighthouse.<|im_end|>\n{% endif %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    # Gemma 3's: the system message is in the first question.
+    # Gemma 3's template: the system message is in the first question.
     "Gemma": "{{ bos_token }}{% set first = '' %}{% if messages[0]['role'] == 'system' %}"
     "{% set first = messages[0]['content'] + '\n\n' %}{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n"
     "{{ first if loop.first else '' }}{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    # Mistral's since v0.3: the system message is in the last question.
+    # Mistral's template since v0.3: the system message is in the last question.
     "Mistral": "{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] %}"
     "{% set messages = messages[1:] %}{% endif %}{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}[INST]{% if loop.last and s %}{{ s + '\n\n' }}{% endif %}"
@@ -59,7 +61,8 @@ JINJA = {
     "{% elif m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}{% else %}"
     "{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
-    # gpt-oss': the date, and another token after the last answer than after earlier ones.
+    # The template of gpt-oss: the date, and a different token after the last answer than after
+    # earlier answers.
     "gpt-oss": "<|start|>system<|message|>Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>"
     "{% for m in messages %}{% if m['role'] == 'system' %}<|start|>developer<|message|>"
     "# Instructions\n\n{{ m['content'] }}<|end|>{% elif m['role'] == 'user' %}"
@@ -67,7 +70,7 @@ JINJA = {
     "<|start|>assistant<|channel|>final<|message|>"
     "{{ m['content'] }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-    # Gemma 2's.
+    # Gemma 2's template.
     "without system": "{% for m in messages %}{% if m['role'] == 'system' %}"
     "{{ raise_exception('no system messages') }}{% endif %}{{ m['role'] }}: {{ m['content'] }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
@@ -86,7 +89,7 @@ STOPS = {
 
 
 def go(template: str, messages: Sequence[dict[str, str]]) -> str:
-    """The text that Go's text/template gives, of the few actions that are used here."""
+    """Render a template like Go's text/template, for the few actions that are used here."""
     tokens = re.split(r"\{\{ (.*?) \}\}", template, flags=re.S)
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
     variables: dict[str, Any] = {"$.System": system, "$.Messages": messages}
@@ -99,7 +102,7 @@ def go(template: str, messages: Sequence[dict[str, str]]) -> str:
     }
 
     def value(words: list[str]) -> Any:
-        """The value of an expression, whose words are taken from the list."""
+        """Return the value of an expression, removing its words from the list."""
         word = words.pop(0)
         if word == "(":
             name, arguments = words.pop(0), []
@@ -116,7 +119,7 @@ def go(template: str, messages: Sequence[dict[str, str]]) -> str:
         return value(["(", *words, ")"] if words[0] in functions else words)
 
     def run(i: int, shown: bool) -> tuple[str, int]:
-        """Text up to the action that ends the block, and the place of that action."""
+        """Return the text up to the action that ends the block, and the position of that action."""
         out = ""
         while i < len(tokens):
             if i % 2 == 0:

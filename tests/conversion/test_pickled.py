@@ -1,4 +1,6 @@
-"""Model folders of pickled weights: converted, and refused where they hold something else."""
+"""Tests of model folders with pickled weights, which are converted, or rejected if they contain
+anything else.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ ONE, TWO = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A model folder of safetensors, a GPT-2 with a tied head."""
+    """Write a model folder with safetensors: a GPT-2 with a tied head."""
     config = GPT2Config(
         vocab_size=tokenizer.vocab_size,
         hidden_size=32,
@@ -71,7 +73,7 @@ def with_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_the_decoder_alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As GPT2Model saves itself, with the masks that old files hold."""
+    """Return the weights as saved by GPT2Model, with the masks that old files contain."""
     inner = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     return {**inner, "h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8)}
 
@@ -130,7 +132,8 @@ def test_convert_pickled_stacked_experts_one_at_a_time(folder: Path, tmp_path: P
 
 
 def changed(**tensors: Any) -> Callable[[Path, dict[str, Tensor]], object]:
-    """Saves the weights with others in place of some; "__" stands for a dot."""
+    """Return a function that saves the weights with some tensors replaced; "__" stands for a
+    dot."""
     other = {name.replace("__", "."): value for name, value in tensors.items()}
     return lambda folder, sound: torch.save({**sound, **other}, folder / BIN)
 
@@ -176,7 +179,7 @@ def shard_elsewhere(folder: Path, tensors: dict[str, Tensor]) -> None:
             "'state_dict' is not a plain named tensor, so this is",
         ),
         (
-            # One number, and 320 rows of it.
+            # A single number, repeated in 320 rows.
             changed(transformer__wte__weight=torch.zeros(1, 1).expand(320, 32)),
             r"'transformer\.wte\.weight' is not a plain named tensor, so this is",
         ),

@@ -1,5 +1,6 @@
-"""Formats of llama.cpp's quantiser: what is checked before and after it; the quantiser itself where
-llama-cpp-python is installed."""
+"""Tests of llama.cpp's quantised formats: the checks before and after quantisation, and the
+quantiser itself if llama-cpp-python is installed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_perplexity_limits_fall_with_more_bits() -> None:
     assert set(limits) == set(PERPLEXITY_LIMITS.values())
 
 
-def test_perplexity_covers_all_tokens_but_the_first() -> None:
+def test_perplexity_covers_all_tokens_except_first() -> None:
     ids = torch.tensor([[3, 1, 2]])
     logits = torch.zeros(1, 3, 4)
     assert perplexity(logits, ids) == pytest.approx(4.0)

@@ -1,4 +1,4 @@
-"""Reading TensorFlow checkpoints: what is taken, and each way in which they are damaged."""
+"""Tests of reading TensorFlow checkpoints: valid tensors, and every kind of damage."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_tensor_bundle_changed_byte_raises_or_changes_nothing(tmp_path: Path, na
         if found is not None:
             silent += 1
             assert all(torch.equal(found[key], tensor) for key, tensor in TENSORS.items())
-    # The footer's padding, and the block without entries.
+    # The footer's padding, and the block without entries, do not affect the tensors.
     assert silent <= 50
 
 
@@ -146,7 +146,7 @@ def test_tensor_bundle_overlapping_tensors_raise(tmp_path: Path) -> None:
 def test_tensor_bundle_compressed_blocks_raise(tmp_path: Path) -> None:
     write_bundle(tmp_path / "model.ckpt", TENSORS)
     content = bytearray((tmp_path / INDEX).read_bytes())
-    # The first block ends where its restarts do: after its two numbers.
+    # The first block ends after its restarts, which are two numbers.
     length = content.index(struct.pack("<I", 2) + b"\0") + 4
     content[length] = 1
     (tmp_path / INDEX).write_bytes(content)
@@ -165,7 +165,7 @@ def test_tensor_bundle_index_with_many_long_names_raises(tmp_path: Path) -> None
 def test_tensor_bundle_overlapping_blocks_raise(tmp_path: Path) -> None:
     (tmp_path / DATA).write_bytes(BYTES)
     data = block({b"": HEADER, b"x": entry(FOUR, 0, BYTES)})
-    # A block without entries, a hundred times.
+    # The same block without entries, a hundred times.
     again = varint(len(data)) + varint(len(block({})) - 5)
     handles = {b"\0": varint(0) + varint(len(data) - 5)}
     places = block({**handles, **{bytes([i]): again for i in range(1, 100)}})

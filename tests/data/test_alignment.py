@@ -39,7 +39,8 @@ def test_aligned_rows_predict_every_token_once_and_start_with_documents(
     opening = set()
     for row in range(len(rows)):
         pieces = range(rows.starts[row], rows.starts[row + 1])
-        # Whole rows at the most, none empty, and a beginning comes first where there is one.
+        # No row is empty or longer than `seq_len`, and pieces that begin a document,
+        # if any, come first in their row.
         assert 0 < sum(rows.lengths[i] for i in pieces) <= seq_len
         assert rows.opens[pieces[0]] or not any(rows.opens[i] for i in pieces)
         for i in pieces:
@@ -55,7 +56,7 @@ def test_aligned_rows_predict_every_token_once_and_start_with_documents(
     )
     starts = zip(offsets, sizes, strict=False)
     assert opening == {start + skipped for start, size in starts if size > skipped}
-    # Only documents longer than a row are cut, and at its length.
+    # Only documents longer than a row are split, into pieces of the row length.
     parts = (part for size in sizes for part in _cut(max(size - skipped, 0), seq_len))
     assert sorted(rows.lengths) == sorted(parts)
 
@@ -68,7 +69,7 @@ def _cut(size: int, seq_len: int) -> list[int]:
 @given(st.lists(st.integers(1, 500), min_size=200, max_size=600))
 def test_aligned_rows_are_nearly_full(sizes: list[int]) -> None:
     rows = align_rows(np.cumsum([0, *sizes]), 64, predicts_first=True)
-    # Best-fit decreasing takes at most 11/9 of the fewest rows there could be, and 4 ninths.
+    # Best-fit decreasing needs at most 11/9 of the minimum number of rows, plus 4/9.
     assert len(rows) <= 11 / 9 * -(-sum(sizes) // 64) + 1
     again = align_rows(np.cumsum([0, *sizes]), 64, predicts_first=True)
     both = zip(vars(rows).values(), vars(again).values(), strict=True)
@@ -78,7 +79,7 @@ def test_aligned_rows_are_nearly_full(sizes: list[int]) -> None:
 def make_dataset(
     folder: Path, documents: list[list[int]], *, bos: int | None = None, eos: int | None = None
 ) -> AlignedDataset:
-    """A split of these documents, in shards of two documents."""
+    """Write a split of these documents, in shards of two documents each."""
     with ShardWriter(folder, "train", np.dtype("<u2"), 12) as writer:
         for document in documents:
             writer.write(np.array(document, dtype="<u2"))
@@ -97,7 +98,7 @@ def make_dataset(
 
 
 def pairs_of(dataset: AlignedDataset, seq_len: int) -> list[list[tuple[int, int, int]]]:
-    """(input, label, document) of each row's labelled positions."""
+    """Return (input, label, document) for each position with a label, row by row."""
     count = dataset.num_rows(seq_len)
     batch = rows_to_batch(dataset, list(range(count)), seq_len, 0, document_masking=True)
     assert batch.document_ids is not None
@@ -113,7 +114,7 @@ def test_aligned_rows_without_bos_split_documents_at_eos(tmp_path: Path) -> None
     dataset = make_dataset(tmp_path, documents, eos=_EOS)
     assert pairs_of(dataset, 5) == [
         [(_EOS, 30, 0), (30, 31, 0), (31, 32, 0), (32, 33, 0), (33, 34, 0)],
-        # The rest of the long one comes after the document that fills the row with it.
+        # The rest of the long document comes after the document that shares its row.
         [(_EOS, 40, 0), (40, 41, 0), (41, 42, 0), (42, _EOS, 0), (34, _EOS, 1)],
         [(_EOS, 10, 0), (10, 11, 0), (11, _EOS, 0), (_EOS, 20, 1), (20, _EOS, 1)],
     ]
@@ -138,7 +139,7 @@ def test_aligned_rows_first_token_without_context_is_not_predicted(
     assert dataset.bits_a_nat(document_masking=False) == pytest.approx(9 / 99 / np.log(2))
 
 
-def test_aligned_loader_resumes_anywhere_from_one_number(data: Path) -> None:
+def test_aligned_loader_resumes_anywhere_from_rows_seen(data: Path) -> None:
     dataset = open_training_split(data, verify=True, long="refuse", row_alignment="document")
     assert isinstance(dataset, AlignedDataset)
     epoch = dataset.num_rows(32)
@@ -149,7 +150,7 @@ def test_aligned_loader_resumes_anywhere_from_one_number(data: Path) -> None:
 
     whole = batches(0, 20)
     assert all(map(torch.equal, batches(48, 8), whole[12:]))
-    # Every token once an epoch, and none of them is lost.
+    # Every token occurs exactly once per epoch.
     with TokenLoader(dataset, 32, 1, 7) as loader:
         seen = torch.cat([loader.next_batch().labels.flatten() for _ in range(epoch)])
     stream = TokenDataset(data, "train")
@@ -162,7 +163,7 @@ def test_aligned_run_resumes_unchanged_and_only_with_same_alignment(
     recipe["data"]["row_alignment"] = "document"
     recipe["evaluation"]["train_rows"] = 4
     whole = firstlight.train({**recipe, "run": {**recipe["run"], "dir": str(tmp_path / "whole")}})
-    # As a kill after step 8: logs go back to it.
+    # Simulate a kill after step 8: the logs are truncated to that step.
     short = firstlight.train(recipe)
     newest = sorted(short.checkpoint.parent.iterdir())[-1]
     for file in newest.iterdir():

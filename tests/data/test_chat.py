@@ -1,5 +1,6 @@
-"""Prepared conversations with tools and reasoning, and records of which a template leaves something
-out."""
+"""Tests of preparing conversations with tools and reasoning, and records from which a template
+omits something.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from firstlight.errors import DataError, InputError
 from firstlight.tokenizer import Tokenizer
 
 _CALL = {"name": "find", "arguments": {"city": "Rome"}}
-#: One conversation with tools in the spellings of OpenAI, mlx-lm, ShareGPT and Hermes.
+#: The same conversation with tools in the formats of OpenAI, mlx-lm, ShareGPT and Hermes.
 _SPELLINGS: list[dict[str, Any]] = [
     {
         "messages": [
@@ -73,7 +74,7 @@ def qwen(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def examples(folder: Path, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """(text, text of the labels) of each training example of a folder."""
+    """Return (text, text of the labels) for each training example in a folder."""
     split = ExampleDataset(folder, "train")
     texts = []
     for index in range(split.num_documents):

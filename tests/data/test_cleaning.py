@@ -1,4 +1,4 @@
-"""Separators of documents in texts, told from mentions of them."""
+"""Tests that document separators in texts are distinguished from mentions of them."""
 
 import pytest
 from hypothesis import given
@@ -110,7 +110,7 @@ def test_clean_changes_are_counted_by_document_and_file() -> None:
             "Hi.\nBye.\n",
         ),
         ("1\n00:00:01,000 --> 00:00:02,500\n\n", ""),
-        # Takes hours where each blank line is a start of its own.
+        # This would take hours if the search started at each blank line.
         ("Hi." + "\n" * 10**6 + "1\n00:00:01,000 --> 00:00:02,500\nBye.\n", "Hi.\nBye.\n"),
     ],
 )

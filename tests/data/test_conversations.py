@@ -1,4 +1,4 @@
-"""Records of conversations: the forms that are known, and what is refused, with its place."""
+"""Tests of conversation records: supported formats, and rejected records with their position."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ BAD: list[tuple[object, str, str]] = [
     ({"instruction": "a"}, "wrong_type", "`output` is missing"),
     ({"instruction": "a", "output": 3}, "wrong_type", "`output` is a number, not a text or a list"),
     ({"instruction": "a", "output": "b", "input": 3}, "wrong_type", "`input` is a number"),
-    ({"instruction": " ", "output": "b"}, "empty", "message 1, the user's, is blank"),
-    ({"instruction": "a", "output": ""}, "empty", "message 2, the assistant's, is blank"),
+    ({"instruction": " ", "output": "b"}, "empty", r"message 1 \(role user\) is blank"),
+    ({"instruction": "a", "output": ""}, "empty", r"message 2 \(role assistant\) is blank"),
     ({"instruction": "a", "output": "b", "history": [["c"]]}, "wrong_type", "must be two texts"),
     ({"messages": []}, "empty", "there is no message"),
     ({"messages": "a"}, "wrong_type", "`messages` is a text, not a list"),
@@ -359,7 +359,7 @@ def test_prepare_chat_bad_record_raises_with_file_and_line(
     assert not (tmp_path / "out").exists()
     whole = tmp_path / "b.json"
     whole.write_text(json.dumps([GOOD, {"messages": say("a", " ")}]))
-    with pytest.raises(DataError, match=r"b\.json record 2: message 2, the assistant's, is blank"):
+    with pytest.raises(DataError, match=r"b\.json record 2: message 2 \(role assistant\) is blank"):
         prepare_chat([whole], chatml, tmp_path / "out")
 
 
@@ -398,7 +398,7 @@ def test_prepare_chat_unreadable_line_is_named(
         (" \n", r"a\.json is empty: replace it"),
         ('{"a":' * 900 + "1" + "}" * 900, "can't be read as records: maximum recursion"),
         ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
-        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each to a separate"),
+        ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each of them"),
     ],
 )
 def test_prepare_chat_json_file_without_records_raises(
@@ -463,7 +463,7 @@ def test_prepare_chat_json_file_may_hold_one_record(tmp_path: Path, chatml: Toke
     for number in range(3):
         (tmp_path / f"{number}.json").write_text(json.dumps(GOOD, indent=2))
     options = ChatOptions(val_fraction=0)
-    # The last is a bare list of messages.
+    # The last record is a bare list of messages.
     (tmp_path / "3.json").write_text(json.dumps(GOOD["messages"]))
     manifest = prepare_chat([tmp_path], chatml, tmp_path / "out", options=options)
     assert manifest["documents"]["written"] == 4
@@ -488,7 +488,7 @@ def test_kind_of_records_long_json_file_is_detected_from_its_start(
 ) -> None:
     path = tmp_path / "a.json.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
-        # The string does not end within the head.
+        # The string does not end within the first bytes that are read.
         file.write(begin + "é" * (1 << 20))
     assert kind_of_records(find_records([path])[0]) == kind
 
@@ -572,7 +572,7 @@ def test_prepare_chat_tables_and_saved_datasets_give_same_conversations(
         writer = csv.DictWriter(file, list(records[0]), delimiter=";")
         writer.writeheader()
         writer.writerows(records)
-    # As `save_to_disk` of the package datasets writes it.
+    # As written by `save_to_disk` of the datasets package.
     (tmp_path / "b").mkdir()
     for name in ("dataset_info.json", "state.json"):
         (tmp_path / "b" / name).write_text("{}")
@@ -797,7 +797,7 @@ def test_prepare_chat_reads_records_sharing_instructions(
 
 def test_damaged_utf16_record_is_rejected_with_own_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    # A line, and half of a surrogate pair.
+    # A line, and then half of a surrogate pair.
     path.write_bytes('{"messages": []}\n'.encode("utf-16") + b"\x00\xd8a\x00")
     good, bad = read_records(find_records([path]))
     assert (good.line, good.value, good.error) == (1, {"messages": []}, None)

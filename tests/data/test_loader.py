@@ -1,4 +1,6 @@
-"""Rows and their order: every token once an epoch, and the same batches after any restart."""
+"""Tests of rows and their order: every token once per epoch, and the same batches after any
+restart.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ SEEDS = st.integers(0, 2**63)
 
 
 def make_dataset(folder: Path, num_tokens: int) -> TokenDataset:
-    """A split whose token at place i is i + 1, in shards of 50 tokens."""
+    """Return a split whose token at position i is i + 1, in shards of 50 tokens."""
     with ShardWriter(folder, "train", np.dtype("<u2"), 50) as writer:
         for start in range(0, num_tokens, 10):
             writer.write(np.arange(start + 1, min(start + 10, num_tokens) + 1, dtype="<u2"))
@@ -74,7 +76,9 @@ def take(
 def whole(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[TokenDataset, dict[bool, list[Batch]]]:
-    """A split of 16 rows, the last one short, and its first 14 batches, made without a loader."""
+    """Return a split of 16 rows, the last of which is short, and its first 14 batches, built
+    without a loader.
+    """
     dataset = make_dataset(tmp_path_factory.mktemp("split"), 124)
     order = [shuffled_index(i % 16, 16, 1, i // 16) for i in range(42)]
     return dataset, {
@@ -154,7 +158,7 @@ def test_shuffle_order_differs_by_epoch_and_seed(seed: int, epoch: int) -> None:
 
 
 def test_shuffle_order_matches_pinned_values() -> None:
-    """A change of these numbers would change the data of every run that is resumed."""
+    """A change of these numbers would change the data of every resumed run."""
     assert [shuffled_index(i, 10, 0, 0) for i in range(10)] == [7, 6, 8, 2, 9, 5, 0, 4, 1, 3]
     assert [shuffled_index(i, 10, 0, 1) for i in range(10)] == [6, 1, 8, 2, 3, 0, 9, 5, 7, 4]
     far = [shuffled_index(i, 10**9, 42, 7) for i in range(3)]
@@ -162,12 +166,15 @@ def test_shuffle_order_matches_pinned_values() -> None:
 
 
 def test_shuffle_order_is_well_mixed() -> None:
-    """Neighbours land far apart, and no place prefers an index, over many epochs."""
+    """Over many epochs, neighbours end up far apart, and no index is more frequent than others at
+    any position.
+    """
     length, epochs = 64, 2000
     orders = np.array(
         [[shuffled_index(i, length, 3, epoch) for i in range(length)] for epoch in range(epochs)]
     )
-    # Mean distance of two random places of 64 is 64/3; one standard error here is about 0.05.
+    # The mean distance of two random positions among 64 is 64/3; the standard error here is about
+    # 0.05.
     assert abs(np.abs(np.diff(orders, axis=1)).mean() - (length + 1) / 3) < 0.5
     counts = np.array([np.bincount(orders[:, i], minlength=length) for i in range(length)])
     expected = epochs / length
@@ -208,7 +215,7 @@ def test_loader_epoch_with_short_row_predicts_every_token_once(tmp_path: Path) -
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 7, 40])
 def test_loader_batch_may_span_two_epochs(tmp_path: Path, micro_batch_size: int) -> None:
-    """The rows are one endless sequence, cut into batches of any size."""
+    """The rows are an endless sequence that is divided into batches of any size."""
     dataset = make_dataset(tmp_path, 121)
     single = take(dataset, 80, micro_batch_size=1)
     batches = take(dataset, 80 // micro_batch_size, micro_batch_size=micro_batch_size)
@@ -223,7 +230,8 @@ def test_loader_epochs_have_different_orders(tmp_path: Path) -> None:
 
 
 def test_loader_resumed_at_any_batch_yields_same_rows(tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path, 124)  # 16 rows, the last one short; 3 do not divide 16
+    # 16 rows, the last of which is short; 16 is not divisible by 3.
+    dataset = make_dataset(tmp_path, 124)
     whole = take(dataset, 14)
     for done in range(14):
         assert same(whole[done:], take(dataset, 14 - done, rows_seen=3 * done))
@@ -243,7 +251,7 @@ def test_loader_resumed_several_times_yields_same_rows(tmp_path: Path) -> None:
 
 def test_loader_distant_position_is_reached_immediately(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, 121)
-    epoch, position = 10**12, 14  # the last row of an epoch and the first of the next
+    epoch, position = 10**12, 14  # The last row of an epoch and the first row of the next.
     rows = [shuffled_index(position, 15, 1, epoch), shuffled_index(0, 15, 1, epoch + 1)]
     expected = rows_to_batch(dataset, rows, 8, fill_id=0)
     found = take(dataset, 1, micro_batch_size=2, rows_seen=15 * epoch + position)
@@ -265,7 +273,7 @@ def test_loader_state_excludes_rows_read_ahead(tmp_path: Path, prefetch: int) ->
     document_masking=st.booleans(),
 )
 @settings(max_examples=60)
-def test_loader_threads_and_prefetch_change_nothing(
+def test_loader_threads_and_prefetch_do_not_change_batches(
     whole: tuple[TokenDataset, dict[bool, list[Batch]]],
     workers: int,
     prefetch: int,
@@ -314,7 +322,8 @@ def test_loader_uses_requested_number_of_threads(
     read = TokenDataset.__getitem__
 
     def meet(self: TokenDataset, span: slice) -> Any:
-        together.wait(timeout=PATIENCE_SECONDS)  # breaks unless so many threads come here at once
+        # The barrier breaks unless this many threads arrive concurrently.
+        together.wait(timeout=PATIENCE_SECONDS)
         return read(self, span)
 
     monkeypatch.setattr(TokenDataset, "__getitem__", meet)
@@ -384,7 +393,7 @@ def test_loader_error_during_prefetch_reaches_caller(
 
     def drain(loader: TokenLoader) -> None:
         monkeypatch.setattr(TokenDataset, "__getitem__", broken)
-        for _ in range(prefetch + 1):  # what was read before still comes
+        for _ in range(prefetch + 1):  # Rows that were read before the error are still returned.
             loader.next_batch()
 
     with TokenLoader(dataset, 8, 3, 1, workers=workers, prefetch=prefetch) as loader:
@@ -392,7 +401,7 @@ def test_loader_error_during_prefetch_reaches_caller(
         with pytest.raises(OSError, match="the disk is gone"):
             drain(loader)
         state = loader.state_dict()
-        with pytest.raises(OSError, match="the disk is gone"):  # nothing is skipped
+        with pytest.raises(OSError, match="the disk is gone"):  # Nothing is skipped.
             loader.next_batch()
         assert loader.state_dict() == state
     assert not reading_threads()

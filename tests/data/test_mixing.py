@@ -1,5 +1,6 @@
-"""Mixes of corpora: exact shares at every position, each corpus in its own order, the same rows
-however they are cut."""
+"""Tests of mixes of corpora: exact shares at every position, each corpus in its own order, and the
+same rows for any batch size.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ SEQ_LEN = 4
 
 
 def make_dataset(folder: Path, first: int, num_tokens: int, tokenizer: str = "t") -> TokenDataset:
-    """A split whose token at place i is `first` + i, so that a row tells where it is from."""
+    """Return a split whose token at position i is `first` + i, so that each row identifies its
+    origin.
+    """
     folder.mkdir()
     with ShardWriter(folder, "train", np.dtype("<u2"), 50) as writer:
         writer.write(np.arange(first, first + num_tokens, dtype="<u2"))
@@ -57,7 +60,7 @@ def make_dataset(folder: Path, first: int, num_tokens: int, tokenizer: str = "t"
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[TokenDataset]:
-    """Corpora of 5, 13 and 8 rows of `SEQ_LEN`, the last one's last row short."""
+    """Return corpora of 5, 13 and 8 rows of `SEQ_LEN`; the last row of the last corpus is short."""
     folder = tmp_path_factory.mktemp("mix")
     sizes = (21, 53, 31)
     return [make_dataset(folder / str(i), 1000 * i, size) for i, size in enumerate(sizes)]
@@ -79,7 +82,7 @@ def rows_of(
     workers: int = 0,
     seed: int = 7,
 ) -> list[list[int]]:
-    """The first `count` rows from `rows_seen` on, as all ranks together read them."""
+    """Return `count` rows, starting after `rows_seen` rows, as read by all ranks together."""
     loaders = [
         TokenLoader(
             dataset,
@@ -157,7 +160,7 @@ def test_mix_shares_are_exact_at_every_position(parts: list[int], periods: int) 
         assert own == given_rows[corpus], "no row of a corpus is left out or given twice"
         given_rows[corpus] += 1
         for count, part in zip(given_rows, parts, strict=True):
-            # Whole numbers: |count - n * part / period| < 1.
+            # In integers: |count - n * part / period| < 1.
             assert abs(count * period - (position + 1) * part) < period
     assert turns.counts(periods * period) == [periods * part for part in parts]
 
@@ -191,7 +194,7 @@ def test_mix_equal_weights_alternate() -> None:
 
 
 def test_mix_order_matches_pinned_values() -> None:
-    """Pinned: another order would change the data of runs that are resumed."""
+    """The order is pinned, because a different order would change the data of resumed runs."""
     turns = Turns([7, 3])
     assert "".join(str(turns.at(n)[0]) for n in range(20)) == "00100100010010010001"
     turns = Turns([5, 3, 2])
@@ -252,14 +255,14 @@ def test_mix_epoch_length_is_number_of_rows(datasets: list[TokenDataset]) -> Non
     assert dataset.num_rows(SEQ_LEN) == 26
     with TokenLoader(dataset, SEQ_LEN, 1, 7) as loader:
         assert loader.rows_per_epoch == 26
-    # Weights in the ratio of the sizes: each row once.
+    # If the weights are proportional to the sizes, each row occurs once.
     assert Counter(map(tuple, rows_of(dataset, 26))).most_common(1)[0][1] == 1
     assert dataset.turns.counts(26) == [5, 13, 8]
     assert dataset.epochs_by_corpus(13, SEQ_LEN)["c1"] == pytest.approx(0.5, abs=0.08)
     assert dataset.epochs_by_corpus(52, SEQ_LEN) == {"c0": 2.0, "c1": 2.0, "c2": 2.0}
 
 
-def test_mix_document_masking_is_that_of_each_corpus(datasets: list[TokenDataset]) -> None:
+def test_mix_document_masking_follows_each_corpus(datasets: list[TokenDataset]) -> None:
     with TokenLoader(mixed(datasets, 1, 1, 1), SEQ_LEN, 12, 7, document_masking=True) as loader:
         batch = loader.next_batch()
     assert batch.document_ids is not None

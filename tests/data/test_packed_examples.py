@@ -1,4 +1,6 @@
-"""Examples packed into rows: whole, apart from each other, in a known order, from a cache."""
+"""Tests of examples packed into rows: unsplit, separate from each other, in a reproducible order,
+and cached.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def make_examples(
     seed: int = 0,
     long: Any = "refuse",
 ) -> ExampleDataset:
-    """A training split of drawn examples of these lengths; the last token of each is learned."""
+    """Write a training split of random examples with these lengths; only the last token of each is
+    a label.
+    """
     generator = np.random.default_rng(seed)
     learned_tokens = 0
     folder.mkdir(exist_ok=True)
@@ -84,13 +88,15 @@ def test_packing_places_every_item_in_one_row_that_fits(lengths: list[int], capa
     rows = [items[a:b].tolist() for a, b in itertools.pairwise(starts)]
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert all(0 < total <= capacity for total in filled)
-    # Any two rows hold together more than one could, or they would be one.
+    # Any two rows together contain more than fits in one row; otherwise they would share a row.
     assert all(a + b > capacity for n, a in enumerate(filled) for b in filled[n + 1 :])
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=40))
 def test_packing_is_best_fit_decreasing(lengths: list[int]) -> None:
-    """The plain program that looks at all rows for each item fills the same rooms."""
+    """A simple algorithm that examines all rows for each item leaves the same free space in each
+    row.
+    """
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -172,7 +178,7 @@ def test_packed_batch_gradient_equals_that_of_single_examples(
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_packed_epoch_reshuffles_every_example_and_resumes_from_one_number(
+def test_packed_epoch_reshuffles_every_example_and_resumes_from_rows_seen(
     tmp_path: Path,
 ) -> None:
     dataset = make_examples(tmp_path, [2 + i % 13 for i in range(50)])
@@ -232,7 +238,7 @@ def test_packing_long_examples_are_dropped_or_cut_and_counted(tmp_path: Path) ->
         assert packing.num_inputs == round(packing.filled * batch.input_ids.numel())
 
 
-def test_packing_example_without_labels_in_its_start_is_dropped(tmp_path: Path) -> None:
+def test_packing_truncated_example_without_labels_is_dropped(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, "train", np.dtype("<u2"), labelled=True) as writer:
         for length in (4, 9):
             learned = np.arange(length) == length - 1
@@ -317,7 +323,7 @@ def test_prepared_chat_tokens_match_inference(tmp_path: Path, chatml: Tokenizer)
     tokens, learned = train.example(0)
     assert tokens.tolist() == first
     assert chatml.decode(tokens[learned].tolist()) == records[0]["output"]
-    assert train.origin(1) == f"{path}:3"  # the second is held out
+    assert train.origin(1) == f"{path}:3"  # The second example is held out.
     assert Tokenizer.from_pretrained(tmp_path / "out").chat_template == chatml.chat_template
     names = ("manifest.json", "train-00000.bin", "val-00000.bin")
     prepare_chat([path], chatml, tmp_path / "again")
@@ -344,7 +350,7 @@ def test_prepare_chat_accepts_validation_files(tmp_path: Path, chatml: Tokenizer
     assert manifest["split_by"] == "files"
     assert [manifest["splits"][name]["documents"] for name in ("train", "val")] == [6, 3]
     empty = write_lines(tmp_path / "c.jsonl", [])
-    with pytest.raises(InputError, match="no conversation to validate on"):
+    with pytest.raises(InputError, match="validation inputs contain no conversations"):
         prepare_chat([train], chatml, tmp_path / "none", val_inputs=[empty])
 
 
@@ -386,7 +392,7 @@ def test_prepare_chat_same_conversations_are_prepared_once(
     assert told == [f"preparing the conversations of {path}"]
     assert (cached(), told) == (folder, [])
     assert cached(train_on="all") != folder
-    # Whatever is damaged is made again.
+    # Damaged folders are prepared again.
     shard = folder / "train-00000.bin"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -395,7 +401,8 @@ def test_prepare_chat_same_conversations_are_prepared_once(
     assert shard.read_bytes() == content
     os.unlink(folder / "manifest.json")
     assert cached() == folder
-    # Another content is another folder, the same one elsewhere the same bytes.
+    # Different content gets a different folder; the same content under another path gives the same
+    # bytes.
     copy = tmp_path / "copy.jsonl"
     shutil.copy(path, copy)
     write_lines(path, draw_records(13))
@@ -431,7 +438,7 @@ def test_prepare_chat_command_prepares_conversations(
     (tmp_path / "text" / "blank.txt").write_text(" ")
     text = ["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "shards")]
     assert main([*text, "--tokenizer", str(tmp_path / "tok"), "--val-fraction", "0"]) == 0
-    assert "1 of 2 documents rejected: only white space" in capsys.readouterr().err
+    assert "1 of 2 documents rejected: only whitespace" in capsys.readouterr().err
     assert main([*command, "--workers", "2"]) == 2
     assert main(["prepare", str(path), *common, "--train-on", "all"]) == 2
     assert "add --kind chat" in capsys.readouterr().err

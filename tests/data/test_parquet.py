@@ -1,4 +1,6 @@
-"""Parquet files whose rows share values: they take little memory, and text as ever little time."""
+"""Tests of Parquet files whose rows share values: memory use is bounded, and ordinary text is read
+quickly.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ _MEGABYTE = 1 << 20
 
 
 def plan_of(path: Path, columns: list[str] | None = None) -> tuple[int, list[str]]:
-    """(rows that are read at a time, columns that share values in memory)."""
+    """Return (number of rows read at a time, columns that share values in memory)."""
     return _plan(path, parquet.read_metadata(path), columns)
 
 
 def write(path: Path, values: Any, **options: Any) -> Path:
-    """A file with one column, `text`, as other writers leave it: without pyarrow's own schema."""
+    """Write a file with a single column, `text`, without pyarrow's own schema, as other programs
+    do.
+    """
     parquet.write_table(pyarrow.table({"text": values}), path, store_schema=False, **options)
     return path
 
 
 def shared(text: str, rows: list[int | None]) -> Any:
-    """Rows that share a text, or are null."""
+    """Return rows that share a text or are null."""
     return pyarrow.DictionaryArray.from_arrays(pyarrow.array(rows, pyarrow.int32()), [text])
 
 
@@ -39,13 +43,13 @@ def values_of(path: Path, key: str | None = "text") -> list[Any]:
 
 
 def test_parquet_plan_short_texts_use_large_batches(tmp_path: Path) -> None:
-    # The dictionary's page has 1.6 MB, its texts have 16 characters each.
+    # The dictionary page is 1.6 MB; each of its texts has 16 characters.
     path = write(tmp_path / "a.parquet", [f"{row:016}" for row in range(80_000)])
     assert plan_of(path) == (1024, [])
     assert [value["text"] for value in values_of(path)] == [f"{row:016}" for row in range(80_000)]
     page_bytes = _longest_shared(path, parquet.read_metadata(path).row_group(0).column(0))
     assert _longest_found(path, "text", 0, page_bytes) == 16
-    # A page of which less is seen.
+    # The dictionary page is larger than the part that is read.
     assert _longest_found(path, "text", 0, page_bytes + 1) == page_bytes + 1
 
 
@@ -56,7 +60,8 @@ def test_parquet_plan_short_texts_use_large_batches(tmp_path: Path) -> None:
 def test_parquet_plan_long_text_uses_few_rows_or_memory(
     tmp_path: Path, size: int, rows: int, columns: list[str], first: int | None
 ) -> None:
-    # Four bytes less, so that the page of the dictionary has the size. A null hides the dictionary.
+    # Four bytes less, so that the dictionary page has exactly this size. A null hides the
+    # dictionary.
     text = "a" * (size * _MEGABYTE - 4)
     path = write(tmp_path / "a.parquet", shared(text, [first, *[0] * 2000]), compression="zstd")
     assert plan_of(path) == (rows, columns)
@@ -76,7 +81,7 @@ def test_parquet_plan_long_texts_share_values_in_memory(tmp_path: Path) -> None:
         values_of(path)
 
 
-#: Counts the bytes of a test. It has to live as long as the memory.
+#: Counts the bytes allocated by a test. It must live as long as the memory.
 _COUNTED = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
 
 
@@ -90,7 +95,7 @@ def test_parquet_distinct_texts_of_large_row_group_use_memory_of_one_batch(tmp_p
         assert [value["text"] for value in values_of(path)] == texts
     finally:
         pyarrow.set_memory_pool(usual)
-    # A batch has 4 MB, the row group 40 MB.
+    # A batch is 4 MB, and the row group 40 MB.
     assert _MEGABYTE < _COUNTED.max_memory() < 16 * _MEGABYTE
 
 
@@ -150,7 +155,7 @@ def test_parquet_texts_with_shared_prefixes_use_small_batches(tmp_path: Path) ->
     options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
     path = write(tmp_path / "a.parquet", [text] * 200, **options)
     rows, columns = plan_of(path)
-    assert 32 < rows < 64  # the sum of the differences is a little more than the text
+    assert 32 < rows < 64  # The stored differences take slightly more bytes than the text.
     assert columns == []
     with pytest.raises(InputError, match="unpacks to more than 100 times its size"):
         values_of(path)
@@ -171,8 +176,8 @@ def test_parquet_fixed_width_values_use_small_batches(tmp_path: Path) -> None:
     [
         (b"\x15\x04\x15\x80\x80\x80\x01\x15", (2, 1 << 20)),
         (b"\x15\x00\x15\x03\x15", (0, -2)),
-        (b"\x15\x04\x25\x02", (None, 0)),  # another field
-        (b"\x15\x04\x15\xff\xff", (None, 0)),  # cut short
+        (b"\x15\x04\x25\x02", (None, 0)),  # A different field.
+        (b"\x15\x04\x15\xff\xff", (None, 0)),  # Truncated.
         (b"", (None, 0)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Preparing a corpus: every document in its place, whatever the number of workers."""
+"""Tests of preparing a corpus: every document is at its position for any number of workers."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a prepared folder but for the names of its inputs."""
+    """Return the files of a prepared folder, without the names of its inputs."""
     files = (path for path in folder.iterdir() if path.name != SOURCES_NAME)
     return {path.name: path.read_bytes() for path in files}
 
 
 def documents_of(folder: Path, split: str) -> list[list[int]]:
-    """The tokens of each document of a split, by the offsets in its shards."""
+    """Return the tokens of each document in a split, according to the offsets in its shards."""
     found = []
     for path in sorted(folder.glob(f"{split}-*.bin")):
         tokens, offsets = Shard(path).tokens(), Shard(path).offsets()
@@ -85,7 +85,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# What is written
+# Output
 
 
 def test_manifest_records_exactly_what_was_written(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_manifest_records_exactly_what_was_written(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
     manifest = prepare([source], TOKENIZER, out, val_fraction=0.25)
     ids = [[*TOKENIZER.encode(text), EOS] for text in texts]
-    # Held out whenever validation is behind: after the first document, and not again.
+    # A document is held out when validation is below its share: here only after the first document.
     train, val = [ids[0], ids[2], ids[3]], [ids[1]]
     val_bytes = texts[1].encode()
     train_bytes = "".join([texts[0], texts[2], texts[3]]).encode()
@@ -292,7 +292,7 @@ def test_prepare_hub_dataset_equals_files(
 def test_prepare_output_does_not_depend_on_worker_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    # Many batches, and documents in many pieces, also from a corpus this small.
+    # Use many batches, and documents with many pieces, even for such a small corpus.
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 700)
     monkeypatch.setattr(formats, "_PIECE_CHARACTERS", 100)
     mixed = tmp_path / "mixed.jsonl"
@@ -339,10 +339,11 @@ def test_prepare_worker_count_follows_corpus_size(
 
 
 def killing(after: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have a process that encodes killed when so many documents are read; return whom.
+    """Kill an encoding process whenever the given number of documents has been read; return the
+    list of killed processes.
 
-    Batches are a document each: once 3 for each of the 2 processes are handed out, reading goes
-    on only as they come back encoded.
+    Each batch is one document. Once 3 batches for each of the 2 processes are submitted, reading
+    continues only when encoded batches are returned.
     """
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 1)
     killed: list[int] = []
@@ -361,17 +362,17 @@ def killing(after: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return killed
 
 
-def test_prepare_killed_workers_change_no_byte(
+def test_prepare_killed_workers_do_not_change_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path, capsys: Any
 ) -> None:
     prepare([corpus], TOKENIZER, tmp_path / "one", workers=1)
-    # In the middle twice, and when the last batches are out.
+    # Twice in the middle, and once after the last batches were submitted.
     killed = killing((20, 60, 120), monkeypatch)
     prepare([corpus], TOKENIZER, tmp_path / "killed", workers=2)
     assert len(set(killed)) == 3
     assert contents(tmp_path / "killed") == contents(tmp_path / "one")
     line = "a tokenizing process was killed: encoding its documents again\n"
-    # One that has nothing when it is killed is replaced when it is given something.
+    # A process that is idle when it is killed is replaced when it gets its next batch.
     said = capsys.readouterr().err
     assert said == said.count("\n") * line
     assert said.count("\n") in (1, 2, 3)
@@ -399,7 +400,7 @@ def test_prepare_batch_killing_every_worker_raises_and_leaves_nothing(
 
 
 class Panic(BaseException):
-    """An error like those of Rust's panics, which are no Exceptions, and can't be pickled."""
+    """An error like a Rust panic: it is not an Exception and can't be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("can't be pickled")
@@ -420,7 +421,7 @@ def test_prepare_tokenizer_error_is_not_reported_as_killed_worker(
 
 
 def exit_at_once(_: Any) -> None:
-    """What a process does that can't even start, as of a script without a guard."""
+    """End the process immediately, as if it belonged to a script without the `__main__` guard."""
     os._exit(1)
 
 
@@ -428,7 +429,7 @@ def exit_at_once(_: Any) -> None:
 def test_prepare_worker_killed_during_start_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
-    """Its start's bytes are more than a pipe holds, and nobody would ever read them."""
+    """The arguments of the process exceed the capacity of a pipe that nobody would read."""
     draw = random.Random(6)
     words = ("".join(draw.choices("abcdefghij", k=7)) for _ in range(9000))
     tokenizer = train_tokenizer([" ".join(words)], 4000)
@@ -479,7 +480,8 @@ def test_prepare_input_changed_during_read_raises_input_error(tmp_path: Path) ->
     documents = read_documents(find_sources(sources[1:]))
     assert next(documents).value == "one"
     before = sources[1].stat()
-    while sources[1].stat().st_ctime_ns == before.st_ctime_ns:  # the system's clock ticks
+    # Wait until the system's clock has advanced.
+    while sources[1].stat().st_ctime_ns == before.st_ctime_ns:
         sources[1].write_text(sources[1].read_text().replace("three", "eerht"))
         os.utime(sources[1], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert sources[1].stat().st_mtime_ns == before.st_mtime_ns
@@ -555,8 +557,9 @@ def test_encode_long_document_in_pieces_equals_whole(pattern: str, text: str, si
 )
 @pytest.mark.parametrize("pattern", TRAINED, ids=["gpt2", "llama3"])
 def test_cut_long_at_any_boundary_starts_new_piece(pattern: str, after: str, every: int) -> None:
-    """All of Unicode, which has new letters in blocks of at least 16: Python and the tokenizer
-    library may not know the same ones."""
+    """Test all of Unicode. New letters are added in blocks of at least 16, and Python and the
+    tokenizer library may support different versions of Unicode.
+    """
     codes = itertools.chain(range(0x3400), range(0x3400, 0x110000, every))
     everything = (chr(code) for code in codes if not 0xD800 <= code < 0xE000)
     before = [c for c in everything if formats._BOUNDARY.search(c + after)]
@@ -634,7 +637,8 @@ def test_prepare_validation_fraction_is_met_with_whole_documents(
     assert all(piece.first and piece.last for piece in found)
     assert found[0].split == "train"
     held_out = sum(len(piece.text) for piece in found if piece.split == "val")
-    # Never behind by more than the share of one document, never ahead by more than one.
+    # Validation is never behind by more than the share of one document, and never ahead by more
+    # than one document.
     assert fraction * (sum(sizes) - max(sizes)) <= held_out <= fraction * sum(sizes) + max(sizes)
 
 
@@ -743,7 +747,7 @@ def test_prepare_text_bytes_and_gzip_bytes_match_held_out_text(
     assert "gzip_bytes" not in manifest["splits"]["train"]
 
 
-# Refusals, and nothing left behind
+# Errors, after which no files remain
 
 
 @pytest.mark.parametrize(
@@ -801,7 +805,7 @@ def _damaged_after_good_documents(folder: Path) -> None:
         (_empty, "the corpus is empty: the inputs contain no documents"),
         (
             _all_rejected,
-            r"the corpus is empty: all 3 documents read were rejected \(1 only white space, "
+            r"the corpus is empty: all 3 documents read were rejected \(1 only whitespace, "
             r"1 no text in the text field, 1 not a valid JSON line\); first: .*a\.jsonl:1: blank",
         ),
         (_damaged_after_good_documents, r"b\.txt\.gz is damaged"),
@@ -838,7 +842,7 @@ def test_prepare_text_of_one_repeated_character_raises_and_leaves_nothing(tmp_pa
     with pytest.raises(InputError, match=said):
         prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    # Any other document makes it a text.
+    # Any other document makes the corpus acceptable.
     (tmp_path / "b.txt").write_text("a text with words\n" * 10)
     assert prepare([tmp_path], TOKENIZER, tmp_path / "out")
 
@@ -921,7 +925,7 @@ def test_prepare_corpus_from_its_own_folder_requires_text(prepared: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"format": "firstlight-tokens", "version": 9}'])
-def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
+def test_prepare_overwrite_keeps_folder_that_is_not_a_corpus(
     tmp_path: Path, corpus: Path, content: str | None
 ) -> None:
     out = tmp_path / "thesis"
@@ -930,13 +934,13 @@ def test_prepare_overwrite_spares_folder_that_is_not_a_corpus(
     if content is not None:
         (out / "manifest.json").write_text(content, encoding="utf-8")
     before = contents(out)
-    with pytest.raises(InputError, match="thesis is not a prepared corpus and is not overwritten"):
+    with pytest.raises(InputError, match="thesis is not a prepared corpus, so it is not"):
         prepare([corpus], TOKENIZER, out, overwrite=True)
     assert contents(out) == before
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_prepare_overwrite_spares_file_but_uses_empty_folder(
+def test_prepare_overwrite_keeps_file_but_uses_empty_folder(
     tmp_path: Path, corpus: Path, overwrite: bool
 ) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")

@@ -1,5 +1,6 @@
-"""A part of the texts: so many documents or tokens, one split of a dataset, books without their
-licence; and random tokens in place of texts."""
+"""Tests of preparing a part of the texts: a limited number of documents or tokens, validation
+inputs, books without their licence, and random tokens instead of texts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a prepared folder but for the names of its inputs."""
+    """Return the files of a prepared folder, without the names of its inputs."""
     files = (path for path in folder.iterdir() if path.name != SOURCES_NAME)
     return {path.name: path.read_bytes() for path in files}
 
@@ -57,7 +58,8 @@ def tokens_of(manifest: dict[str, Any]) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 documents of many lengths, and a broken line before each tenth."""
+    """Write 300 documents of different lengths, with an invalid line before every tenth
+    document."""
     generator = random.Random(7)
     words = "the light of stone and river é 日本 under winter".split()
     lines = []
@@ -72,7 +74,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unreadable(folder: Path) -> Path:
-    """A file that is an error for whoever reads it."""
+    """Create a file that raises an error when it is read."""
     (folder / "z.jsonl.gz").write_bytes(gzip.compress(b'{"text": "late"}\n' * 1000)[:-5])
     return folder / "z.jsonl.gz"
 
@@ -91,7 +93,7 @@ def test_prepare_max_documents_writes_first_documents_only(tmp_path: Path) -> No
     one, other = contents(tmp_path / "out"), contents(tmp_path / "alone")
     assert one.pop("manifest.json") != other.pop("manifest.json")
     assert one == other
-    # Nine documents are too few to hold one out: the number is known before they are split.
+    # Nine documents are too few to hold one out, and their number is known before the split.
     manifest = prepare([*inputs, unreadable(tmp_path)], TOKENIZER, tmp_path / "9", max_documents=9)
     assert (manifest["split_by"], manifest["documents"]["written"]) == ("tail", 9)
 
@@ -107,7 +109,7 @@ def test_prepare_max_tokens_is_shared_by_both_splits(
     held_out = round(max_tokens * fraction)
     wanted = {"train": max_tokens - held_out, "val": held_out}
     for split, number in tokens_of(manifest).items():
-        # A character of several bytes may be several tokens.
+        # A character of several bytes may take several tokens.
         assert number <= wanted[split] < number + 4
         texts = texts_of(out, split)
         entry = manifest["splits"][split]
@@ -118,7 +120,7 @@ def test_prepare_max_tokens_is_shared_by_both_splits(
         if split == "val":
             assert entry["gzip_bytes"] == len(gzip.compress("".join(texts).encode(), 9))
     assert set(tokens_of(manifest)) == {split for split, number in wanted.items() if number}
-    # All but the last document of a split are whole.
+    # All documents of a split except the last are complete.
     whole = [json.loads(line)["text"] for line in corpus.read_text().splitlines() if line[0] == "{"]
     for split in tokens_of(manifest):
         *before, last = texts_of(out, split)
@@ -140,7 +142,7 @@ def test_prepare_limited_output_does_not_depend_on_worker_count(
     one = contents(tmp_path / "1")
     assert set(one) >= {"rejected.jsonl", "train-00000.bin", "val-00000.bin"}
     assert contents(tmp_path / "2") == one
-    # What was read ahead, good or bad, leaves no trace.
+    # Documents that were read ahead, valid or not, do not affect the output.
     assert contents(tmp_path / "3") == one
 
 
@@ -168,7 +170,7 @@ def test_prepare_limit_above_corpus_size_changes_only_manifest(
 
 
 def test_prepare_limit_too_small_for_text_raises_config_error(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="max_tokens 1 has no room for text: raise it"):
+    with pytest.raises(ConfigError, match="max_tokens 1 leaves no room for text: raise it"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=1)
     with pytest.raises(ConfigError, match="max_tokens must be at least 1, not 0"):
         prepare([corpus], TOKENIZER, tmp_path / "out", max_tokens=0)
@@ -245,7 +247,7 @@ def test_without_gutenberg_text_without_markers_is_unchanged() -> None:
 
 def test_without_gutenberg_keeps_every_book_in_one_file() -> None:
     one = f"{_HEADER}{_STARTS[6]}First.\n\n{_ENDS[3]}{_LICENCE}"
-    two = f"{_HEADER}{_STARTS[1]}Second.\n"  # whose end has no mark
+    two = f"{_HEADER}{_STARTS[1]}Second.\n"  # A book without an end mark.
     three = f"{_STARTS[0]}Third.\n{_ENDS[0]}"
     found = without_gutenberg(one + two + three)
     assert found == "First.\n\n\nSecond.\n\n\nThird.\n"
@@ -278,10 +280,10 @@ def test_prepare_gutenberg_books_omit_header_and_licence(
     assert "cleaned" not in json.loads((out / "manifest.json").read_text())
     assert json.loads((out / SOURCES_NAME).read_text())["options"] == ["--as-is"]
     again = prepare([folder], TOKENIZER, out, val_fraction=0, strip_gutenberg=False, overwrite=True)
-    assert again["cleaned"] == manifest["cleaned"]  # the argument of earlier versions
+    assert again["cleaned"] == manifest["cleaned"]  # The argument of earlier versions.
 
 
-# Given validation texts
+# Validation inputs
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -303,10 +305,10 @@ def test_prepare_validation_inputs_become_validation_split(tmp_path: Path, worke
     assert len(texts_of(tmp_path / "out", "train")) == 1
 
 
-def test_prepare_validation_inputs_without_text_or_with_all_of_it_raise(tmp_path: Path) -> None:
+def test_prepare_validation_inputs_without_text_or_with_all_text_raise(tmp_path: Path) -> None:
     for name, text in (("a.txt", "a text"), ("b.txt", "a text"), ("c.txt", " ")):
         (tmp_path / name).write_text(text)
-    for name, message in (("b.txt", "no text to train on"), ("c.txt", "validation inputs have no")):
+    for name, message in (("b.txt", "no text to train on"), ("c.txt", "inputs contain no")):
         with pytest.raises(InputError, match=message):
             prepare([tmp_path / "a.txt"], TOKENIZER, tmp_path / "out", val_inputs=[tmp_path / name])
     with pytest.raises(ConfigError, match=r"^val_inputs .* and val_fraction"):

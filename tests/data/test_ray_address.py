@@ -1,4 +1,4 @@
-"""The Ray engine's ways to a cluster that isn't there, and Ray that isn't."""
+"""Tests of the Ray engine with an unreachable cluster, and without Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def free_port() -> int:
         ),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, of itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # A warning that Ray causes itself.
 @pytest.mark.parametrize("by", ["argument", "RAY_ADDRESS"])
 def test_prepare_unreachable_ray_cluster_raises_immediately(
     tmp_path: Path,

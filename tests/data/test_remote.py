@@ -1,4 +1,6 @@
-"""Prepared corpora behind URLs: fetched whole, verified, kept, and fetched again where need be."""
+"""Tests of prepared corpora at URLs: downloaded completely, verified, cached, and downloaded again
+if damaged.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SHARD = "train-00001.bin"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, and no waiting between attempts."""
+    """Use a separate cache folder, and do not wait between attempts."""
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(remote, "_WAITS_SECONDS", (0.0, 0.0, 0.0))
@@ -41,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: Tokenizer) -> Path:
-    """The corpus in several shards, which tests must not change."""
+    """Write the corpus in several shards. Tests must not change it."""
     folder = tmp_path_factory.mktemp("remote") / "prepared"
     prepare([corpus], tokenizer, folder, shard_tokens=3000)
     return folder
@@ -49,7 +51,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tokenizer: 
 
 @pytest.fixture
 def source(tmp_path: Path, prepared: Path) -> Path:
-    """A copy that a test may change."""
+    """Return a copy of the corpus that a test may change."""
     return Path(shutil.copytree(prepared, tmp_path / "source"))
 
 
@@ -60,7 +62,7 @@ def server(source: Path) -> Iterator[RemoteServer]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a corpus that are fetched."""
+    """Return the names of the files that are downloaded for a corpus."""
     files = [p for p in folder.iterdir() if not p.name.startswith(".") and p.name != SOURCES_NAME]
     return {p.name: p.read_bytes() for p in files}
 
@@ -72,7 +74,7 @@ def refusal(url: str) -> str:
 
 
 def whole_files_only(cache: Path, source: Path) -> bool:
-    """Whether the cache holds nothing but whole files of the source."""
+    """Return True if the cache contains only complete files of the source."""
     files = [path for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
     return all(path.read_bytes() == (source / path.name).read_bytes() for path in files)
 
@@ -176,7 +178,7 @@ def test_local_folder_wrong_bytes_are_never_kept(
     assert "(tried 4 times): try again later" in message
     assert server.requests.count(SHARD) == 4
     assert whole_files_only(cache, source)
-    # What came before it stays, and is not fetched again.
+    # Files that were downloaded before the error are kept and not downloaded again.
     server.requests.clear()
     assert contents(local_folder(server.url)) == contents(source)
     assert "train-00000.bin" not in server.requests
@@ -193,14 +195,14 @@ def test_local_folder_reads_no_more_than_declared_file_size(
     assert all(path.stat().st_size < 10**6 for path in cache.rglob("*"))
 
 
-def test_local_folder_http_refusal_is_not_retried(server: RemoteServer) -> None:
+def test_local_folder_http_client_error_is_not_retried(server: RemoteServer) -> None:
     server.fail(SHARD, [403])
     assert f"{server.url}/{SHARD} can't be read: 403" in refusal(server.url)
     assert server.requests.count(SHARD) == 1
 
 
 class Forbidden(MemoryFileSystem):  # type: ignore[misc]
-    """A file system that lets nothing be read."""
+    """A file system in which no file may be read."""
 
     protocol = "forbidden"
     opened = 0
@@ -223,9 +225,9 @@ def test_local_folder_tokenizer_not_matching_shards_fails(
     server: RemoteServer, source: Path, texts: list[str]
 ) -> None:
     train_tokenizer(texts, 300).save_pretrained(source)
-    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
+    assert "tokenizer.json differs from the tokenizer that the shards" in refusal(server.url)
     (source / "tokenizer.json").write_text("{")
-    assert "tokenizer.json differs from the one that the shards were made" in refusal(server.url)
+    assert "tokenizer.json differs from the tokenizer that the shards" in refusal(server.url)
 
 
 def test_local_folder_damaged_cached_manifest_is_rewritten(
@@ -321,8 +323,8 @@ def test_local_folder_full_disk_raises_before_fetching(
             r"'gcsfs': pip install 'firstlight\[remote\]'",
         ),
         ("nosuch://x/y", DataError, "nosuch://x/y can't be opened: Protocol not known: nosuch"),
-        ("memory://not-there", DataError, "has no manifest.json: use a folder that"),
-        ("file:///not/there", DataError, "has no manifest.json: use a folder that"),
+        ("memory://not-there", DataError, "has no manifest.json: use a complete folder"),
+        ("file:///not/there", DataError, "has no manifest.json: use a complete folder"),
         ("https://me:secret@host/data", DataError, "must not contain a password"),
         ("https://host/data?version=2", DataError, "is not the URL of a folder: remove the part"),
         ("http://127.0.0.1:1/data", DataError, r"could not be fetched: .*\(tried 4 times\)"),
@@ -379,7 +381,7 @@ def test_local_folder_simultaneous_processes_fetch_once(server: RemoteServer, so
     assert counts == {**dict.fromkeys(counts, 1), "manifest.json": 3}
 
 
-def test_local_folder_killed_process_leaves_whole_files_and_no_lock(
+def test_local_folder_killed_process_leaves_complete_files_and_no_lock(
     server: RemoteServer, source: Path, cache: Path
 ) -> None:
     server.gate[SHARD] = threading.Event()
@@ -409,7 +411,7 @@ def test_local_folder_hub_dataset_is_fetched(
     server.fail(SHARD, ["wrong"])
     folder = local_folder("hf://datasets/owner/name/data")
     assert contents(folder) == contents(source)
-    # What was listed before is not believed.
+    # An earlier folder listing is not trusted.
     shutil.rmtree(source)
     prepare([corpus], tokenizer, source, shard_tokens=1000)
     assert contents(local_folder("hf://datasets/owner/name/data")) == contents(source)

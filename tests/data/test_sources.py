@@ -1,4 +1,6 @@
-"""Inputs: every kind found in one order, each document read or rejected by file and line."""
+"""Tests of inputs: every kind is found in a fixed order, and each document is read or rejected with
+file and line.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def texts_of(*inputs: str | Path, text_key: str = "text") -> list[str]:
 
 
 def seen(records: Iterable[Record]) -> list[tuple[Any, ...]]:
-    """(text, origin, line) of documents, (origin, line, reason, detail) of what was rejected."""
+    """Return (text, origin, line) for each document, and (origin, line, reason, detail) for each
+    rejected record.
+    """
     return [
         (r.value, r.origin, r.line)
         if r.error is None
@@ -244,7 +248,7 @@ def test_note_on_inputs_names_unsearched_linked_folders(tmp_path: Path) -> None:
     assert note_on_inputs([tmp_path / "texts", tmp_path / "texts/more"]) == ""
     (tmp_path / "texts/again").symlink_to(tmp_path / "other")
     assert " and 1 more: links" in note_on_inputs([tmp_path / "texts"])
-    # An input that can't be found is for `find_sources` to refuse.
+    # `find_sources` raises the error for an input that does not exist.
     assert note_on_inputs(["~nobody-of-that-name/texts"]) == ""
 
 
@@ -407,7 +411,7 @@ def test_read_exported_chats_are_rejected_with_program_name(
 ) -> None:
     path = tmp_path / "export.json"
     path.write_text(json.dumps(content))
-    message = rf"export\.json is {name}'s export of .* jq -c '.*' .*export\.json > .*export\.jsonl"
+    message = rf"is .* export from {name}: .* jq -c '.*' .*export\.json > .*export\.jsonl"
     with pytest.raises(InputError, match=message):
         find_sources([path])
     (source,) = find_records([path])
@@ -428,7 +432,7 @@ def test_read_table_stopped_early_raises_no_late_error(
     assert unraisable == []
 
 
-# A mark is text of nobody, wherever the file has it from.
+# A byte-order mark is never part of the text.
 @pytest.mark.parametrize(
     "encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be"]
 )
@@ -436,7 +440,7 @@ def test_read_table_stopped_early_raises_no_late_error(
 def test_read_unicode_with_byte_order_mark_from_every_file_type(
     tmp_path: Path, encoding: str, suffix: str
 ) -> None:
-    # Of a multiple of the bytes that are read at a time, and of characters in two halves.
+    # Longer than a block of bytes, with characters that span two blocks.
     text = "ein Grüßchen 日本 🙂\r\n" * (2600 if suffix else 5000)
     mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
     record = json.dumps({"text": text}, ensure_ascii=False)
@@ -520,9 +524,9 @@ def test_read_binary_file_is_not_reported_as_utf_16(tmp_path: Path, seed: int) -
         draw.randbytes(5000),
         gzip.compress(draw.randbytes(5000), mtime=0)[10:],
         b"".join(draw.choice((b"\0\1\2", b"name", words[:40])) for _ in range(300)),
-        # Numbers of 16 bits that are Greek and Cyrillic letters.
+        # 16-bit numbers that are Greek and Cyrillic letters.
         b"".join(draw.randrange(900, 1500).to_bytes(2, "little") for _ in range(900)),
-        # Pairs of ASCII letters are rare Chinese characters.
+        # In UTF-16, pairs of ASCII letters are rare Chinese characters.
         b"".join(b"".join(draw.choices((b"some", b"text"), k=20)) + b"\1\2" for _ in range(99)),
     ):
         (tmp_path / "a.txt").write_bytes(content)
@@ -597,7 +601,7 @@ def test_read_table_without_text_column_names_its_columns(tmp_path: Path) -> Non
     (tmp_path / "c.csv").write_text("", encoding="utf-8")
     detail = (
         "no column 'text' (did you mean 'texts'?) (columns: id, "
-        "texts): specify the field with the text with --text-key"
+        "texts): use --text-key to name the column that contains the text"
     )
     assert seen(read(tmp_path)) == [
         (str(tmp_path / "a.csv"), 1, "no_text", detail),
@@ -635,7 +639,9 @@ def test_read_compressed_text_files_succeeds(tmp_path: Path, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
-def test_read_concatenated_compressed_parts_yields_all(tmp_path: Path, suffix: str) -> None:
+def test_read_concatenated_compressed_parts_yields_all_documents(
+    tmp_path: Path, suffix: str
+) -> None:
     compress = COMPRESSORS[suffix]
     parts = [jsonl(f"{number} " * 5000) for number in range(4)]
     path = tmp_path / f"a.jsonl{suffix}"
@@ -664,7 +670,7 @@ def test_read_truncated_compressed_file_raises(tmp_path: Path, suffix: str, left
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 @pytest.mark.parametrize("damage", [b"x" * 200, b"{}"])
-def test_read_file_not_compressed_as_named_raises(
+def test_read_file_with_wrong_compression_suffix_raises(
     tmp_path: Path, suffix: str, damage: bytes
 ) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
@@ -720,7 +726,7 @@ def test_read_bad_lines_are_rejected_by_number_and_reason(tmp_path: Path) -> Non
     details = {r.line: str(r.error) for r in found if r.error is not None}
     assert details[4].startswith("byte 0xff is not UTF-8: convert it with iconv -f ENCODING ")
     assert details[5].startswith(
-        "no field 'text' (fields: body, id): specify the field with the text "
+        "no field 'text' (fields: body, id): use --text-key to name the field "
     )
     assert details[7] == "the text is list, not a string"
     assert {r.error.reason for r in found if r.error is not None} <= set(REASONS)
@@ -767,7 +773,7 @@ def test_read_parquet_row_is_one_document(tmp_path: Path) -> None:
         ("eins", str(path), 1),
         (str(path), 2, "no_text", "the text is NoneType, not a string"),
         ("日本", str(path), 3),
-        (str(path), 4, "empty", "only white space"),
+        (str(path), 4, "empty", "only whitespace"),
         ("fünf", str(path), 5),
     ]
 
@@ -793,7 +799,7 @@ def test_read_parquet_without_text_column_is_rejected_and_rest_read(tmp_path: Pa
     write_parquet(tmp_path / "b.parquet", text=["y"])
     bad, good = read(tmp_path)
     assert (bad.line, bad.error and bad.error.reason, good.value) == (1, "no_text", "y")
-    assert str(bad.error).startswith("no column 'text' (columns: body, id): specify ")
+    assert str(bad.error).startswith("no column 'text' (columns: body, id): use --text-key ")
     assert texts_of(tmp_path / "a.parquet", text_key="body") == ["x"]
 
 
@@ -806,7 +812,7 @@ def test_read_damaged_parquet_file_raises(tmp_path: Path, keep: int) -> None:
         read(path)
 
 
-# Errors of whole files
+# Errors that concern an entire file
 
 
 def test_read_vanished_file_raises_and_is_named(tmp_path: Path) -> None:
@@ -823,7 +829,7 @@ def test_read_file_without_permission_raises_with_advice(
     make_tree(tmp_path, "a.txt")
     found = find_sources([tmp_path])
 
-    # Tests run as root, who may read every file.
+    # Tests may run as root, which can read every file.
     def refused(path: Path, mode: str) -> Any:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -855,7 +861,7 @@ def test_read_missing_optional_package_names_install_command(
 
 @pytest.fixture
 def fake_datasets(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A `datasets` module that records how it is called and yields `rows`."""
+    """Install a `datasets` module that records its calls and yields `rows`."""
     fake = types.SimpleNamespace(calls=[], rows=[])
 
     def load_dataset(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -945,7 +951,7 @@ def test_read_decompression_bomb_raises(
     packers["zst"] = zstandard.ZstdCompressor().compress
     size = 200_000_000
     if name.endswith((".bz2", ".xz")):
-        # These take long to pack: a quarter of it, and of the limit.
+        # Compressing these formats takes long, so use a quarter of the size and of the limit.
         size //= 4
         monkeypatch.setattr("firstlight.data.opening._MOST_UNPACKED_BYTES", 12_500_000)
     (tmp_path / name).write_bytes(packers[name.rpartition(".")[2]](b" " * size))
@@ -973,7 +979,7 @@ def test_read_compressed_lines_count_more_than_their_bytes(
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_read_parquet_decompression_bomb_raises(tmp_path: Path, rows: int) -> None:
     path = tmp_path / "bomb.parquet"
-    # One long text, or one that all rows share, which is one in the file.
+    # One long text, or a text that all rows share and that is stored once.
     table = pyarrow.table({"text": ["a" * (60_000_000 // rows)] * rows})
     parquet.write_table(table, path, compression="zstd")
     with pytest.raises(InputError, match=r"bomb\.parquet .*unpacks to more than 100 times"):
@@ -1002,7 +1008,7 @@ def test_read_compressed_document_has_size_limit(
         (found,) = read(write("a " * 100_000 + "a"))
         assert found.error is not None
         assert (found.value, found.error.reason) == (None, "too_long")
-    else:  # its size is that of the text
+    else:  # The size of the file is the size of the text.
         assert texts_of(write("a " * 100_000 + "a")) == ["a " * 100_000 + "a"]
 
 

@@ -104,7 +104,7 @@ def test_chat_answer_filling_context_reports_truncation(piped: Piped, tmp_path: 
     model = write_talking_model(tmp_path / "small", "On and", endless=True, context=64)
     exit_code, _, err = piped("hello\n", model)
     assert exit_code == 0
-    assert err == "(cut: the 64 tokens of the model's context are full)\n"
+    assert err == "(answer cut off: the model's context of 64 tokens is full)\n"
 
 
 def test_chat_commands_print_settings_and_help(
@@ -139,13 +139,13 @@ def test_chat_commands_print_settings_and_help(
     assert said("/seed", "/seed none", "/seed 7")[1] == ["seed  3", "seed  none", "seed  7"]
     out, lines = said("/max-tokens 2", "hello", "/stats")
     assert out == "red \n" or out.startswith("red")
-    assert lines[:2] == ["max-tokens  2", "(cut at 2 tokens: /max-tokens)"]
+    assert lines[:2] == ["max-tokens  2", "(answer cut off after 2 tokens: raise /max-tokens)"]
     assert "last answer  2 tokens (length)" in lines
     assert "seed         3" in lines
     out, lines = said("//hello", "/undo", "/undo", "/retry", "a", "/retry", "/quit", "b")
     assert out == answer * 3
     assert lines == [
-        "(taken back: /hello)",
+        "(removed: /hello)",
         "firstlight: error: there is no message to undo yet",
         "firstlight: error: there is no message to answer again yet",
     ]

@@ -181,7 +181,7 @@ def test_cli_every_command_prints_one_json_object(
     answer = run("prepare", lines, "--tokenizer", tok, "--out", tmp_path / "few", "--json")
     assert one_object(answer.out)["documents"]["rejected"] == {"no_text": 7}
     assert answer.err.count("lines.jsonl:") == 5
-    assert "... all of them in" in answer.err
+    assert "for all of them" in answer.err
 
     recipe = write_recipe(tmp_path / "run.yaml", data={"dir": str(data)})
     answer = run("train", recipe, "--json")
@@ -367,10 +367,10 @@ def test_cli_generate_stop_texts_end_text_and_logprobs_are_reported(
 
 def test_cli_generate_full_context_is_reported(trained: Path, tmp_path: Path, run: Run) -> None:
     arguments = ("generate", without_an_end(trained, tmp_path), "--prompt", "the")
-    full = "the model's context of 64 tokens is full: --slide continues beyond it\n"
+    full = "the model's context of 64 tokens is full: add --slide to continue beyond it\n"
     assert run(*arguments).err == full
     assert run(*arguments, "--beams", "2").err == full.replace(
-        "--slide continues beyond it", "beams end there"
+        "add --slide to continue beyond it", "beam search ends there"
     )
     assert run(*arguments, "--max-new-tokens", "3").err == ""
 
@@ -471,8 +471,8 @@ _ERRORS = {
     "train r.yml": "recipe r.yml does not exist (did you mean 'r.yaml'?)",
     "train": "no input given: use firstlight train my_texts/ --budget 10m",
     "train empty": "folder empty contains no text files",
-    "train data": "data is a prepared corpus, and train takes a recipe: firstlight train",
-    "train run": "run is a run folder, and train takes a recipe: firstlight train run/recipe.yaml",
+    "train data": "data is a prepared corpus, but train needs a recipe: firstlight train",
+    "train run": "run is a run folder, but train needs a recipe: firstlight train run/recipe.yaml",
     "plan": "no recipe given; use: firstlight plan RECIPE.yaml",
     "train r.yaml r.yaml": "more than one recipe",
     "train r.yaml --learning_rate 1": "(did you mean '--optimizer.learning_rate'?)",
@@ -522,7 +522,7 @@ _ERRORS = {
     "generate run --prompt x --top-k -1": "top_k must be",
     "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
     "generate run --prompt x --seed -1": "seed must be",
-    f"generate run --prompt {'x' * 400}": "tokens, and the model's context is 64",
+    f"generate run --prompt {'x' * 400}": "tokens, but the model's context is 64",
     "info nowhere": "model folder nowhere does not exist",
     "info text.txt": "text.txt is a file, not a folder",
     "info empty": "empty is not a model folder",

@@ -81,7 +81,7 @@ def test_convert_command_run_becomes_model_folder(run: Run, trained: Path, tmp_p
         "parameters": f"{sum(t.numel() for t in weights[0].values()):,} in f32",
         "chat template": "none",
     }.items()
-    assert "logits         the same in both (the largest is " in answer.out
+    assert "logits         the same in both (largest logit: " in answer.out
     assert load_model(tmp_path / "out").tokenizer is not None
 
 

@@ -119,7 +119,7 @@ _ANSWERS = {
     "plot.png": " is an image: exclude it, or extract its text with tesseract plot.png plot",
     "photo.jpg": " is an image: exclude it, or extract its text with tesseract photo.jpg ",
     "letter.docx": " is a Word document: extract its text with pandoc -f docx letter.docx -t ",
-    "sheet.xlsx": " is a spreadsheet: save it as CSV in a spreadsheet program, and name the ",
+    "sheet.xlsx": " is a spreadsheet: save it as CSV in a spreadsheet program, and give the ",
     "talk.pptx": " is a presentation: save it as PDF, and extract the text from that with ",
     "letter.odt": " is an OpenDocument text: extract its text with pandoc -f odt letter.odt -t ",
     "novel.epub": " is an e-book: extract its text with pandoc -f epub novel.epub -t plain -o ",
@@ -140,11 +140,12 @@ _ANSWERS = {
     "lines.json": " is JSON with one record per line: rename it to end in .jsonl",
     "chats.jsonl": ":1: conversations, not text (fields: messages): firstlight prepare --kind ",
     "pairs.jsonl": ":1: preference pairs, not text (fields: prompt, chosen, rejected): ",
-    "table.csv": ":1: no column 'text' (columns: id, body): specify the field with the text with ",
+    "table.csv": ":1: no column 'text' (columns: id, body): "
+    "use --text-key to name the column that ",
     "latin1.txt": ":1: byte 0xfc is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "windows.txt": ":1: byte 0x84 is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",
-    "blank.txt": ":1: only white space",
+    "blank.txt": ":1: only whitespace",
 }
 
 

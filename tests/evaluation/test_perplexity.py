@@ -64,7 +64,7 @@ def loaded(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> LoadedModel:
 def slow_losses(
     model: Model, dataset: TokenDataset, first_id: int | None, rows: list[int] | None = None
 ) -> list[float]:
-    """Each token's loss in a forward pass of its own, over what stands before it in its row."""
+    """Compute each token's loss in a separate forward pass over the preceding tokens of its row."""
     tokens = dataset[0 : dataset.num_tokens].tolist()
     losses = []
 
@@ -184,8 +184,8 @@ def test_bits_per_byte_of_some_rows_represents_whole_text(dataset: TokenDataset)
     assert some.bits_per_byte == pytest.approx(whole.bits_per_byte, rel=1e-6)
 
 
-def test_evaluate_hopeless_loss_gives_finite_perplexity(dataset: TokenDataset) -> None:
-    """An infinite one would be no JSON."""
+def test_evaluate_huge_loss_gives_finite_perplexity(dataset: TokenDataset) -> None:
+    """An infinite perplexity is not valid JSON."""
 
     def hopeless(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
         return (labels != -100).sum() * 1e6
@@ -207,7 +207,7 @@ def test_evaluate_leaves_no_graph_and_no_gradient(model: Model, dataset: TokenDa
     assert all(p.grad is None for p in model.parameters())
 
 
-# Which rows
+# Selection of rows
 
 
 def test_evaluation_rows_are_evenly_spread_over_split() -> None:
@@ -230,7 +230,7 @@ def test_evaluation_rows_are_distinct_ordered_and_as_many_as_requested(
     assert max(gaps) - min(gaps) <= 1
 
 
-# The whole evaluation of a checkpoint
+# Evaluation of a checkpoint
 
 
 def test_evaluate_covers_split_from_first_token(
@@ -285,7 +285,7 @@ def test_evaluate_loaded_model_stays_on_its_device(
     assert math.isfinite(evaluate(loaded, data).loss)
 
 
-def test_evaluate_tokenizer_other_than_of_data_raises_data_error(
+def test_evaluate_tokenizer_differing_from_data_raises_data_error(
     loaded: LoadedModel, data: Path, texts: list[str]
 ) -> None:
     other = replace(loaded, tokenizer=train_tokenizer(texts[:60], 320))

@@ -1,4 +1,6 @@
-"""A longer context: positions changed by a recipe with --init-from, and the loss by position."""
+"""Tests of longer contexts: positions changed by a recipe with --init-from, and the loss by
+position.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def llama(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 # The loss by position
 
 
-def test_positions_each_stretch_has_loss_of_its_own_positions(llama: Path, data: Path) -> None:
+def test_positions_loss_of_each_range_covers_its_positions(llama: Path, data: Path) -> None:
     found = evaluate_by_position(llama, data, seq_len=96, batch_size=3)
     assert [(one.first, one.last) for one in found.stretches] == [
         (6 * i, 6 * i + 5) for i in range(16)
@@ -76,7 +78,8 @@ def test_positions_each_stretch_has_loss_of_its_own_positions(llama: Path, data:
 def test_positions_with_document_masking_count_within_document(llama: Path, data: Path) -> None:
     found = evaluate_by_position(llama, data, seq_len=32, document_masking=True)
     tokens = [one.tokens for one in found.stretches]
-    # A row's documents begin anew: no later stretch has more tokens than one before it.
+    # Positions restart at 0 in each document, so no position range has more tokens than the range
+    # before it.
     assert tokens == sorted(tokens, reverse=True)
     assert tokens[0] > tokens[-1]
     # `evaluate` predicts the very first token of the split, too.
@@ -126,7 +129,7 @@ def test_positions_two_models_share_one_table_and_plot(
         (["--picture", "p.png"], "--picture needs --by-position"),
         (["--beside", "other"], "--beside needs --by-position"),
         (["--by-position", "--tasks", "hellaswag"], "--by-position reports the loss"),
-        (["--by-position", "--beside", "SAME"], "names a model twice"),
+        (["--by-position", "--beside", "SAME"], "is given twice for the same model"),
     ],
 )
 def test_positions_unused_options_fail(
@@ -142,7 +145,7 @@ def test_positions_unused_options_fail(
 
 
 def longer(recipe: dict[str, Any], **schedule: int) -> dict[str, Any]:
-    """A recipe whose model section names positions alone."""
+    """Return a recipe whose model section sets only the positions."""
     return recipe | {
         "model": {"max_position_embeddings": 128, "rope_scaling": YARN},
         "data": recipe["data"] | {"seq_len": 128},

@@ -1,4 +1,4 @@
-"""Estimates from a sample of rows, and their standard errors."""
+"""Tests of estimates from a sample of rows, and of their standard errors."""
 
 from __future__ import annotations
 
@@ -96,8 +96,9 @@ def test_standard_error_of_equal_rows_matches_textbook() -> None:
 
 
 def test_standard_error_squared_averages_to_variance_of_means() -> None:
-    """Exactly so where rows are of one length: the estimate is unbiased, which it is not without
-    the correction for a finite population."""
+    """This holds exactly if all rows have the same length: the estimate is unbiased, but only with
+    the finite-population correction.
+    """
     generator = random.Random(0)
     whole = rows_of([generator.gauss(20, 5) for _ in range(9)], [8] * 9)
     samples = list(itertools.combinations(whole, 4))
@@ -108,7 +109,9 @@ def test_standard_error_squared_averages_to_variance_of_means() -> None:
 
 
 def test_standard_error_of_unequal_rows_uses_ratio_estimator() -> None:
-    """Long rows have large losses because they are long, which is no uncertainty of the mean."""
+    """Long rows have large losses only because they are long, which does not make the mean
+    uncertain.
+    """
     generator = random.Random(1)
     tokens = [generator.choice((10, 200)) for _ in range(400)]
     whole = rows_of([3 * n + generator.gauss(0, 4) for n in tokens], tokens)
@@ -159,12 +162,12 @@ def test_sampled_rows_are_drawn_with_equal_probability() -> None:
     for seed in range(2000):
         for row in sampled_rows(20, 5, seed):
             counts[row] += 1
-    # 500 each; 19.4 is the standard deviation of one.
+    # Each row is expected 500 times, with a standard deviation of 19.4.
     assert all(abs(count - 500) < 5 * 19.4 for count in counts)
     assert sampled_rows(20, 5, 1) != sampled_rows(20, 5, 2)
 
 
-def test_mean_and_error_of_answers_is_that_of_a_proportion() -> None:
+def test_mean_and_error_of_answers_match_proportion() -> None:
     mean, error = mean_and_error([1.0, 0.0, 0.0, 1.0, 0.0])
     assert mean == 0.4
     assert error == pytest.approx(math.sqrt(0.4 * 0.6 / 4))
@@ -189,7 +192,7 @@ def test_with_error_shows_significant_digits_only(
     assert with_error(value, error) == shown
 
 
-# Of a model
+# Estimates for a model
 
 
 def test_row_losses_match_sums_over_batches(model: Model, dataset: TokenDataset) -> None:
@@ -204,7 +207,7 @@ def test_row_losses_match_sums_over_batches(model: Model, dataset: TokenDataset)
         assert len({row.tokens for row in by_row}) > 1
 
 
-def test_mean_loss_of_rows_split_over_ranks_equals_that_of_all(
+def test_mean_loss_of_rows_split_over_ranks_equals_mean_of_all_rows(
     model: Model, dataset: TokenDataset
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)
@@ -255,13 +258,13 @@ def test_sampled_evaluation_is_mean_over_rows_with_three_errors(
     )
     error = standard_error(losses, total)
     assert found.loss_stderr == pytest.approx(error, rel=1e-5)
-    # By the delta method: what a small change of the loss would change.
+    # Delta method: the effect of a small change of the loss.
     assert found.perplexity_stderr == pytest.approx(found.perplexity * error, rel=1e-5)
     per_nat = dataset.num_tokens / math.log(2) / dataset.text_bytes
     assert found.bits_per_byte_stderr == pytest.approx(per_nat * error, rel=1e-5)
 
 
-def test_sampled_interval_of_two_errors_covers_whole_in_19_of_20(
+def test_sampled_interval_of_two_errors_covers_split_loss_in_19_of_20(
     model: Model, dataset: TokenDataset
 ) -> None:
     total = num_rows(dataset.num_tokens, SEQ_LEN)

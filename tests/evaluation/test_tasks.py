@@ -1,4 +1,4 @@
-"""Scores in tasks: of a model, by the command, and of a run as it trains."""
+"""Tests of task scores: of a model, in the command, and during training."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def loaded(model: Model, tokenizer: Tokenizer, tmp_path: Path) -> LoadedModel:
 
 @torch.no_grad()
 def slow_logprob(model: Model, pair: TokenPair) -> tuple[float, bool]:
-    """Each token in a forward pass of its own, over as much before it as there is room for."""
+    """Score each token in a separate forward pass over as many preceding tokens as fit in the
+    context.
+    """
     total, greedy = 0.0, True
     ids = (*pair.context, *pair.continuation)[-(CONTEXT + 1) :]
     for place in range(len(ids) - len(pair.continuation), len(ids)):
@@ -104,7 +106,9 @@ def slow_logprob(model: Model, pair: TokenPair) -> tuple[float, bool]:
 
 
 def some_pairs() -> list[TokenPair]:
-    """Contexts shared, alone, equal in length, of one token, cut, and as long as the model's."""
+    """Return pairs whose contexts are shared, single, equally long, one token long, truncated, and
+    as long as the model's context.
+    """
     generator = random.Random(4)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -191,7 +195,7 @@ def test_token_pair_trailing_whitespace_of_context_moves_to_continuation(
 def test_token_pair_shifted_token_boundary_is_counted_from_context(
     tokenizer: Tokenizer,
 ) -> None:
-    """`ste` + `ps`: what the pair is made of need not be what the whole is."""
+    """`ste` + `ps`: the tokens of the two parts can differ from the tokens of the whole text."""
     alone, whole = tokenizer.encode("the st"), tokenizer.encode("the stone")
     assert whole[: len(alone)] != alone
     (found,) = encode_choices(tokenizer, "the st", ["one"])
@@ -212,11 +216,11 @@ def test_token_pair_empty_context_becomes_separator(tokenizer: Tokenizer) -> Non
     assert found == TokenPair((tokenizer.separator_id,), tuple(tokenizer.encode(" the")))
 
 
-# Which ending
+# Choice of the ending
 
 
 def uniform(model: Model) -> Model:
-    """Every token is as likely: only lengths count."""
+    """Return a model for which all tokens are equally likely, so that only lengths matter."""
     flat = copy.deepcopy(model)
     with torch.no_grad():
         flat.lm_head.weight.zero_()
@@ -224,8 +228,10 @@ def uniform(model: Model) -> Model:
 
 
 def test_acc_uses_sum_and_acc_norm_sum_per_character(model: Model, tokenizer: Tokenizer) -> None:
-    """Of three endings with equally likely tokens: the one of the fewest tokens, and the one of
-    the fewest tokens for its characters, wide ones counting as one."""
+    """Among three endings with equally likely tokens, acc chooses the ending with the fewest
+    tokens, and acc_norm the ending with the fewest tokens per character; wide characters count as
+    one.
+    """
     choices = ("日本", "the stone", "a small old river")
     items = [Item("the star", choices, gold) for gold in range(3)]
     pairs = encode_items(items, tokenizer, CONTEXT, "")
@@ -246,7 +252,7 @@ def test_answer_items_equal_endings_choose_first(model: Model, tokenizer: Tokeni
     assert [a.acc for a in answer_items(model, items, pairs, batch_size=8)] == [True, False]
 
 
-def test_accuracy_error_is_that_of_a_proportion(model: Model, tokenizer: Tokenizer) -> None:
+def test_accuracy_error_matches_proportion(model: Model, tokenizer: Tokenizer) -> None:
     items = [Item("the star", ("sings", "sings"), gold) for gold in (0, 0, 1, 0)]
     pairs = encode_items(items, tokenizer, CONTEXT, "")
     found = accuracies(answer_items(model, items, pairs, batch_size=8))
@@ -378,12 +384,12 @@ def test_hub_hellaswag_rows_become_items(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [item.gold for item in hub_hellaswag(1)] == [1]
 
 
-# By name
+# Tasks by name
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """20 items of four endings."""
+    """Write 20 items with four endings each."""
     generator = random.Random(3)
     words = "the a light first dawn star river stone bird green small old sings".split()
 
@@ -459,7 +465,7 @@ def test_evaluate_tasks_model_without_tokenizer_raises_model_error(
         evaluate_tasks(LoadedModel(model, None, (), tmp_path), f"hellaswag,{file}")
 
 
-# By the command
+# The command
 
 
 @pytest.fixture
@@ -513,7 +519,7 @@ def test_eval_command_names_bad_task_line(
 
 
 def with_tasks(recipe: dict[str, Any], file: Path, **values: Any) -> dict[str, Any]:
-    """The recipe, scored at steps 6 and 12, with dropout, into a folder of its own."""
+    """Train the recipe with dropout and task scores at steps 6 and 12 in a separate folder."""
     changed = copy.deepcopy(recipe)
     changed["run"]["dir"] += "-scored"
     changed["evaluation"] |= {"tasks": [f"hellaswag,{file}"], **values}
@@ -522,7 +528,7 @@ def with_tasks(recipe: dict[str, Any], file: Path, **values: Any) -> dict[str, A
 
 @pytest.fixture
 def recipe(recipe: dict[str, Any]) -> dict[str, Any]:
-    """With dropout, which draws random numbers at each step."""
+    """Train with dropout, which draws random numbers at each step."""
     recipe["model"] = {
         "model_type": "gpt2",
         "hidden_size": 32,
@@ -540,7 +546,7 @@ def metrics(recipe: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def scored(recipe: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """What the tasks came to, by step."""
+    """Return the task scores, keyed by step."""
     return {
         record["step"]: {k: v for k, v in record.items() if k.startswith("hellaswag/")}
         for record in metrics(recipe)
@@ -706,8 +712,9 @@ def test_train_non_finite_weights_at_task_scoring_raise_training_error(
 def test_train_restores_maskless_attention_after_samples_and_tasks(
     recipe: dict[str, Any], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels of GPUs that take no mask can't continue from a stored context, and cuDNN plans each
-    length of a sample text."""
+    """GPU kernels without mask support can't continue from a cached context, and cuDNN creates a
+    plan for each length of a sample text.
+    """
     chosen: list[str] = []
     monkeypatch.setattr(
         "firstlight.training.validation.choose_attention", lambda _, way: chosen.append(way)
@@ -720,5 +727,5 @@ def test_train_restores_maskless_attention_after_samples_and_tasks(
     assert chosen == ["sdpa", "flash"] * 4
 
 
-def test_hellaswag_hub_id_equals_that_of_lm_eval() -> None:
+def test_hellaswag_hub_id_matches_lm_eval() -> None:
     assert hellaswag.HUB_ID == "Rowan/hellaswag"

@@ -57,7 +57,7 @@ def end_of(run: Path) -> list[object]:
 
 
 _DAMAGES = pytest.mark.parametrize(
-    "damage, message", [(zero, "was changed"), (truncate, "was cut short")]
+    "damage, message", [(zero, "was changed"), (truncate, "was truncated")]
 )
 
 

@@ -1,4 +1,4 @@
-"""Whatever is written appears whole, or not at all."""
+"""Tests that files and folders appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
 def fill(
     path: Path, name: str = "file", *, replace: bool = False, then: Callable[[], Any] = list
 ) -> None:
-    """Write a folder with one file; call `then` before it is complete."""
+    """Write a folder with one file, and call `then` before the folder is complete."""
     with new_folder(path, replace=replace) as folder:
         (folder / name).write_text("content")
         then()
@@ -91,7 +91,7 @@ def test_write_file_interrupted_keeps_old_file(
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the disk, in order."""
+    """Return the list of the disk's operations, in order."""
     order: list[str] = []
 
     class Recorded(Disk):
@@ -395,7 +395,8 @@ def test_new_folder_after_a_killed_process_removes_only_its_own_leftovers(tmp_pa
         (tmp_path / abandoned / "file").write_text("half")
     with new_folder(tmp_path / "out") as active:
         (active / "file").write_text("half")
-        # A second process with the same name leaves the folder of the first one alone.
+        # A second process that writes the same folder does not delete the temporary folder of the
+        # first.
         fill(tmp_path / "out")
         assert active.is_dir()
         (tmp_path / "out" / "file").unlink()
@@ -497,7 +498,7 @@ def test_read_json_stops_at_size_limit(tmp_path: Path) -> None:
         read_json(path, max_bytes=5)
 
 
-# --- files that are written ------------------------------------------------------------------
+# --- writing files ------------------------------------------------------------------
 
 
 def test_output_file_buffers_small_writes_and_passes_large_ones_through(
@@ -538,7 +539,7 @@ def test_output_file_never_replaces_existing_file(tmp_path: Path) -> None:
 
 
 class Short(Disk):
-    """Takes three bytes at a time, and from a certain one on nothing."""
+    """Disk that writes at most three bytes per call, and nothing after a given number of bytes."""
 
     def __init__(self, room: int, *, says_so: bool) -> None:
         self.room, self.says_so = room, says_so
@@ -599,7 +600,7 @@ def test_append_folder_sync_error_closes_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seam.disk, "sync_folder", full_disk)
-    # A file that was left open would be a warning, and thereby an error.
+    # A file that is left open would cause a warning, which is an error in tests.
     with pytest.raises(OSError, match="No space left"):
         AppendedFile(tmp_path / "file")
 
@@ -608,7 +609,7 @@ def test_append_folder_sync_error_closes_file(
 def test_replace_file_non_regular_file_raises_storage_error(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    """As /dev/null, which is there for all."""
+    """This protects /dev/null, for example, which all programs use."""
     make(tmp_path / "thing")
     before = (tmp_path / "thing").stat()
     with pytest.raises(StorageError, match="thing is not a regular file and can't be replaced"):
@@ -618,7 +619,7 @@ def test_replace_file_non_regular_file_raises_storage_error(
 
 
 def test_replace_file_creates_new_inode(tmp_path: Path) -> None:
-    """What is mapped into memory goes on to be what it was."""
+    """A memory-mapped file keeps its old content."""
     write_file(tmp_path / "file", "old")
     with open(tmp_path / "file", "rb") as reader:
         with replacing(tmp_path / "file") as file:
@@ -640,7 +641,7 @@ def test_read_json_missing_file_or_folder_is_named(tmp_path: Path) -> None:
         (errno.ENOSPC, "the disk is full at /x: free some space or choose another folder"),
         (errno.EDQUOT, "the disk is full at /x: free some space or choose another folder"),
         (errno.EROFS, "the file system is read-only at /x: choose another folder"),
-        (errno.EACCES, "permission denied at /x: change its permissions, or choose another place"),
+        (errno.EACCES, "permission denied at /x: change its permissions, or choose another folder"),
         (errno.EIO, f"{os.strerror(errno.EIO)} at /x"),
     ],
 )
@@ -653,7 +654,7 @@ def test_storage_errors_raises_error_with_advice(number: int, words: str) -> Non
 
 def test_describe_os_error_without_errno_returns_message() -> None:
     assert describe_os_error(OSError("strange")) == "strange"
-    # Of a copy, the file that could not be written.
+    # For a copy, the file that could not be written is named.
     copied = OSError(errno.EFBIG, "File too large", "source", None, "out/.tmp-target-0123abcd")
     assert "reached at out/target: raise it (ulimit -f)" in describe_os_error(copied)
 

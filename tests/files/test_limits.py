@@ -1,4 +1,4 @@
-"""A `LimitedProcess`: what it answers, what it stops, and when it ends."""
+"""Tests of `LimitedProcess`: results, limits, and the end of the child."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 from waiting import PATIENCE_SECONDS
 
 _MEGABYTE = 1 << 20
-#: The process ids of the child and of its parent.
+#: Expression for the process ids of the child and its parent.
 _IDS = "lambda _: [__import__('os').getpid(), __import__('os').getppid()]"
 
 
 @pytest.fixture
 def limited() -> Iterator[Callable[[str], LimitedProcess]]:
-    """Make a `LimitedProcess` that calls the function of a Python expression."""
+    """Return a function that creates a `LimitedProcess` for the function given by a Python
+    expression.
+    """
     made: list[LimitedProcess] = []
 
     def make(function: str) -> LimitedProcess:
@@ -59,7 +61,7 @@ def test_child_call_raises_same_error_as_function(limited: Make) -> None:
     ):
         with pytest.raises(kind, match=message):
             process.call("what", seconds=1)
-        with pytest.raises(kind):  # the same child goes on
+        with pytest.raises(kind):  # The same child continues.
             process.call("what", seconds=1)
         assert process.start() == 1
 
@@ -67,10 +69,11 @@ def test_child_call_raises_same_error_as_function(limited: Make) -> None:
 @pytest.mark.parametrize(
     "function, returncodes",
     [
-        ("lambda x: any(iter(int, 1)) if x else 0", {-signal.SIGPROF}),  # in Python code
-        ("lambda x: 9 ** 9 ** 9 if x else 0", {-signal.SIGPROF}),  # inside one call of C code
+        ("lambda x: any(iter(int, 1)) if x else 0", {-signal.SIGPROF}),  # In Python code.
+        # Inside a single call into C code.
+        ("lambda x: 9 ** 9 ** 9 if x else 0", {-signal.SIGPROF}),
         ("lambda x: bytearray(60 << 20) and 0 if x else 0", {1, -signal.SIGKILL}),
-        # Shared memory, which RLIMIT_DATA does not count: the parent notices it.
+        # RLIMIT_DATA does not count shared memory, so the parent detects it.
         (
             "lambda x: [([m.write(b'1' * 2**20) for _ in range(60)], __import__('time').sleep(9)) "
             "for m in [__import__('mmap').mmap(-1, 60 << 20)]] if x else 0",
@@ -87,7 +90,7 @@ def test_child_call_exceeding_limit_is_stopped_and_next_call_succeeds(
     child = process._process
     assert child is not None
     with pytest.raises(
-        LimitExceededError, match=r"^more than 0\.2 s of processor time or 50 MiB of memory$"
+        LimitExceededError, match=r"^more than 0\.2 s of CPU time or 50 MiB of memory$"
     ):
         process.call(1, seconds=0.2)
     assert child.returncode in returncodes
@@ -174,7 +177,7 @@ def test_child_calls_of_several_threads_get_their_own_answers(limited: Make) -> 
 
 
 def test_child_process_has_own_session(limited: Make) -> None:
-    """Ctrl-C in a terminal reaches the terminal's session only."""
+    """Ctrl-C in a terminal reaches only the processes of the terminal's session."""
     child, _ = limited(_IDS).call(0, seconds=1)
     assert os.getsid(child) == child
 

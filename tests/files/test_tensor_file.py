@@ -1,4 +1,4 @@
-"""Files of tensors have the bytes that the library itself would give them."""
+"""Tests that tensor files have the same bytes as files written by the safetensors library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def written(
 
 
 def drawn(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
-    """Any bits at all: NaN, infinities and denormals are among them."""
+    """Return a tensor with random bits, including NaN, infinities and denormals."""
     count = torch.Size(shape).numel()
     generator = torch.Generator().manual_seed(seed)
     limit = 2 if dtype == torch.bool else 256
@@ -73,7 +73,7 @@ _TENSORS = st.dictionaries(
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-# The library keeps several entries of metadata in no particular order.
+# The library writes metadata entries in arbitrary order.
 @given(_TENSORS, st.none() | st.dictionaries(_TEXTS, _TEXTS, min_size=1, max_size=1))
 def test_tensor_file_bytes_equal_those_of_safetensors(
     tmp_path_factory: pytest.TempPathFactory,

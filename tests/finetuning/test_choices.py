@@ -1,4 +1,4 @@
-"""`train_texts` from a model that is there already: conversations and texts, choices, refusals."""
+"""Tests of `train_texts` with an existing model: conversations, texts, settings and errors."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine_module, "timed_rate", lambda *_: 20_000.0)
-    # To predict a run's memory takes twice as long as these runs do.
+    # Predicting a run's memory takes twice as long as these runs.
     forecast = Forecast(2**20, "backward", {}, None)
     monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
 
 
 @pytest.fixture
 def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    """The folder of a tiny model."""
+    """Write the folder of a tiny model."""
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=32,
@@ -94,7 +94,7 @@ def tuned(inputs: Any, model: Path, **changes: Any) -> TextRun:
     return train_texts(inputs, init_from=model, **({"progress": False} | options | changes))
 
 
-#: A conversation that is longer than the row of the other ones.
+#: A conversation that is longer than the row chosen for the others.
 LONG = {"messages": say("a short question", "one two three four " * 200)}
 
 
@@ -120,7 +120,7 @@ def test_fine_tuning_teaches_model_to_answer(
     lost = [line for line in told[:before] if line.startswith(("left out: ", "1 of 62 records"))]
     assert len(lost) == 2
     lists = "runs/chats/rejected.jsonl, runs/chats/too-long.txt"
-    assert f"full lists of what was left out: {lists}" in told[:before]
+    assert f"full lists of the skipped inputs: {lists}" in told[:before]
     places = Path("runs/chats/too-long.txt").read_text()
     assert re.fullmatch(rf"{chats}:62: [\d,]+ tokens\n", places)
     assert Path("runs/chats/rejected.jsonl").read_text().count(f'"file": "{chats}"') == 1
@@ -131,7 +131,7 @@ def test_fine_tuning_teaches_model_to_answer(
     assert run.training is not None
     assert run.training.step == 2
     assert run.bits_per_byte is not None
-    # Questions of held-out conversations, answered.
+    # Answers to questions from held-out conversations.
     assert len(run.samples) == 3
     assert all(prompt for prompt, _ in run.samples)
     text = (run.run_folder / "recipe.yaml").read_text()
@@ -146,7 +146,7 @@ def test_fine_tuning_teaches_model_to_answer(
     assert f"train {chats} --budget 3m" in lines
     assert "--run.dir" not in lines
     assert f"--init-from {model}" in lines
-    # The recipe alone trains the same.
+    # Training with the recipe alone gives the same result.
     assert load_recipe(run.run_folder / "recipe.yaml").schedule.max_steps == 2
 
     again = tuned(chats, model)
@@ -172,7 +172,7 @@ def test_fine_tuning_stopped_run_is_resumed(tmp_path: Path, model: Path) -> None
     assert first.training.stopped_by == "max_minutes"
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    # The same model by another path.
+    # The same model under a different path.
     second = tuned(chats, Path(model.name), steps=None, overrides={}, resume=True)
     assert second.training is not None
     assert (second.run_folder, second.training.step) == (first.run_folder, 2)
@@ -194,12 +194,12 @@ def test_fine_tuning_uses_adapters_if_all_weights_do_not_fit(
     chats = write_lines(tmp_path / "chats.jsonl", draw_records(60))
     real, weights = planned_machine.find_machine, 320 * 32 * 2 + 4 * 32 * 32
 
-    # Less than 16 bytes for each parameter, and room for what is left: as far as it is known here.
+    # Less than 16 bytes per parameter, so that training all weights does not fit.
     def small(*given: Any, **options: Any) -> planned_machine.Machine:
         return dataclasses.replace(real(*given, **options), usable_bytes=15 * weights)
 
     monkeypatch.setattr(planned_machine, "find_machine", small)
-    with pytest.raises(ConfigError, match=r"does not fit into .* start from a smaller model"):
+    with pytest.raises(ConfigError, match=r"does not fit in .* start from a smaller model"):
         tuned(chats, model)
     monkeypatch.setattr(planned_machine, "find_machine", real)
     run = tuned(chats, model, overrides={"lora.rank": 2, "evaluation.sample_tokens": 4})
@@ -209,7 +209,7 @@ def test_fine_tuning_uses_adapters_if_all_weights_do_not_fit(
     assert run.choices["optimizer.learning_rate"] == pytest.approx(0.013, rel=0.1)
 
 
-def test_conversations_for_an_adapter_without_tokenizer_use_that_of_its_base(
+def test_conversations_for_adapter_without_tokenizer_use_base_tokenizer(
     tmp_path: Path, model: Path
 ) -> None:
     config, adapted = LoraConfig(rank=2), load_model(model, mode="sequential").model
@@ -258,7 +258,7 @@ def test_conversations_in_detects_conversations_by_content(
     assert [one.name for one in conversations_in([str(folder)])] == [
         *(str(chats), str(folder / "c.json"))
     ]
-    with pytest.raises(InputError, match=r"a.jsonl contains conv.*, name only the texts, such as "):
+    with pytest.raises(InputError, match=r"a.jsonl contains conv.*, pass only the texts, such as "):
         require_texts([str(folder)])
     (folder / "e.txt").write_text("a text\n" * 10_000)
     require_texts([str(folder)])
@@ -360,7 +360,7 @@ def test_fine_tuning_unusable_records_raise_without_suggesting_same_command(
     assert "--init-from" not in str(caught.value)
 
 
-def test_fine_tuning_meaningless_options_fail(
+def test_fine_tuning_unsupported_options_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("a text\n")
@@ -395,14 +395,14 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     notes.write_text("User: a\nAssistant: b\n")
     assert main(["train", str(splits / "train.jsonl"), str(notes), *own]) == 0
     named = capsys.readouterr().err
-    assert f"not read: 1 file without conversations: {notes}" in named
+    assert f"skipped 1 file without conversations: {notes}" in named
     arguments = ["train", str(folder), "--init-from", str(model), "--budget", "20m"]
     assert main([*arguments, "--plan-only", "--data.template", "alpaca"]) == 0
     shown = capsys.readouterr()
     rows = [line.split()[0] for line in shown.out.splitlines() if line.strip()]
     assert "template" in rows
     assert "data.template" not in rows
-    assert "not read: 1 file without conversations" in shown.err
+    assert "skipped 1 file without conversations" in shown.err
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
     assert "10 epochs of the conversations" in shown.out
@@ -416,7 +416,7 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["conversations", "texts"])
-def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
+def test_fine_tuning_budget_too_short_fails_and_suggested_budget_works(
     tmp_path: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],
@@ -435,7 +435,7 @@ def test_fine_tuning_budget_too_short_fails_and_suggested_one_works(
         message = capsys.readouterr().err.splitlines()[-1]
         assert "the budget of 3 min is too short" in message
     assert not Path("runs").exists()
-    named = re.search(r"give --budget (\d+m)$", message)
+    named = re.search(r"use --budget (\d+m)$", message)
     assert named is not None
     assert main([*arguments, named[1], "--plan-only"]) == 0
     shown = capsys.readouterr().out
@@ -449,13 +449,13 @@ def test_fine_tuning_plan_counts_conversations_longer_than_context(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model sees 320 tokens, and the long conversations have 2,739 each."""
+    """The model's context is 320 tokens, and each of the long conversations has 2,739 tokens."""
     words = "one two three four " * 200
     long = [{"messages": say(f"question {number}", words)} for number in range(20)]
     mixed = write_lines(tmp_path / "mixed.jsonl", [*draw_records(80), *long])
     plan = ["train", str(mixed), "--init-from", str(model), "--budget", "20m", "--plan-only"]
 
-    # How much memory the runs would take is not asked here.
+    # The memory of the runs is not tested here.
     monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
     def planned(*options: str) -> str:
@@ -507,7 +507,9 @@ def test_fine_tuning_few_conversations_use_more_epochs() -> None:
 
 
 def test_fine_tuning_on_gpu_with_slow_kernel_launches_fills_budget() -> None:
-    """Half a second a step, whatever its size: 57 steps in 30 seconds, of the usual batch."""
+    """A step takes half a second regardless of its size: 57 steps with the usual batch fit in 30
+    seconds.
+    """
     slow = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e6)], steps=[(9e6, 0.5)])
     row = row_of(CHATS, MODEL, {})
 

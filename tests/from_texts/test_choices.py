@@ -1,4 +1,6 @@
-"""Settings chosen from facts: pure functions, so their laws can be stated."""
+"""Tests of the settings that are chosen from facts. The functions are pure, so general properties
+can be tested.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_tokens_per_second_is_interpolated_between_known_speeds() -> None:
     assert MACHINE.tokens_per_second(9e6) == pytest.approx(20_000)
     assert MACHINE.tokens_per_second(56e6) == pytest.approx(4_500)
     assert MACHINE.tokens_per_second(103e6) == pytest.approx(1 / (2 / 4_500 - 1 / 20_000))
-    # However small, a token costs half of what the smallest known model's does.
+    # However small the model, a token costs at least half as much as with the smallest known model.
     assert MACHINE.tokens_per_second(0.0) <= 40_000
 
 
@@ -113,7 +115,7 @@ def test_tokens_per_second_small_step_is_limited_by_kernel_launches() -> None:
 
 
 def test_choose_model_accounts_for_minimum_step_time() -> None:
-    """Three minutes of a GPU whose steps take 50 ms are 3,600 steps at most."""
+    """In three minutes, a GPU whose steps take 50 ms can do at most 3,600 steps."""
     steps = [(9e6, 0.05), (56e6, 0.05)]
     gpu = dataclasses.replace(MACHINE, kind="cuda", rates=[(9e6, 1e7), (56e6, 1e6)], steps=steps)
     text = dataclasses.replace(TEXT, train_tokens=1e9)
@@ -147,12 +149,12 @@ def test_choose_compile_mode_fits_time_and_speed_includes_gain(
     width, layers = found["model.hidden_size"], found["model.num_hidden_layers"]
     modes = {one.regional: one for one in compiler.modes((width, layers))}
     chosen = modes[regional] if compiles else NOT_COMPILED
-    # The time of compiling is not left for steps.
+    # The time for compiling is not available for steps.
     rate = chosen.gain * plain.tokens_per_second
     assert found.tokens_per_second == pytest.approx(rate)
     left = seconds - chosen.seconds
     assert found.tokens == pytest.approx(rate * left * (1 - defaults.EVALUATION_SHARE), rel=0.02)
-    # In 30 s, other parts than steps need more than their usual share.
+    # In 30 s, the parts other than steps need more than their usual share.
     assert found.seconds == pytest.approx(seconds, rel=0.05)
     line = next(length_lines(found, machine, "the text"))
     assert (f"times {chosen.gain:.2f} expected from compiling" in line) is compiles
@@ -222,7 +224,7 @@ def test_choose_long_run_gets_longer_sequences() -> None:
     assert wide["data.seq_len"] == 512
     given = choose(TEXT, MACHINE, Length(None, tokens=2e7), {"data.seq_len": 128}, "tiny")
     assert given["data.seq_len"] == 128
-    # 16 sequences of 512 tokens would be more than the given batch.
+    # 16 sequences of 512 tokens would exceed the given batch.
     batch = {"batch.micro_batch_size": 16, "batch.global_batch_tokens": 4096}
     short = choose(TEXT, MACHINE, Length(None, tokens=2e7), batch, "tiny")
     assert short["data.seq_len"] == 256
@@ -256,7 +258,7 @@ def test_choose_every_result_is_valid_recipe(
         batch.global_batch_tokens
     )
     assert recipe.schedule.max_minutes == pytest.approx(seconds / 60, abs=1e-3)
-    # Where the text could end the run before the time does.
+    # Only if the run could reach the limit of epochs before the time limit.
     most = 4.0 if choices.seconds < 0.8 * seconds else 5.0
     assert recipe.schedule.epochs == (most if choices.epochs > 0.25 else None)
     assert len({choice.key for choice in choices.choices}) == len(choices.choices)
@@ -317,7 +319,7 @@ def test_choose_batch_of_partial_sequences_raises_config_error() -> None:
 
 
 def test_choose_width_without_whole_heads_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"not a multiple of the head size 64: set it to 128"):
+    with pytest.raises(ConfigError, match=r"multiple of the head dimension 64: set it to 128"):
         choose(TEXT, MACHINE, Length(60.0), {"model.hidden_size": 100})
 
 
@@ -333,7 +335,8 @@ def test_choose_size_accepts_names_and_numbers() -> None:
             choose(TEXT, MACHINE, Length(60.0), {}, size)
     with pytest.raises(ConfigError, match=r"--size smal is unknown \(did you mean 'small'"):
         choose(TEXT, MACHINE, Length(60.0), {}, "smal")
-    with pytest.raises(ConfigError, match="--size 3Q is unknown"):  # before the texts are read
+    # The error is raised before the texts are read.
+    with pytest.raises(ConfigError, match="--size 3Q is unknown"):
         request_of(["not-read.txt"], None, None, None, "3Q", {}, "text")
 
 
@@ -347,7 +350,9 @@ def test_choose_token_count_gets_model_for_its_training_time() -> None:
 
 @pytest.mark.parametrize("fixed", [{}, {"model.vocab_size": 512}, {"schedule.epochs": 12.0}])
 def test_choose_gain_of_more_text_uses_plan_for_more_text(fixed: dict[str, Any]) -> None:
-    """With the model, the vocabulary and the passes that a longer text would have."""
+    """The gain is computed for the model, the vocabulary and the number of passes of the longer
+    text.
+    """
     text, day = TextFacts(512, 4.2e5, 1.9, TEXT.hardness, 5e4), Length(86_400.0)
     choices = choose(text, MACHINE, day, fixed)
     longer = longer_text(text, 10.0, keeps_vocabulary="model.vocab_size" in fixed)
@@ -402,7 +407,7 @@ def test_choose_little_text_limits_epochs() -> None:
 @pytest.mark.parametrize(
     ("train_tokens", "optimizer", "decay"),
     [
-        # 1.77 million parameters of the layers: 0.05, 1.5 and 9 per token.
+        # The layers have 1.77 million parameters: 0.05, 1.5 and 9 per token.
         (36e6, "muon", defaults.WEIGHT_DECAY),
         (1.1796e6, "muon", 1.0),
         (0.19e6, "muon", defaults.REPEATED_WEIGHT_DECAY),
@@ -477,7 +482,7 @@ def test_choose_given_learning_rate_replaces_chosen_rates() -> None:
     ],
 )
 def test_choose_learning_rate_matches_optimizer(name: str, rate: float, keys: set[str]) -> None:
-    # AdamW's 2e-3 and Lion's 4e-4 are for a width of 192.
+    # The learning rates 2e-3 (AdamW) and 4e-4 (Lion) are for a hidden size of 192.
     fixed = {"optimizer.name": name, "model.hidden_size": 256}
     chosen = choose(TEXT, MACHINE, Length(60.0), fixed)
     assert chosen["optimizer.learning_rate"] == rate
@@ -544,7 +549,7 @@ def test_choose_heads_matching_no_width_raise_config_error() -> None:
     assert near["model.hidden_size"] == 384
 
 
-def test_choose_other_architecture_uses_its_own_mlp_width() -> None:
+def test_choose_other_architecture_uses_its_mlp_width() -> None:
     chosen = choose(TEXT, MACHINE, Length(600.0), {"model.model_type": "gpt2"})
     assert "model.intermediate_size" not in chosen.keys
     model = recipe_of(chosen).model
@@ -588,7 +593,7 @@ def test_choose_sequence_length_in_characters_grows_with_token_length() -> None:
 
 
 def test_expected_bits_of_wider_characters_are_fewer_per_byte() -> None:
-    # The same text with each character in two bytes.
+    # The same text with two bytes per character.
     wide = dataclasses.replace(
         TEXT,
         bytes_per_token=2 * TEXT.bytes_per_token,
@@ -655,7 +660,7 @@ def test_choose_other_optimizer_has_no_expected_loss() -> None:
         ((2.641, 2.56, 1.11), 1.942, 516_818, 1.0, 7_618_560, 2_080_580, 2.006),
         ((2.212, 2.34, 1.06), 2.116, 477_077, 1.0, 3_211_264, 2_100_816, 1.894),
         ((1.722, 2.16, 1.07), 3.486, 3_173_794, 1.0, 1_769_472, 1_499_136, 1.406),
-        # Ten minutes and half an hour on two cores.
+        # Runs of ten minutes and of half an hour on two cores.
         ((1.722, 2.16, 1.07), 3.486, 3_173_794, 1.0, 851_968, 11_923_076, 1.044),
         ((1.722, 2.16, 1.07), 3.486, 3_173_794, 1.0, 3_211_264, 12_697_220, 0.992),
         # Tcl, XML, manuals, a Japanese dictionary, Chinese manuals, the Quran in Arabic.
@@ -665,8 +670,8 @@ def test_choose_other_optimizer_has_no_expected_loss() -> None:
         ((1.391, 1.63, 1.04), 2.908, 774_175, 1.246, 212_992, 299_008, 1.119),
         ((2.184, 4.96, 1.07), 4.168, 567_721, 2.408, 851_968, 299_008, 1.873),
         ((1.089, 1.98, 0.82), 2.388, 501_800, 1.890, 638_976, 299_008, 0.964),
-        # A large text whose beginning xz makes far smaller than the rest; a table, and data that
-        # repeats itself.
+        # A large text whose beginning xz compresses far better than the rest; a table; and
+        # repetitive data.
         ((1.382, 2.86, 1.09), 2.905, 1_071_042, 1.000, 1_769_472, 1_499_136, 1.723),
         ((0.759, 2.52, 1.23), 2.280, 755_306, 1.000, 4_816_896, 1_499_136, 0.811),
         ((0.303, 0.62, 0.73), 2.789, 1_049_975, 1.000, 3_211_264, 1_499_136, 0.190),

@@ -1,4 +1,6 @@
-"""Measures of how hard a text is: the bits of a character by xz and by n-gram models."""
+"""Tests of the measures of how hard a text is to learn: bits per character of xz and of n-gram
+models.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def noise(length: int, alphabet: str, seed: int = 0) -> str:
 
 
 def test_ngram_bits_match_witten_bell_estimate() -> None:
-    # "ab" has each letter once. At the beginning of a text, "a" came once in the one case, for
-    # contexts of one, two and three characters.
+    # "ab" contains each letter once, and "a" follows each of the contexts of one, two and three
+    # characters at the beginning of a text once.
     alone = (1 + 2 * 2**-21) / (2 + 2)
     for _ in range(3):
         alone = (1 + alone) / 2
@@ -53,13 +55,14 @@ def test_ngram_bits_of_letter_determined_by_context_are_near_zero() -> None:
 def test_ngram_bits_unknown_context_backs_off_to_shorter_one() -> None:
     known = ngram_bits(codes("abcd" * 500), codes("abcd" * 50))
     new = ngram_bits(codes("abcd" * 500), codes("xabcd" * 50))
-    # The new letter costs the 19 bits of one of 2^21 for four known ones, and its share after no,
-    # one, two and three letters. The letter after it has the two bits of one without a context.
+    # The new letter costs 19 bits (one of 2^21 code points, with four known letters), plus the cost
+    # of a new letter after contexts of zero to three letters. The next letter costs two bits, as
+    # without a context.
     unseen = 19 + math.log2(2004) + 3 * math.log2(501)
     assert new - known == pytest.approx((unseen + 2) / 5, abs=0.2)
 
 
-def test_hardness_of_held_out_documents_uses_the_others() -> None:
+def test_hardness_of_held_out_documents_uses_other_documents() -> None:
     sample = TextSample()
     for number in range(20):
         text = noise(20_000, "abcd", number) if number % 10 else noise(20_000, "ab", number)
@@ -88,7 +91,7 @@ def test_hardness_of_held_out_ends_uses_the_beginnings() -> None:
 
 @pytest.mark.slow
 def test_hardness_sample_of_large_corpus_is_evenly_spread() -> None:
-    """Its middle is another text, which a sample of the beginning or the end would not know."""
+    """Its middle is a different text, which a sample of the beginning or the end would miss."""
     sample = TextSample()
     for number in range(120):
         letters = "efghijkl" if 40 <= number < 80 else "abcd"
@@ -124,11 +127,11 @@ def test_long_ngram_ratio_distinguishes_repetitive_text_from_lists() -> None:
         sample.add(b"", text, len(text) * 9 // 10)
         return sample.hardness(HeldOut(None, 0.1))
 
-    # Eight letters say which of the words goes on, and three of them do not.
+    # Eight letters determine which word continues, but three letters do not.
     words = [noise(8, "ab", seed) + noise(8, "ab", seed + 99) for seed in range(9)]
     repeated = "".join(random.Random(0).choices(words, k=20_000))
     assert of(repeated).long_ngram_ratio < 0.6
-    # A longer context was seen once, and says nothing of the next digit.
+    # A longer context was seen only once, and does not predict the next digit.
     numbers = random.Random(0).choices(range(10**6), k=10_000)
     table = "".join(f"{row:06};{number:06};N;\n" for row, number in enumerate(numbers))
     assert of(table).long_ngram_ratio > 1.5
@@ -143,7 +146,7 @@ def test_hardness_of_single_letter_text_is_minimum() -> None:
 
 
 def test_xz_bits_cover_all_parts_of_text() -> None:
-    # Its first half is one letter.
+    # The first half of the text is a single repeated letter.
     sample = TextSample()
     text = "a" * 80_000 + noise(80_000, "abcd")
     sample.add(b"", text, len(text))
@@ -159,13 +162,13 @@ def test_held_out_xz_bits_are_measured_separately() -> None:
 
 
 def test_hardness_of_short_documents_is_measured_separately() -> None:
-    """Each begins in one of four ways, and goes on in one way."""
+    """Each document begins in one of four ways; its continuation is then determined."""
     lines = [letter + "ijklmnopqrstuvwxyz" for letter in noise(20_000, "abcd")]
     sample = TextSample()
     for number, line in enumerate(lines):
         sample.add(str(number).encode(), line, 17)
     held = frozenset(str(number).encode() for number in range(0, 20_000, 10))
-    # Two bits for the first of 20 characters, the newline included.
+    # Two bits for the first of 20 characters, including the newline.
     assert sample.hardness(HeldOut(held, 0.1)).ngram_bits_per_character == pytest.approx(
         2 / 20, abs=0.005
     )

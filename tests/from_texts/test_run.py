@@ -1,4 +1,5 @@
-"""`train_texts` on small texts: from a folder to a model, and what a second call does."""
+"""Tests of `train_texts` on small texts: from a folder to a model, and the effect of a second
+call."""
 
 from __future__ import annotations
 
@@ -77,14 +78,14 @@ def _known_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return MachineFacts(machine.name, "cpu", [(9e6, 2e4), (5e7, 5e3)], 8 << 30)
 
     monkeypatch.setattr(speed_module, "new_model_speed", facts)
-    # To predict a run's memory takes twice as long as these runs do.
+    # Predicting a run's memory takes twice as long as these runs.
     forecast = Forecast(2**20, "backward", {}, None)
     monkeypatch.setattr(machine_module, "forecast_run", lambda *_: forecast)
 
 
 @pytest.fixture
 def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans whose run fits without being traced."""
+    """Treat every run as fitting in memory, without tracing it."""
     monkeypatch.setattr(machine_module, "estimate", lambda recipe, _: Estimate("", {}, recipe))
 
 
@@ -139,14 +140,14 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
         in recipe
     )
     own = "--steps 3 " + " ".join(f"--{key} {value}" for key, value in TINY.items())
-    assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. A comment")
+    assert recipe.startswith(f"# Chosen by `firstlight train '{texts}' {own}`. Each comment")
     lines = list(result_lines(run))
     bits = f"result: {run.bits_per_byte:.3f} bits per byte of held-out text"
     assert lines[0].startswith(bits)
     assert re.search(r"\(gzip -9: .*, xz: .*, expected: \d\.\d\d to \d\.\d\d\)$", lines[0])
     commands = {words[1]: words[1:] for words in (shlex.split(c) for c, _ in run.next_commands)}
     assert list(commands) == ["generate", "chat", "train", "serve", "convert"]
-    # The prompt is the beginning of a held-out text, so that it has the texts' language.
+    # The prompt is the beginning of a held-out text, so it is in the language of the texts.
     prompt = commands["generate"][3]
     assert 0 < len(prompt) <= 32
     assert run.samples[0][0].lstrip().startswith(prompt)
@@ -171,9 +172,9 @@ def test_train_texts_folder_makes_model_and_second_call_reuses_it(
     assert worse.best
     assert (worse.bits_per_byte, worse.samples) == (run.bits_per_byte, run.samples)
     assert worse.next_commands[1][0] == "firstlight chat runs/my-texts --best"
-    assert "--best takes the checkpoint before them" in "\n".join(result_lines(worse))
+    assert "--best uses the checkpoint before them" in "\n".join(result_lines(worse))
 
-    # No checkpoint is kept of the best evaluation.
+    # The checkpoint of the best evaluation is not kept.
     with open(run.run_folder / "metrics.jsonl", "a") as log:
         log.write('{"step": 5, "bits_per_byte": 0.1}\n{"step": 6, "bits_per_byte": 99.0}\n')
     unkept = trained(texts)
@@ -208,11 +209,11 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     after = [*lines[last + 1 :], *shown.out.splitlines()]
     assert len(after) <= 12
     assert "left out: 1 duplicate" in lines
-    assert f"left out: 1 document, only white space; first: {texts}/empty.txt:1" in lines
+    assert f"left out: 1 document, only whitespace; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
-    assert any(line.startswith("not read: 1 file of other kinds, 1 .pdf (") for line in lines)
+    assert any(line.startswith("skipped 1 file of other kinds, 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
-    assert f"full lists of what was left out: {unread}, {rejected}" in lines
+    assert f"full lists of the skipped inputs: {unread}, {rejected}" in lines
     assert unread.read_text() == f"{texts}/paper.pdf\n"
     for name in ("copy.txt", "empty.txt", "latin.txt"):
         assert f"/{name}" in rejected.read_text()
@@ -271,13 +272,13 @@ def test_train_texts_resume_continues_newest_unfinished_run_without_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = write_texts(tmp_path / "texts")
-    with pytest.raises(ConfigError, match="runs has no run of these inputs"):
+    with pytest.raises(ConfigError, match="runs has no run with these inputs"):
         trained(texts, steps=None, overrides={}, resume=True)
     trained(texts, steps=1)
     stopped = TINY | {"run.max_minutes": 1e-9}
     trained(texts, steps=5, overrides=stopped)
     first = trained(texts, overrides=stopped, progress=True)
-    said = f"runs/texts holds a run of other texts or options: this run is in {first.run_folder}"
+    said = f"runs/texts holds a run with other texts or options: this run is in {first.run_folder}"
     shown = capsys.readouterr().err
     assert said in shown
     assert "note: the text has too few different pairs for 512 tokens" in shown
@@ -287,17 +288,17 @@ def test_train_texts_resume_continues_newest_unfinished_run_without_options(
     assert "this run is in" not in capsys.readouterr().err
     recipe = first.run_folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_minutes: 1.0e-09", "max_minutes: null"))
-    with pytest.raises(ConfigError, match="has no run of these inputs and options"):
+    with pytest.raises(ConfigError, match="has no run with these inputs and options"):
         trained(texts, steps=7, overrides=stopped, resume=True)
     (texts / "more.txt").write_text("one more text that nobody has seen before it was here\n")
     with pytest.raises(ConfigError) as raised:
         trained(texts, steps=None, overrides={}, resume=True)
     assert str(raised.value) == (
-        "runs has no run of these inputs: the texts have changed since the run in runs/texts-2 "
-        f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues it "
-        "with the old texts; omit --resume to start one"
+        "runs has no run with these inputs: the texts have changed since the run in runs/texts-2 "
+        f"(new: {texts}/more.txt); firstlight train runs/texts-2/recipe.yaml --resume continues "
+        "that run with the old texts; omit --resume to start one"
     )
-    # The advised command finds its data, and stops again after a step.
+    # The suggested command finds its data, and stops again after one step.
     assert main(["train", "runs/texts-2/recipe.yaml", "--resume"]) == 75
     (texts / "more.txt").unlink()
     second = trained(texts, steps=None, overrides={}, resume=True)
@@ -319,7 +320,7 @@ def test_train_texts_changed_texts_start_another_run(
     assert trained(texts, steps=1, progress=True).run_folder == Path("runs/texts-2")
     changed = f"(changed: {first}; missing: {second})\n"
     assert f"have changed since the run in runs/texts {changed}" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="holds a run of other texts or options"):
+    with pytest.raises(ConfigError, match="holds a run with other texts or options"):
         trained(texts, steps=2, run_dir="runs/texts")
 
 
@@ -330,7 +331,7 @@ def test_train_texts_resume_reports_changed_validation_texts_and_old_runs(
     val.write_text("a text that nobody has seen\n")
     trained(texts, overrides=TINY | {"run.max_minutes": 1e-9}, val_inputs=val)
     val.write_text("another text that nobody has seen\n")
-    go_on = "firstlight train runs/texts/recipe.yaml --resume continues it with the old texts"
+    go_on = "firstlight train runs/texts/recipe.yaml --resume continues that run with the old texts"
     changed = f"the texts have changed since the run in runs/texts (changed: {val}); {go_on}"
     with pytest.raises(ConfigError, match=re.escape(changed)):
         trained(texts, steps=None, overrides={}, val_inputs=val, resume=True)
@@ -348,7 +349,7 @@ def test_train_texts_all_near_validation_texts_raise_input_error(tmp_path: Path)
     texts = write_texts(tmp_path / "texts", count=1, words=1000)
     val = tmp_path / "val.txt"
     val.write_text((texts / "00.txt").read_text() + "mat and bird\n")
-    with pytest.raises(InputError, match=r"have 0 bytes of text that are not in --val-input"):
+    with pytest.raises(InputError, match=r"have only 0 bytes of text that are not in --val-input"):
         trained(texts, val_inputs=val)
 
 
@@ -362,7 +363,7 @@ def test_train_texts_concurrent_call_raises_and_other_options_reuse_texts(
         calls.append(arguments)
         with pytest.raises(CheckpointError, match=r"runs/texts is in use by another process"):
             trained(texts, steps=1)
-        # Another run would wait for the texts that are being prepared here.
+        # Another run would wait until the texts are prepared.
         with open("runs/texts/.data.lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return prepare(*arguments, **options)
@@ -371,7 +372,7 @@ def test_train_texts_concurrent_call_raises_and_other_options_reuse_texts(
     first = trained(texts, steps=1)
     second = trained(texts, steps=2)
     assert len(calls) == 1
-    # The second run keeps working without the first one, whose shards it uses.
+    # The second run still works after the first run, whose shards it uses, is deleted.
     shutil.rmtree(first.run_folder)
     (second.run_folder / "pipeline.json").unlink()
     recipe = load_recipe(second.run_folder / "recipe.yaml").with_keys("schedule", max_steps=3)
@@ -411,7 +412,7 @@ def test_train_texts_shards_of_other_texts_are_not_used_after_kill(
     assert prepared("old", "one") == tmp_path / "one/data"
 
 
-#: A run whose speed is judged after its first step, and that ends after one step.
+#: Settings of a run whose speed is checked after its first step, and that ends after one step.
 FIRST = {
     "evaluation.sample_tokens": 1,
     "evaluation.every_steps": 0,
@@ -427,7 +428,7 @@ def after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TwentyTimesAsFast(new_model._FirstSteps):
-    """The first steps of a machine that is 20 times as fast as was believed."""
+    """First steps of a machine that is 20 times as fast as measured."""
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         rate = 20 * self._plan.choices.tokens_per_second
@@ -435,7 +436,9 @@ class TwentyTimesAsFast(new_model._FirstSteps):
 
 
 def believed(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
-    """A speed of this machine that is not measured, for a model of 9 million FLOPs per token."""
+    """Set a fixed speed of this machine instead of measuring it, for a model with 9 million FLOPs
+    per token.
+    """
 
     def facts(machine: Machine) -> MachineFacts:
         return MachineFacts(machine.name, "cpu", [(9e6, rate)], 8 << 30, "measured here")
@@ -462,7 +465,7 @@ def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
     shown = capsys.readouterr().err
     (line,) = re.findall(
         r"^([\d,]+) tokens/s instead of ([\d,]+): training restarts with (\S+) parameters "
-        r"instead of (\S+), for the 9 min \d+ s left$",
+        r"instead of (\S+), for the remaining 9 min \d+ s$",
         shown,
         re.M,
     )
@@ -472,7 +475,7 @@ def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
     assert run.training.step == 1
     metrics = read_json_lines(run.run_folder / "metrics.jsonl")
     assert [one["step"] for one in metrics] == [1]
-    # The seconds of the first model do not count as time of the new run.
+    # The time spent on the first model does not count as time of the new run.
     recipe = load_recipe(run.run_folder / "recipe.yaml")
     assert recipe.model is not None
     assert recipe.schedule.max_minutes is not None
@@ -556,8 +559,8 @@ def test_train_texts_measured_speed_is_reported_if_different_and_model_open(
     assert round(rate) == 8719
     speed_of_step = {"tokens_per_second": factor * rate, "seconds": 10.0, "elapsed_seconds": 20.0}
     watch(speed_of_step)
-    watch(speed_of_step | {"tokens_per_second": 9 * rate})  # later speeds do not count
-    assert [line.removesuffix(" for the time left") for line in lines] == told
+    watch(speed_of_step | {"tokens_per_second": 9 * rate})  # Later speeds are ignored.
+    assert [line.removesuffix(" for the remaining time") for line in lines] == told
 
 
 def test_train_texts_speed_of_compiled_run_excludes_compiling(tmp_path: Path) -> None:
@@ -577,7 +580,7 @@ def test_train_texts_speed_of_compiled_run_excludes_compiling(tmp_path: Path) ->
     for _ in range(3):
         watch(step)
     assert not lines
-    # Compiling counts neither as seconds of steps nor as their speed.
+    # The time for compiling counts neither as time nor as speed of the steps.
     watch = new_model._FirstSteps(
         plan, RunCall(tmp_path, time.time(), lines.append, progress=False)
     )
@@ -601,7 +604,7 @@ def test_train_texts_second_call_is_suggested_only_if_time_suffices(
 ) -> None:
     call = RunCall(tmp_path, time.time() - 50, lambda line: None, progress=False)
     call.preparing_seconds = preparing
-    with pytest.raises(ConfigError, match=r"50 s, .* report; give --budget 7[67789]s") as raised:
+    with pytest.raises(ConfigError, match=r"50 s, .* report; use --budget 7[67789]s") as raised:
         call.length(Request(("texts",), 60.0))
     assert ("or run the command again" in str(raised.value)) == is_advised
 
@@ -683,7 +686,7 @@ def test_train_texts_run_with_incomplete_shards_keeps_folder(
 def test_train_texts_run_is_kept_when_later_call_fails(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), steps=2)
     state = json.loads((run.run_folder / "pipeline.json").read_text())
-    for key in ("complete", "data"):  # stopped; and without shards of its own
+    for key in ("complete", "data"):  # A stopped run; then a run without its own shards.
         del state[key]
         (run.run_folder / "pipeline.json").write_text(json.dumps(state))
         recipe = (run.run_folder / "recipe.yaml").read_text()
@@ -702,7 +705,7 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     longer = trained(tmp_path / "texts").next_commands[2][0]
     minutes = 4 * 10 * len(lines)
     assert f" --budget {minutes}m " in longer
-    # A run of this length exists.
+    # A run of this length already exists.
     state = json.loads((run.run_folder / "pipeline.json").read_text())
     state["request"] |= {"seconds": 60.0 * minutes, "steps": None}
     Path("runs/texts-2").mkdir()
@@ -711,7 +714,7 @@ def test_train_texts_proposes_longer_run_from_measured_time(tmp_path: Path) -> N
     assert f" --budget {4 * minutes}m " in longer
 
 
-def test_train_texts_bits_from_partial_held_out_text_are_marked(tmp_path: Path) -> None:
+def test_train_texts_bits_of_partial_held_out_text_are_marked(tmp_path: Path) -> None:
     run = trained(write_texts(tmp_path / "texts"), overrides=TINY | {"evaluation.max_rows": 1})
     recipe = yaml.safe_load((run.run_folder / "recipe.yaml").read_text())
     manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
@@ -745,24 +748,24 @@ def test_train_texts_empty_texts_raise_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the corpus is empty"):
         trained(tmp_path / "a.txt", steps=1)
     (tmp_path / "a.txt").write_text("one line\n")
-    with pytest.raises(InputError, match=r"have 9 bytes of text, too little.*give at least 1,000"):
+    with pytest.raises(InputError, match=r"have only 9 bytes of text, too little.*at least 1,000"):
         trained(tmp_path / "a.txt", steps=1)
 
 
-def test_train_texts_keys_decided_by_texts_raise_before_training(tmp_path: Path) -> None:
+def test_train_texts_keys_determined_by_texts_raise_before_training(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
     with pytest.raises(ConfigError, match="use --budget, --tokens or --steps"):
         trained(texts, overrides={"schedule.max_steps": 2})
-    with pytest.raises(ConfigError, match="it is a number of passes within a --budget"):
+    with pytest.raises(ConfigError, match="it only limits the passes within a --budget"):
         trained(texts, overrides={"schedule.epochs": 2})
-    with pytest.raises(ConfigError, match="it is a number of passes"):
+    with pytest.raises(ConfigError, match="it only limits the passes"):
         trained(texts, steps=None, budget="10m", overrides={"schedule.epochs": None})
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(texts, overrides={"model.hidden_sise": 2})
-    with pytest.raises(ConfigError, match="--budget and --steps both say how long"):
+    with pytest.raises(ConfigError, match="--budget and --steps both set the length"):
         trained(texts, budget=60)
     assert not Path("runs").exists()
-    # Found before the texts are read, which would raise another error.
+    # The error is raised before the texts are read, which would raise a different error.
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(ConfigError, match=r"unknown key model\.hidden_sise"):
         trained(tmp_path / "empty.txt", overrides={"model.hidden_sise": 2})
@@ -793,7 +796,7 @@ def test_plan_only_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_plan_only_memory_matches_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = write_texts(tmp_path / "texts", count=12)
-    # So few words fill no larger vocabulary.
+    # So few different words do not fill a larger vocabulary.
     given = TINY | {"model.vocab_size": 280}
     overrides = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     assert main(["train", "texts", "--plan-only", "--steps", "3", "--json", *overrides]) == 0
@@ -864,7 +867,7 @@ def test_prepared_text_has_hardness_of_scan_and_xz_of_all_held_out_text(
     texts = write_texts(tmp_path / "texts", count=12)
     facts = scan_corpus(find_sources([str(texts)])).facts
     assert facts.hardness.ngram_bits_per_character != defaults.NGRAM_BITS
-    # Of a large text, the sample may lack repetitions that all of it has.
+    # The sample of a large text may lack repetitions that the full text contains.
     monkeypatch.setattr(preparation, "_xz_bits", lambda data, tokenizer: 0.1)
     run = trained(texts)
     found = counted_text(run.run_folder / "data", facts, 0.1).hardness
@@ -908,7 +911,7 @@ def test_takes_texts_distinguishes_texts_from_recipes(tmp_path: Path) -> None:
     cases |= {"*.txt": True, "a.yaml": False, str(run): False, "nothing": False}
     assert {path: takes_texts([path]) for path in cases} == cases
     assert takes_texts(["a.txt", "b.txt"])
-    # A person's own files may have the names of a run's, a model's, a prepared corpus's.
+    # A user's files may have the same names as files of a run, a model or a prepared corpus.
     for name, other, own in (
         ("recipe.yaml", "flour: 200 g\n", "data:\n  dir: d\n"),
         ("config.json", '{"theme": "dark"}', '{"model_type": "llama"}'),
@@ -938,8 +941,8 @@ def test_train_texts_prompt_for_time_shows_expectations(
     lines = capsys.readouterr().err.splitlines()
     offered = [line for line in lines if re.search(r"expected \d\.\d\d to \d\.\d\d bits", line)]
     assert [line.split("  ")[1].strip() for line in offered] == ["3 min", "10 min", "1 h"]
-    assert "'soon' is not a time" in lines[-2]
-    assert lines[-1] == "the time must be greater than 0"
+    assert "'soon' is not a duration" in lines[-2]
+    assert lines[-1] == "the time must be more than 0"
 
 
 @pytest.mark.slow
@@ -947,7 +950,7 @@ def test_plan_only_for_gpu_needs_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_texts(tmp_path / "texts")
-    monkeypatch.undo()  # of the known speed
+    monkeypatch.undo()  # At the known speed.
     monkeypatch.chdir(tmp_path)
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100"]) == 2
     assert "--gpu needs --plan-only" in capsys.readouterr().err
@@ -1000,7 +1003,7 @@ def test_run_name_and_lengths_are_parsed() -> None:
     command = "firstlight train a --steps 1 --val-input v.txt --as-is"
     assert command_of(request, ["--steps", "1"]) == command
     with pytest.raises(
-        ConfigError, match=r"^--budget: 'soon' is not a time: write for instance 90s"
+        ConfigError, match=r"^--budget: 'soon' is not a duration: use a value such as 90s"
     ):
         request_of("a", "soon", None, None, None, {}, "text")
     with pytest.raises(ConfigError, match=r"^--tokens: 'many' is not a number of tokens"):

@@ -1,4 +1,6 @@
-"""The scan of a corpus: counts, near-duplicates, and the split that keeps them together."""
+"""Tests of the scan of a corpus: counts, near-duplicates, and a split that keeps near-duplicates
+together.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_scan_reports_unread_and_uncompared_documents(
     scan = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7)
     lines = list(described(scan))
     assert lines[1].startswith("only the first 2 documents were searched for near-duplicates: ")
-    empty = f"7 documents, only white space; first: {tmp_path}/003.txt:1"
+    empty = f"7 documents, only whitespace; first: {tmp_path}/003.txt:1"
     assert lines[2:] == [f"left out: {empty}"]
 
 
@@ -91,7 +93,8 @@ def test_near_duplicates_are_documents_differing_in_few_words() -> None:
 
 
 def test_held_out_groups_exclude_documents_joined_by_another() -> None:
-    # A third of the last document is in both of the first two, and a third in one of each.
+    # One third of the last document occurs in both of the first two documents, and each of the
+    # other thirds in one of them.
     one, other = (f"{prose(0)} {prose(seed)}" for seed in (1, 2))
     found = NearDuplicates()
     texts = [prose(seed) for seed in range(3, 30)]
@@ -105,11 +108,11 @@ def test_held_out_groups_exclude_documents_joined_by_another() -> None:
 
 def test_scan_reports_similar_documents_held_out_together(tmp_path: Path) -> None:
     texts = [prose(seed) for seed in range(30)]
-    # The second document is held out, and with it a later one that is like it.
+    # The second document is held out, together with a later document that is similar to it.
     scan = scanned(tmp_path, *texts, f"{texts[1]} and more")
     split_of = scan.split.splitter()
     assert [split_of(text) for text in (texts[1], f"{texts[1]} and more")] == ["val", "val"]
-    line = "1 held-out document resembles an earlier one: gzip and xz profit from the common parts"
+    line = "1 held-out document resembles an earlier one: gzip and xz benefit from the common parts"
     assert list(described(scan))[2].startswith(line)
     (tmp_path / "030.txt").unlink()
     assert line not in "\n".join(described(scan_corpus(find_sources([tmp_path]))))
@@ -172,7 +175,7 @@ def test_scan_long_text_file_does_not_keep_documents_at_scan_limit(
     assert len(list(read_documents(scan.limited(10**9)))) == 100
 
 
-def test_scan_reads_texts_after_file_without_any(tmp_path: Path) -> None:
+def test_scan_reads_texts_after_file_without_texts(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"messages": []}\n' * 3000)
     (tmp_path / "b.txt").write_text(prose(1))
     facts = scan_corpus(find_sources([tmp_path])).facts
@@ -204,7 +207,7 @@ def test_scan_held_out_texts_are_excluded_from_any_part(
         path = tmp_path / f"{number:02}{ending}"
         path.write_bytes(gzip.compress(data) if ending.endswith(".gz") else data)
     sources = find_sources([tmp_path])
-    # With 1000 bytes as the size of a small file, the scan reads a part of each.
+    # With 1000 bytes as the limit for small files, the scan reads only a part of each file.
     scan = scan_corpus(sources, most_bytes=500_000)
     assert scan.split.digests
     for most_bytes in (100_000, 300_000, 10_000_000):
@@ -253,7 +256,7 @@ def test_split_keeps_duplicate_groups_on_one_side(documents: list[tuple[int, int
 
 def test_held_out_groups_of_few_documents_returns_none() -> None:
     assert held_out_groups([0, 0, 2], [5, 5, 5]) is None
-    # One document is most of the text.
+    # A single document makes up most of the text.
     assert held_out_groups(range(12), [100_000, *[10] * 11]) is None
 
 
@@ -291,7 +294,7 @@ def test_scan_reports_gzip_and_xz_bits_per_byte(tmp_path: Path) -> None:
     facts = scanned(tmp_path, text).facts
     data = text.encode()
     assert facts.gzip_bits_per_byte == 8 * len(gzip.compress(data, 9)) / len(data)
-    # Of the pieces of the training text, in another order.
+    # Computed from the pieces of the training text, in a different order.
     xz = 8 * len(lzma.compress(data)) / len(data)
     assert facts.hardness.xz_bits_per_byte == pytest.approx(xz, rel=0.15)
 
@@ -361,7 +364,7 @@ def test_limited_sources_read_short_files_whole_and_lines_of_long_ones(
     texts = [record.value for record in read_documents(limited)]
     assert 90_000 <= sum(map(len, texts)) <= 110_000
     assert {len(text) for text in texts} <= {10_002, 10_003}
-    # A limit does not outlive the call that it is for.
+    # A limit applies only to the call for which it was set.
     assert len(limited_sources(scan_corpus(sources, most_bytes=100_000).sources, 10**7)) == 50
     long = tmp_path / "long"
     long.mkdir()

@@ -1,4 +1,5 @@
-"""The parts of answers: reasoning, text and tool calls, in the formats of known models."""
+"""Tests of splitting answers into reasoning, text and tool calls, in the formats of known
+models."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TOOLS: dict[str, Any] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "clock": {},
 }
-#: Texts by which the formats are known in the chat templates of the models.
+#: Texts that identify the formats in the models' chat templates.
 HERMES = "{{ tools }}<tool_call>"
 LLAMA = '{{ tools }}{"name": ..., "parameters": ...}<|python_tag|>'
 MISTRAL = "{{ tools }}[TOOL_CALLS]"
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[str, str, str, str, list[tuple[str, dict[str, Any]]]]] = 
 
 
 def parsed(answer_format: AnswerFormat, pieces: Iterable[str]) -> Any:
-    """(reasoning, content, calls) of an answer that comes in pieces."""
+    """Return (reasoning, content, calls) for an answer that arrives in pieces."""
     parser = AnswerParser(answer_format)
     found = [part for piece in pieces for part in parser.push(piece)]
     found += parser.push("", ended=True)
@@ -149,7 +150,7 @@ def test_answer_parser_prompt_opening_reasoning_starts_in_reasoning(tokenizer: T
         ids = ours.encode(f"user: hi {prompt}", special_tokens=True)
         found = parsed(AnswerFormat(ours, ids, {}), "\na</think>b")
         assert found == (reasoning, content, [])
-        # A grammar leaves no place for thoughts.
+        # A grammar does not allow reasoning.
         assert parsed(AnswerFormat(ours, ids, {}, forced="content"), '{"a":1}')[1] == '{"a":1}'
 
 

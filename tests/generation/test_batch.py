@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths in one batch: each as if it were alone."""
+"""Tests of sequences with different lengths in one batch: each gets the same results as alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from firstlight.models.rope import LongRope
 from firstlight.tokenizer import Tokenizer
 
 CONTEXT = 96
-#: Tokens of some prompts.
+#: Token ids of some prompts.
 SIZES = (5, 6, 4, 40, 2, 2)
 GPT2 = GPT2Config(
     vocab_size=352,
@@ -66,7 +66,7 @@ QWEN3_NEXT = Qwen3NextConfig(
 QWEN35 = Qwen35Config(
     **QWEN3_NEXT.model_dump(include=set(Qwen35Config.model_fields) - {"model_type"})
 )
-#: From 31 tokens on, all of a text's tokens have other positions.
+#: At 31 tokens or more, all tokens of a text get different rotary frequencies.
 LONGROPE = LLAMA.model_copy(
     update={
         "rope_scaling": LongRope(
@@ -88,7 +88,7 @@ FAMILIES: dict[str, ModelConfig] = {
 
 
 def new_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """With weights large enough that the continuations are no constant."""
+    """Return a model with weights large enough that continuations are not constant."""
     model = empty_model(config, vocab_multiple).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -101,7 +101,7 @@ MODELS = {name: new_model(config) for name, config in FAMILIES.items()}
 
 
 def full(model: Model, ids: list[int]) -> Tensor:
-    """The definition: logits after the whole text, no cache."""
+    """Reference implementation: compute the logits after the whole text, without a cache."""
     with torch.no_grad():
         logits_V: Tensor = model(torch.tensor([ids]))[0, -1]
         return logits_V
@@ -116,7 +116,7 @@ def test_ragged_cache_gives_each_row_logits_of_its_own_text(name: str) -> None:
     model, lengths = MODELS[name], [1, 7, 12]
     texts = [[(7 * i + row) % 350 for i in range(20)] for row in range(3)]
     cache = model.make_cache(4, 32, torch.float32)
-    for layer in cache.keys:  # what lies beyond a row's length is never looked at
+    for layer in cache.keys:  # Positions beyond a row's length are never read.
         layer.fill_(9.0)
     for layer in (*cache.values, *(one for state in cache.states for one in state)):
         layer.fill_(-9.0)
@@ -124,7 +124,7 @@ def test_ragged_cache_gives_each_row_logits_of_its_own_text(name: str) -> None:
         model(torch.tensor([texts[row][:length]]), cache=cache.sequence(row))
     ragged = cache.ragged(torch.tensor(lengths), reach=32)
     found: list[Tensor] = []
-    for done, size in ((0, 1), (1, 3), (4, 1)):  # several tokens at a time, too
+    for done, size in ((0, 1), (1, 3), (4, 1)):  # Also with several tokens at a time.
         places = [length + done for length in lengths]
         ids = torch.tensor([t[p : p + size] for t, p in zip(texts, places, strict=True)])
         found.append(model(ids, cache=ragged))
@@ -136,7 +136,9 @@ def test_ragged_cache_gives_each_row_logits_of_its_own_text(name: str) -> None:
 
 
 def _recorded(steps: RecordedSteps, rows: int, reach: int) -> tuple[Any, Tensor]:
-    """In place of `RecordedSteps._record`: a graph that computes the step when it is replayed."""
+    """Replacement for `RecordedSteps._record`: return a graph that computes the step when it is
+    replayed.
+    """
     logits = torch.full((rows, 352), torch.nan)
     replay = functools.partial(RaggedSteps._run, steps, rows, reach)
     return SimpleNamespace(replay=lambda: logits.copy_(replay())), logits
@@ -187,7 +189,7 @@ def _join_and_leave(
             texts.pop()
         else:
             new = [data.draw(token) for _ in texts]
-            # The tokens that the device was given, if no text joined or left; else others.
+            # If no text joined or left, sometimes reuse the tokens that are already on the device.
             new = kept if len(kept) == len(texts) and data.draw(st.booleans()) else new
             logits = decoder.step(new)
             kept = [data.draw(token) for _ in texts]
@@ -226,10 +228,10 @@ def test_batch_decoder_shared_prefix_is_not_computed_again(
     decoder = BatchDecoder(model, 2, CONTEXT, reuse_prefixes=True)
     decoder.add([1, 2, 3, 4])
     decoder.step([5])
-    decoder.add([1, 2, 3, 4, 5, 6, 7])  # from a row that is in use
+    decoder.add([1, 2, 3, 4, 5, 6, 7])  # From a row that is in use.
     decoder.remove(0)
     decoder.remove(0)
-    decoder.add([1, 2, 3, 4, 5, 6, 7])  # all but the last token are known
+    decoder.add([1, 2, 3, 4, 5, 6, 7])  # All tokens except the last are cached.
     decoder.add([1, 9])
     assert shapes == [(1, 4), (1, 1), (1, 2), (1, 1), (1, 1)]
     without = BatchDecoder(model, 1, CONTEXT)
@@ -240,7 +242,7 @@ def test_batch_decoder_shared_prefix_is_not_computed_again(
 
 
 def _computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes [B, T] of the tokens of the forward passes from now on."""
+    """Return a list that collects the token shapes [B, T] of all later forward passes."""
     shapes: list[tuple[int, ...]] = []
     plain = model.forward
 
@@ -256,10 +258,10 @@ def _computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, 
 @pytest.mark.parametrize(
     ("name", "pass_tokens", "expected"),
     [
-        ("llama", 512, [(3, 6), (1, 40), (2, 2)]),  # padding may be a third
+        ("llama", 512, [(3, 6), (1, 40), (2, 2)]),  # Up to a third of a pass may be padding.
         ("llama", 12, [(2, 6), (1, 4), (1, 40), (2, 2)]),
         ("llama", 1, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
-        # Neither a state nor frequencies by the text's length allow padding.
+        # Recurrent states and length-dependent frequencies do not allow padding.
         ("qwen3_next", 512, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
         ("longrope", 512, [(1, 5), (1, 6), (1, 4), (1, 40), (1, 2), (1, 2)]),
     ],
@@ -282,7 +284,7 @@ def test_batch_decoder_neighbouring_prompts_of_similar_length_share_one_pass(
     torch.testing.assert_close(logits_BV, expected_logits, atol=1e-4, rtol=1e-4)
 
 
-def test_batch_decoder_one_bad_prompt_adds_none() -> None:
+def test_batch_decoder_invalid_prompt_adds_no_sequence() -> None:
     decoder = BatchDecoder(MODELS["llama"], 3, CONTEXT)
     with pytest.raises(ModelError, match="but the model's vocabulary"):
         decoder.add_many([[1, 2], [352], [3]])
@@ -355,7 +357,7 @@ def test_generate_batch_text_equals_single_generation(
         assert one == alone
 
 
-def test_generate_batch_without_seed_gives_each_text_its_own(loaded: LoadedModel) -> None:
+def test_generate_batch_without_seed_gives_each_text_different_seed(loaded: LoadedModel) -> None:
     found = generate_batch(loaded, ["the"] * 4, SamplingConfig(20, temperature=1.0))
     assert len({one.seed for one in found}) == 4
 
@@ -379,7 +381,7 @@ def test_generate_batch_invalid_prompt_raises_before_computing(
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_batch_decoder_never_draws_vocabulary_padding(config: ModelConfig) -> None:
-    """Even where their rows hold what would be the likeliest tokens of all."""
+    """This holds even if the padding rows would give the most likely tokens."""
     small = config.model_copy(update={"vocab_size": 67})
     model = new_model(small, vocab_multiple=64)
     head = model.lm_head.weight

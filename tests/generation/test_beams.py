@@ -1,4 +1,5 @@
-"""Beam search, generation beyond the context, and the probabilities of choices."""
+"""Tests of beam search, generation beyond the context, and the probabilities of candidate
+tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def test_beam_search_finds_likelier_texts_than_greedy() -> None:
 
 @pytest.mark.parametrize("beams", [2, 4])
 def test_beam_search_matches_transformers(beams: int) -> None:
-    """With an end token, of a model that ends some texts early."""
+    """The model has an end token and ends some texts early."""
     ended = 0
     for seed in range(12):
         model = random_model(seed, 30, scale=0.4)
@@ -101,7 +102,7 @@ def test_beam_search_matches_transformers(beams: int) -> None:
 
 
 def test_longrope_text_beyond_original_context_matches_transformers() -> None:
-    """transformers' Phi-3 computes what is cached anew once a text needs the long factors."""
+    """Phi-3 in transformers recomputes the cache once a text needs the long factors."""
     config = transformers.Phi3Config(
         vocab_size=40,
         hidden_size=16,
@@ -137,7 +138,7 @@ def test_longrope_text_beyond_original_context_matches_transformers() -> None:
                 search = SamplingConfig(max_new_tokens=10, beams=beams)
                 found, _ = beam_search(model, prompt, search, ())
             else:
-                # A cache with room for longer texts than this one.
+                # A cache with room for longer texts.
                 decoder = BatchDecoder(model, 3, 32)
                 found = [int(decoder.add(prompt).argmax())]
                 while len(found) < 10:
@@ -167,7 +168,7 @@ def test_generate_batch_single_text_options_raise_config_error(tokenizer: Tokeni
 
 
 def test_generate_slide_continues_beyond_context(tokenizer: Tokenizer) -> None:
-    """When the context is full, its latest half is the prompt of what follows."""
+    """When the context is full, its most recent half becomes the new prompt."""
     context = 16
     model = random_model(3, tokenizer.vocab_size, context)
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
@@ -189,8 +190,8 @@ def test_generate_slide_continues_beyond_context(tokenizer: Tokenizer) -> None:
     assert short.token_ids == expected[: len(short.token_ids)]
 
 
-def test_generate_slide_of_one_token_rereads_whole_context(tokenizer: Tokenizer) -> None:
-    """LLMs-from-scratch's `generate`: `idx[:, -context_size:]` for every token."""
+def test_generate_slide_of_one_token_recomputes_whole_context(tokenizer: Tokenizer) -> None:
+    """This is `generate` of LLMs-from-scratch: `idx[:, -context_size:]` for every token."""
     context = 16
     model = random_model(3, tokenizer.vocab_size, context)
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
@@ -223,7 +224,7 @@ def test_generate_slide_accepts_prompt_beyond_context(tokenizer: Tokenizer) -> N
         assert found.token_ids[0] == int(model(torch.tensor([window]))[0, -1].argmax())
 
 
-def test_choice_probabilities_are_those_of_model_and_sampling(tokenizer: Tokenizer) -> None:
+def test_choice_probabilities_match_model_and_sampling(tokenizer: Tokenizer) -> None:
     model = random_model(5, tokenizer.vocab_size)
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
     options: dict[str, Any] = {"max_new_tokens": 3, "seed": 4, "top_k": 2, "temperature": 0.5}
@@ -237,7 +238,8 @@ def test_choice_probabilities_are_those_of_model_and_sampling(tokenizer: Tokeniz
         expected, order = logits.softmax(-1).sort(descending=True)
         assert [one.token_id for one in own[:3]] == order[:3].tolist()
         assert [one.model for one in own[:3]] == pytest.approx(expected[:3].tolist(), rel=1e-5)
-        # p^2 of the two likeliest, which sum to 1.
+        # Temperature 0.5 squares the probabilities of the two most likely tokens, normalised to sum
+        # to 1.
         squares = [p**2 / sum(expected[:2] ** 2) for p in expected[:2].tolist()]
         assert [one.sampled for one in own[:3]] == pytest.approx(
             [*map(float, squares), 0], rel=1e-4

@@ -1,4 +1,4 @@
-"""Decoding through torch.compile: the same logits, and not compiled again for every length."""
+"""Tests of decoding with torch.compile: the same logits, without recompiling for every length."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-# torch's inductor imports what torch itself has deprecated.
+# torch's inductor imports modules that torch has deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler")
 @pytest.mark.parametrize(
@@ -109,12 +109,13 @@ def test_generate_compiles_nothing_by_default() -> None:
 
 
 class Recorder:
-    """torch's CUDA graphs without a GPU: a step that is computed while a graph is recorded is
-    computed when it is replayed, and not before.
+    """Replacement for torch's CUDA graphs without a GPU: a recorded step is computed when the graph
+    is replayed, but not while it is recorded.
 
     Attributes:
-        plain, recorded: number of steps computed without a graph, and recorded.
-        uploads: numbers that were copied to the device.
+        plain, recorded: number of steps that were computed without a graph, and number of recorded
+            steps.
+        uploads: values that were copied to the device.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ class Recorder:
         return found
 
     def steps(self) -> RecordedSteps:
-        """Steps whose logits say what they were given."""
+        """Return steps whose logits reveal their inputs."""
 
         def compute(input_ids_B1: Tensor, lengths_B: Tensor, reach: int) -> Tensor:
             return torch.cat((input_ids_B1, lengths_B[:, None]), dim=1) * 1000.0 + reach
@@ -174,7 +175,7 @@ def test_recorded_steps_record_shape_when_it_repeats(monkeypatch: pytest.MonkeyP
         ids = [10 * number + row for row in range(size)]
         found.append(steps(ids, [number] * size, size, reach))
         expected.append([[1000.0 * token_id + reach, 1000.0 * number + reach] for token_id in ids])
-    # None is changed by the steps after it.
+    # Later steps do not change any of them.
     assert [one.tolist() for one in found] == expected
     assert (recorder.plain, recorder.recorded) == (4, 4)
     assert gc.isenabled()
@@ -183,7 +184,7 @@ def test_recorded_steps_record_shape_when_it_repeats(monkeypatch: pytest.MonkeyP
 def test_recorded_steps_keep_tokens_and_lengths_on_device_for_same_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The two sequences have a spare row beside them."""
+    """There is one unused row in addition to the two sequences."""
     recorder = Recorder(monkeypatch)
     steps = recorder.steps()
     ids, lengths = [5, 6], [30, 40]
@@ -191,13 +192,13 @@ def test_recorded_steps_keep_tokens_and_lengths_on_device_for_same_sequences(
         found = steps(ids, lengths, 3, 64)
         own = zip(ids, lengths, strict=True)
         assert found[:2].tolist() == [[1000.0 * i + 64, 1000.0 * n + 64] for i, n in own]
-        assert found[2, 1] == 1000.0 * number + 64  # shorter than the sequences
+        assert found[2, 1] == 1000.0 * number + 64  # Unused rows stay shorter than the sequences.
         ids, lengths = [token_id + 2 for token_id in ids], [length + 1 for length in lengths]
         read: list[int] = []
         steps.keep(torch.tensor(ids), read)
         read += ids
     assert recorder.uploads == [[[5, 6, 0], [30, 40, 0]]]
-    # Another token than was kept, a sequence that left, and one that joined.
+    # A different token than the kept one, a sequence that left, and a sequence that joined.
     for ids, lengths in (([1, 2], [35, 45]), ([2], [46]), ([2, 9], [47, 3])):
         found = steps(ids, lengths, 3, 64)
         own = zip(ids, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""How a text is continued: stop texts, end tokens, log-probabilities, what is streamed."""
+"""Tests of continuing a text: stop texts, end tokens, log-probabilities and streamed text."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ GREEDY = SamplingConfig(max_new_tokens=100, temperature=0)
 
 
 def certain(token_id: int, size: int) -> Tensor:
-    """Logits that leave no choice."""
+    """Return logits for which only one token can be chosen."""
     return torch.zeros(size).index_fill_(0, torch.tensor([token_id]), 9.0)
 
 
 def follow(
     tokenizer: Tokenizer, ids: Sequence[int], config: SamplingConfig, eos: Sequence[int] = ()
 ) -> tuple[Continuation, list[str]]:
-    """Continue "the" by these ids, as far as the text goes."""
+    """Continue "the" with these ids until the text ends."""
     prompt_ids = tokenizer.encode_prompt("the")
     text = Continuation(prompt_ids, config, context=10_000, eos_token_ids=eos, tokenizer=tokenizer)
     pieces = []
@@ -69,7 +69,7 @@ def test_stop_filter_passes_text_before_first_stop_text(
         if stops.found:
             found_at = end
             break
-        # Nothing that may belong to a stop text, and nothing else held back.
+        # Only text that may belong to a stop text is held back.
         held = text[len(passed) : end]
         assert all(one not in passed for one in stop)
         assert held == "" or any(one.startswith(held) for one in stop)
@@ -116,7 +116,7 @@ def test_continue_text_any_of_several_end_tokens_ends_text(tokenizer: Tokenizer)
 
 
 def test_text_stream_pieces_of_random_ids_join_to_whole_text(tokenizer: Tokenizer) -> None:
-    """10,000 sequences of random ids, halves of characters and control tokens among them."""
+    """Test 10,000 sequences of random ids, which include partial characters and control tokens."""
     generator = random.Random(0)
     prompt_ids = tokenizer.encode_prompt("the")
     for number in range(10_000):
@@ -173,7 +173,7 @@ def test_penalties_and_biases_follow_openai_definition(
 
 
 def test_penalties_count_new_tokens_not_prompt(tokenizer: Tokenizer) -> None:
-    """Exact values: 9 is chosen until its penalties have cost it more than its lead."""
+    """With exact values: 9 is chosen until its penalties exceed its lead."""
     logits = torch.zeros(tokenizer.vocab_size)
     logits[9], logits[8], logits[7] = 4.0, 2.0, 1.75
     config = SamplingConfig(
@@ -182,7 +182,8 @@ def test_penalties_count_new_tokens_not_prompt(tokenizer: Tokenizer) -> None:
     text = Continuation([9] * 20, config, context=999)
     for _ in range(7):
         push(text, logits)
-    # 9: 4, 3.25, 2.75, 2.25, 1.75; 8: 2, 1.25; 7: 1.75. The first of equals is taken.
+    # Logits of 9: 4, 3.25, 2.75, 2.25, 1.75; of 8: 2, 1.25; of 7: 1.75. Among equal logits, the
+    # first is chosen.
     assert text.token_ids == [9, 9, 9, 9, 8, 7, 9]
     assert SamplingConfig().logit_bias == {}
 
@@ -201,14 +202,14 @@ def test_logit_bias_bans_and_forces_tokens(tokenizer: Tokenizer) -> None:
 
 
 class Even:
-    """A constraint to even ids."""
+    """A constraint that allows only even ids."""
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """True for the even ids."""
+        """Return a mask that is True for even ids."""
         return torch.arange(vocab_size) % 2 == 0
 
     def push(self, token_id: int) -> bool:
-        """False: the text is never complete."""
+        """Return False, because the text is never complete."""
         return False
 
 
@@ -253,7 +254,7 @@ def test_choose_tokens_together_equals_each_alone() -> None:
 
 
 def _as_the_logits_say(text: Continuation, logits_V: Tensor, step: int) -> None:
-    """Assert that the last log-probability and choices of a text are those of its logits."""
+    """Assert that the last log-probability and choices of a text match its logits."""
     token_id, config = text.token_ids[-1], text.config
     if text.logprobs is not None:
         expected_V = logits_V.log_softmax(-1)
@@ -290,7 +291,7 @@ def test_choose_tokens_error_fails_only_its_text(temperature: float, bad: float)
         texts[1].push(chosen[1])
 
 
-def test_continue_text_log_probabilities_are_those_of_model(tokenizer: Tokenizer) -> None:
+def test_continue_text_log_probabilities_match_model(tokenizer: Tokenizer) -> None:
     logits = torch.randn(tokenizer.vocab_size, generator=torch.Generator().manual_seed(0))
     config = SamplingConfig(
         max_new_tokens=3, temperature=0.1, top_k=2, repetition_penalty=3.0, seed=0, logprobs=3

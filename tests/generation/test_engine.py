@@ -21,7 +21,7 @@ from firstlight.weights.loading import weights_to_save
 from generated import generate_ids
 
 CONTEXT = 48
-# Both have more ids than the tokenizer, as padded vocabularies do.
+# Both models have more ids than the tokenizer, as with padded vocabularies.
 LLAMA = LlamaConfig(
     vocab_size=352,
     hidden_size=16,
@@ -41,7 +41,7 @@ GREEDY = SamplingConfig(max_new_tokens=20, temperature=0)
 
 
 def new_model(config: ModelConfig) -> Model:
-    """With weights large enough that the continuations are no constant."""
+    """Return a model with weights large enough that continuations are not constant."""
     model = empty_model(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -61,7 +61,9 @@ def loaded(model: Model, tokenizer: Tokenizer) -> LoadedModel:
 
 
 def greedy_by_full_passes(model: Model, prompt_ids: list[int], count: int) -> list[int]:
-    """The definition: the whole text through the model for every new token, no cache."""
+    """Reference implementation: run the whole text through the model for every new token, without a
+    cache.
+    """
     ids = list(prompt_ids)
     with torch.no_grad():
         for _ in range(count):
@@ -69,7 +71,7 @@ def greedy_by_full_passes(model: Model, prompt_ids: list[int], count: int) -> li
     return ids[len(prompt_ids) :]
 
 
-# Which tokens
+# Choice of tokens
 
 
 @pytest.mark.parametrize("prompt_ids", [[3], [5, 9, 301], list(range(20, 47))])
@@ -83,7 +85,7 @@ def test_generate_greedy_takes_most_likely_token_of_each_full_pass(
 
 
 def test_generate_settings_are_fields_of_sampling_config() -> None:
-    # It takes those by name: another name on one side would be left out without an error.
+    # Arguments are matched by name, so a different name on one side would be ignored silently.
     given = set(inspect.signature(generate).parameters) - {"checkpoint", "prompt", "compile"}
     assert given <= {field.name for field in dataclasses.fields(SamplingConfig)}
 
@@ -103,7 +105,9 @@ def test_generate_stops_after_max_new_tokens(model: Model) -> None:
 
 
 def test_generate_stops_at_end_of_context(model: Model) -> None:
-    """The last position of the context can be predicted, and no position beyond is used."""
+    """The token at the last position of the context is predicted, and no position beyond it is
+    used.
+    """
     config = SamplingConfig(max_new_tokens=10_000, temperature=0)
     for length in (1, CONTEXT - 1):
         prompt_ids = [i % 300 + 1 for i in range(length)]
@@ -163,7 +167,7 @@ def test_generate_result_joins_prompt_and_text(loaded: LoadedModel, tokenizer: T
 def test_generate_stream_pieces_join_to_text(
     loaded: LoadedModel, tokenizer: Tokenizer, seed: int, prompt: str
 ) -> None:
-    """Also where characters are cut in half."""
+    """This also holds if pieces end inside a character."""
     config = SamplingConfig(max_new_tokens=30, temperature=4.0, seed=seed)
     stream = GenerationStream(loaded, prompt, config)
     pieces = list(stream)
@@ -178,7 +182,7 @@ def test_generate_stream_pieces_join_to_text(
 def test_generate_ids_unknown_to_tokenizer_add_no_text(
     loaded: LoadedModel, tokenizer: Tokenizer
 ) -> None:
-    """A vocabulary padded for speed can be drawn from, and must not end the generation."""
+    """Ids that pad the vocabulary can be sampled, and must not end the generation."""
     prompt_ids = tokenizer.encode("the")
     padded = 0
     for seed in range(6):

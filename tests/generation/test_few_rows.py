@@ -1,4 +1,4 @@
-"""The kernel for few rows: its sums, its roundings, and when it is left alone."""
+"""Tests of the kernel for few rows: sums, rounding, and the cases in which it is not used."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_few_rows_linear_matches_float64(
     if bias is not None:
         exact, most = exact + bias.double(), most + bias.double().abs()
     assert found.dtype == dtype
-    # Sums are exact up to fp32's rounding of their terms, the bias included; bf16 rounds the result
-    # once more.
+    # Sums are exact except for the fp32 rounding of their terms, including the bias; in bf16, the
+    # result is rounded once more.
     bound = most * (k_size + with_bias) * 2**-24 + 1e-30
     if dtype == torch.bfloat16:
         bound = bound + exact.abs() * 2**-8
@@ -123,7 +123,7 @@ def test_few_rows_bf16_results_are_rounded_like_torch() -> None:
     bits = torch.arange(0, 2**32, 65537, dtype=torch.int64)
     values = torch.cat([bits, bits ^ 0x8000, torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF])])
     wanted = values.clamp(max=2**32 - 1).to(torch.uint32).view(torch.float32)
-    # A value as the sum of its leading half and the rest, which bf16 holds both.
+    # Each value is the sum of a leading part and a remainder, both of which are exact in bf16.
     high = (wanted.view(torch.int32) & -65536).view(torch.float32)
     rest = torch.where(wanted.isfinite(), wanted - high, 0.0)
     fits = (rest.bfloat16().float() == rest) & wanted.isfinite()
@@ -287,7 +287,7 @@ def _no_kernels_yet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("FIRSTLIGHT_CACHE", str(cache))
     for name in ("_library", "_products"):
         monkeypatch.setattr(few_rows, name, functools.cache(getattr(few_rows, name).__wrapped__))
-    # On busy cores the compiler takes minutes; these kernels need not be fast.
+    # On a loaded machine, the compiler takes minutes with optimisation, which is not needed here.
     monkeypatch.setattr(few_rows, "_COMPILER_SECONDS", 550.0)
     monkeypatch.setattr(few_rows, "_FLAGS", ("-O0", *few_rows._FLAGS[2:]))
 

@@ -1,4 +1,4 @@
-"""Weights of 8 bits for generation."""
+"""Tests of 8-bit weights for generation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_int8_quantized_weight_is_within_half_a_step(seed: int, size: float) -> 
     assert integers.dtype == torch.int8
     assert integers.min() >= -127
     found = integers.float() * scale.float()[:, None]
-    # The scale is rounded too, by 1 of 256: the largest weight may be cut by that.
+    # The scale is also rounded, by up to 1/256, so the largest weight may be clipped by that much.
     bound = scale.float()[:, None] * 0.5 + weight.abs() / 256
     assert (found - weight).abs().le(bound).all()
     assert found[2].eq(0).all()
@@ -82,7 +82,7 @@ def test_int8_logits_are_within_quantization_error_of_fp32(config: ModelConfig) 
     expected, found = exact(ids), quantized(ids).float()
     difference = (found - expected).std() / expected.std()
     assert difference < 0.06
-    assert difference > 1e-4  # something was rounded
+    assert difference > 1e-4  # The weights were rounded.
 
 
 def test_int8_model_is_half_the_size_of_bf16() -> None:

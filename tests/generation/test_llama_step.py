@@ -1,5 +1,6 @@
-"""A plain Llama's step for few texts: its logits are those of the model's own operations, and it is
-left out where the model does anything else."""
+"""Tests of the decoding step of a plain Llama for few texts: its logits equal those of the model's
+operations, and it is not used for models with different operations.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not can_compile(torch.device("cpu")), reason="no C++ compiler was found"
 )
 
-#: What differs from the usual model below.
+#: Differences from the usual model below.
 PLAIN: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one key head": {"num_key_value_heads": 1},
@@ -54,13 +55,15 @@ def _model(dtype: torch.dtype, **settings: Any) -> Model:
     model.init_weights(generator)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms and biases, which begin alike
+            if parameter.dim() == 1:  # Norms and biases, which are initialised to equal values.
                 parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
     return model.to(dtype).eval()
 
 
 def _logits(model: Model, ids: list[int], prompt: int) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] after each token but the prompt's, by a decoder and by the model itself."""
+    """Return the logits [T, V] after each token beyond the prompt, from a decoder and from the
+    model.
+    """
     decoder = BatchDecoder(model, 1, 64)
     decoder.add(ids[:prompt])
     found = torch.cat([decoder.step([token]) for token in ids[prompt:]])
@@ -101,7 +104,9 @@ def test_llama_step_bf16_logits_are_as_accurate_as_model(name: str, int8: bool) 
 
 
 def _steps(model: Model, prompts: list[list[int]], count: int) -> Tensor:
-    """Logits [count, B, V] of texts that a decoder continues together by the first of `IDS`."""
+    """Return the logits [count, B, V] of texts that a decoder continues together with the first of
+    `IDS`.
+    """
     decoder = BatchDecoder(model, len(prompts), 64)
     for prompt_ids in prompts:
         decoder.add(prompt_ids)

@@ -30,7 +30,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def slow_probabilities(logits: list[float], temperature: float, k: int, p: float) -> list[float]:
-    """The definition, in plain Python."""
+    """Reference implementation in plain Python."""
     scaled = [value / temperature for value in logits]
     if 0 < k < len(logits):
         last_kept = sorted(scaled, reverse=True)[k - 1]
@@ -40,7 +40,7 @@ def slow_probabilities(logits: list[float], temperature: float, k: int, p: float
     kept, total = set(), 0.0
     for index in sorted(range(len(logits)), key=lambda i: -probabilities[i]):
         if p < 1:
-            assume(abs(total - p) > 1e-5)  # on the edge, rounding decides
+            assume(abs(total - p) > 1e-5)  # At the boundary, rounding decides.
             if total >= p:
                 break
         kept.add(index)
@@ -76,7 +76,7 @@ def test_filter_probabilities_match_definition(
 def test_sample_every_allowed_setting_returns_token(
     logits: list[float], temperature: float, k: int, p: float
 ) -> None:
-    """However extreme: the smallest numbers there are act like temperature 0, not like NaN."""
+    """Even the smallest possible temperatures act like temperature 0 and do not give NaN."""
     config = SamplingConfig(temperature=temperature, top_k=k, top_p=p)
     found = filter_probabilities(torch.tensor(logits), config)
     assert found.sum().item() == pytest.approx(1, abs=1e-5)
@@ -122,7 +122,7 @@ def test_filter_probabilities_top_k_keeps_ties() -> None:
 
 def test_filter_probabilities_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    # Of 0.5 and 0.3 the first is 62.5 %: enough for 0.6, though 50 % would not be.
+    # Of 0.5 and 0.3, the first has 62.5 % of the mass: enough for 0.6, although 50 % would not be.
     config = SamplingConfig(temperature=1.0, top_k=2, top_p=0.6)
     assert filter_probabilities(logits, config).tolist() == [1, 0, 0]
     config = SamplingConfig(temperature=1.0, top_p=0.6)
@@ -167,7 +167,7 @@ def test_sample_same_seed_repeats_draws() -> None:
 
 
 def test_sample_leaves_torch_generator_unchanged() -> None:
-    """Samples in the middle of a training run must not change the run."""
+    """Sampling during a training run must not change the run."""
     before: Tensor = torch.get_rng_state()
     sample(torch.zeros(10), SamplingConfig(temperature=1.0), generator())
     assert torch.equal(torch.get_rng_state(), before)
@@ -285,7 +285,7 @@ def test_sample_rows_equals_each_row_alone(rows: int, config: SamplingConfig, se
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_sample_non_finite_row_returns_id_in_vocabulary(temperature: float, bad: float) -> None:
-    """A GPU would end the program at an index beyond it."""
+    """On a GPU, an index beyond the vocabulary would end the program."""
     logits = torch.zeros(3, 9)
     logits[1, 4] = bad
     numbers = torch.full((3,), 0.5, dtype=torch.float64)

@@ -410,7 +410,7 @@ def test_lm_eval_chat_template_is_applied_to_tasks_requesting_it(
         assert result.chat_template == applied
         assert result.figures() == {name: expected[name] for name in result.figures()}
     said = capfd.readouterr().err
-    assert ("not applied to own_hellaswag (--apply-chat-template applies it)" in said) != asked
+    assert ("not applied to own_hellaswag (add --apply-chat-template to apply it)" in said) != asked
     with pytest.raises(ConfigError, match="has no chat template"):
         evaluate_tasks(loaded, names, task_folder=tasks, chat_template=True)
 

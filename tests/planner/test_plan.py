@@ -106,7 +106,7 @@ def test_parse_time_and_counts_accept_units() -> None:
     assert [parse_time(t) for t in ("1h30m", "1 H 30 min", "2h15m30s")] == [5400, 5400, 8130]
     assert [parse_count(t) for t in ("10B", "300M", "2e9", "12")] == [1e10, 3e8, 2e9, 12]
     for wrong in ("24", "h", "1.2.3h", "3 years", "1h30", "30m1h", "1h1h", ""):
-        with pytest.raises(ConfigError, match="is not a time"):
+        with pytest.raises(ConfigError, match="is not a duration"):
             parse_time(wrong)
     for wrong in ("ten", "1e400"):
         with pytest.raises(ConfigError, match="is not a number of tokens"):
@@ -992,7 +992,7 @@ def test_plan_command_plans_for_absent_gpu(
     assert written.efficiency.precision == "bf16"
     assert written.batch.rows == 8
     assert main(["plan", path, "--gpu", "RTX 4090", "--write", str(out)]) == 2
-    assert "already exists: give --write the name of a new file" in capfd.readouterr().err
+    assert "already exists: choose another file for --write" in capfd.readouterr().err
 
 
 def test_plan_tensor_parallel_gpus_hold_their_part() -> None:
@@ -1182,7 +1182,7 @@ _FLASH_ON_T4 = [
     [
         (["--gpu", "RTX 4091"], "nearest are 'RTX 4090'"),
         (["--gpu-memory", "lots"], "is not a memory size"),
-        (["--gpu", "T4", "--budget", "soon"], "is not a time"),
+        (["--gpu", "T4", "--budget", "soon"], "is not a duration"),
         (["--gpu-memory", "24GiB", "--budget", "1h", "--no-search"], "requires a known GPU"),
         (["--gpu", "T4", "--model.num_attention_heads", "5"], "num_attention_heads"),
         (["--gpu", "T4", "--price-per-hour", "2"], "set schedule.max_steps, --budget"),

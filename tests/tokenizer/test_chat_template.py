@@ -339,7 +339,7 @@ def test_render_chat_endless_template_raises_and_next_one_is_rendered(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "_SECONDS", 0.3)
-    message = r"takes more than 0\.3 s of processor time or 200 MiB of memory: use another one \("
+    message = r"takes more than 0\.3 s of CPU time or 200 MiB of memory: use another one \("
     with pytest.raises(TokenizerError, match=message):
         rendered(template)
     assert rendered("{{ messages[0].content }}!") == "hi!"

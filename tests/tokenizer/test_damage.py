@@ -299,7 +299,7 @@ def test_load_tokenizer_own_file_starts_no_process(
         ),
         (
             {"normalizer": _steps(*[("a", "a" * 9)] * 9)},
-            r"takes more than 1 s of processor time or 48 MiB of memory to load and to encode",
+            r"takes more than 1 s of CPU time or 48 MiB of memory to load and to encode",
         ),
         # A character that occurs only in one trial text.
         (

@@ -273,7 +273,8 @@ def test_extend_command_built_in_template_adds_its_tokens(
     out = tmp_path / "out"
     options = ["--chat-template", "chatml", "--out", str(out)]
     assert main(["tokenizer", "extend", str(source), "--add", "<a>", "<|im_end|>", *options]) == 0
-    assert "added what the chat template chatml needs: <|im_start|>\n" in capsys.readouterr().out
+    needed = "added the tokens that the chat template chatml needs: <|im_start|>\n"
+    assert needed in capsys.readouterr().out
     loaded = Tokenizer.from_pretrained(out)
     assert list(loaded.special_tokens) == [END_OF_TEXT, "<a>", "<|im_end|>", "<|im_start|>"]
     assert loaded.chat_template == CHAT_TEMPLATES["chatml"]
@@ -310,7 +311,7 @@ def test_extend_command_accepts_template_file_and_model_folder(
     [
         ("", 2, "Missing option '--out'"),
         ("SOURCE --out OUT", 2, "nothing to do: give --add TOKEN..., --chat-template or both"),
-        ("--add <a> SOURCE --out OUT", 2, "DIR is missing: it stands before --add"),
+        ("--add <a> SOURCE --out OUT", 2, "DIR is missing: put it before --add"),
         (
             "SOURCE --add --out OUT",
             2,
@@ -385,4 +386,4 @@ def test_extend_command_template_may_refuse_ordinary_conversations(
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('a system message, please') }}")
     arguments = ["tokenizer", "extend", str(tmp_path / "t"), "--out", str(tmp_path / "out")]
     assert main([*arguments, "--chat-template", str(tmp_path / "strict.jinja")]) == 0
-    assert "refuses an ordinary conversation: " in capsys.readouterr().err
+    assert "rejects an ordinary conversation: " in capsys.readouterr().err

@@ -289,8 +289,8 @@ def test_cooldown_command_accepts_run_or_checkpoint(
     for arguments, says in (
         ((str(place), "--cooldown", "0"), "0 is not in the range"),
         ((str(place), "--cooldown", "2", "--best"), "omit --init-from, --best and --plan"),
-        ((str(place), "--cooldown", "2", "--resume"), "name the checkpoint to branch off, such as"),
-        ((str(place),), "is a run folder, and train takes a recipe"),
+        ((str(place), "--cooldown", "2", "--resume"), "give the path of a checkpoint, such as"),
+        ((str(place),), "is a run folder, but train needs a recipe"),
         ((str(tmp_path / "none"), "--cooldown", "2"), "none"),
         ((str(place / "recipe.yaml"), "--cooldown", "2"), "is a file: pass the run folder"),
     ):

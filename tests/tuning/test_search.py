@@ -466,7 +466,7 @@ def test_tune_recipe_without_held_out_text_raises_config_error(
     ("options", "message"),
     [
         (["--trials", "0"], "--trials is 0"),
-        (["--budget", "soon"], "is not a time"),
+        (["--budget", "soon"], "is not a duration"),
         (["--trial-steps", "3", "--trial-minutes", "2"], "use only one of them"),
         (["--search", f"{_RATE}=-1..1"], "learning_rate"),
         (["--search", f"{_RATE}=1,2", "--search", f"{_RATE}=3,4"], "is repeated"),

@@ -17,7 +17,7 @@ from typing import Any
 from firstlight.console import human_bytes
 
 
-def _binary(size: int) -> str:  # As in the cache sizes in processor data sheets.
+def _binary(size: int) -> str:  # Processor data sheets give cache sizes like this.
     return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
 
 

@@ -1,11 +1,12 @@
 """`firstlight bench gemm`: measure this machine's matrix-product rate by shape and alignment.
 
 The operands are random and are created once per number format. Each result overwrites the previous
-one, so that no memory is allocated during the measurement. A product that is shorter than a
-measurement is repeated with the same operands, after one untimed product, so operands that fit into
-the caches are already there. Each round measures every product once, and the products in `COMPARED`
-`GemmPlan.turns` times; a row shows the median. Compared products are measured in quick succession,
-so that other load on the machine affects both, and their ratio is the median over the pairs.
+one, so that no memory is allocated during the measurement. A product that takes less time than one
+measurement is repeated with the same operands. One untimed product runs first, so operands that fit
+into the caches are already cached. Each round measures every product once; products in `COMPARED`
+are measured `GemmPlan.turns` times. A row shows the median. Compared products are measured in quick
+succession, so that other load on the machine affects both, and their ratio is the median over the
+pairs.
 
 A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, its layout is two letters, one for A and
 one for B: "n" means stored row by row in memory, and "t" means the transposed view of a matrix
@@ -59,7 +60,8 @@ COMPARED = ("alignment", "tile", "wave")
 MULTIPLES = (8, 64, 128)
 #: Edge length of a tile; the products in the part "tile" use values of N around it.
 TILE_EDGE = 256
-#: Number of tokens in the training step for which products are added up: 4 sequences of 1024.
+#: Number of tokens in the training step for which the times of all products are added up: 4
+#: sequences of 1024 tokens.
 STEP_TOKENS = 4096
 
 
@@ -220,8 +222,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """Return the products of one training step except those inside attention: the layers both as
-    Conv1D and as linear layers, and the head for each vocabulary size."""
+    """Return the products of one training step except the products inside attention: the layers
+    both as Conv1D and as linear layers, and the head for each vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -362,8 +364,8 @@ def make_operands(
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """Return a function that multiplies once, in the product's layout, into C. For fp8, which works
-    only in the layout "nt", the function allocates the result.
+    """Return a function that computes the product once, in its layout, and writes it to C. For fp8,
+    which works only in the layout "nt", the function allocates the result.
     """
     m = product.m
     n = product.n
@@ -409,8 +411,8 @@ def repeats_of(product_seconds: float, measure_seconds: float) -> int:
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Measure the mean seconds per product over `repeats` products. If there are several, an
-    untimed one runs first.
+    """Measure the mean seconds per product over `repeats` products. If `repeats` is above 1, one
+    untimed product runs first.
     """
     multiply = make_multiply(product, operands)
     if repeats > 1:
@@ -424,7 +426,7 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Minimum number of bytes read per call.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements per row, of which the median is reported.
+#: Number of measurements per row; their median is reported.
 _REPEATS = 5
 
 #: Number of measurements for each number of products; larger because each takes only a few
@@ -530,9 +532,10 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
         threads: number of threads; each multiplies one product at a time.
 
     Returns:
-        "threads", "edge" and "rows". Each row has "products", their number, and "time_ratio" with
-        "lowest" and "highest": the median of ratios of two measurements, made one after the other.
-        The numbers of products are 1, and for one to four waves the full waves and one more.
+        "threads", "edge" and "rows". Each row has "products", the number of concurrent products,
+        and "time_ratio" with "lowest" and "highest": the median ratio of two consecutive
+        measurements. The numbers are 1 and, for each of one to four waves, the number of products
+        that fills the waves, and that number plus one.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a = torch.rand(edge, edge)
@@ -693,8 +696,8 @@ class GemmRun:
         for name in bench.dtype:
             if name not in able:
                 raise ConfigError(
-                    f"{name} is not multiplied in hardware by {self.hardware.name}, and emulated "
-                    f"rates say nothing: use {', '.join(able)}"
+                    f"{self.hardware.name} can't multiply {name} in hardware, and emulated rates "
+                    f"are meaningless: use {', '.join(able)}"
                 )
         require_known("model", [bench.model], MODELS)
         self.shape, self.dtypes = MODELS[bench.model], list(dict.fromkeys(bench.dtype)) or able
@@ -818,7 +821,8 @@ def summarize(
         plan: plan of the measurements.
 
     Returns:
-        - "ceilings": best single FLOP/s of a large product by format (of any, if none is large)
+        - "ceilings": highest FLOP/s of a large product, keyed by format (of any product if none is
+          large)
         - "rows": each product in each format, its times (seconds), its median, lowest and highest
           FLOP/s, and the median as a fraction of the ceiling
         - "step": `step_times`; "padding", "tile", "wave": ratios of `compare` to another size
@@ -867,7 +871,8 @@ def step_times(
 
     Returns:
         For each storage of weights ("conv1d", "linear") and each vocabulary of the head: "weights",
-        "vocabulary", "seconds", "flops", "share_of_ceiling". Empty while a product has no time.
+        "vocabulary", "seconds", "flops", "share_of_ceiling". Empty until all products of the model
+        have been measured.
     """
     model = [one for one in products if one.part == "model"]
     if not model or any(one not in times for one in model):
@@ -898,12 +903,12 @@ def step_times(
 def compare(
     times: Times, size: Iterable[GemmProduct], base: Iterable[GemmProduct]
 ) -> dict[str, Any]:
-    """Compare the products in `size` with the products in `base`. The times on each side are added
-    up.
+    """Compare the total time of the products in `size` with the total time of the products in
+    `base`.
 
     Returns:
         "time_ratio", the median over measurements of time(size) / time(base), with "lowest" and
-        "highest"; "work_ratio", the same of FLOPs; "rate_ratio", the same of FLOP/s.
+        "highest"; "work_ratio", the ratio of FLOPs; and "rate_ratio", the ratio of FLOP/s.
     """
     size, base = list(size), list(base)
     ratios = [

@@ -6,8 +6,8 @@ There are two tables:
 - "alone": each method alone, compared with the plain run. The plain run uses fp32, attention as two
   matrix products, AdamW with a loop over parameters, no compilation, and one micro-batch per step.
 - "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in the same
-  order, each added to those before it. In the first row of a GPT-2, mask, LayerNorm and GELU are
-  written out (`steps.write_out`).
+  order, each added to the methods before it. In the first row of a GPT-2, mask, LayerNorm and GELU
+  are written out (`steps.write_out`).
 
 Fresh processes train every row for a few steps (`steps` describes the measurements). With `quick`
 on a CPU, they are forked from a process that has only done the imports. The rows take turns (A B C,
@@ -221,7 +221,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
 
 def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
-        # "auto" is the default, which the plain recipe replaces by "for-loop".
+        # "auto" is the default value, which the plain recipe replaces with "for-loop".
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
@@ -280,7 +280,7 @@ def ladder_rows(
         else ("applies only to GPT-2's layers, which are not written out in this model")
     )
     shared = (
-        "two threads, but torch has only one" if hardware.device.type == "cpu" else "a second GPU"
+        "two threads, but torch uses only one" if hardware.device.type == "cpu" else "a second GPU"
     )
     return [
         MethodRow("baseline", {WRITTEN_OUT: both, "data.pin_memory": False}),
@@ -351,15 +351,15 @@ def summarize(
 
     Returns:
         For each row "name", "keys" (its changes), "huge_pages", "status" ("measured", "skipped",
-        "failed", "waiting") and the "reason" for it; of a measured row also:
+        "failed", "waiting") and the "reason" for it. A measured row also has:
 
         - "micro_batch_size", "gradient_accumulation_steps" of each process, number of "processes"
         - "samples_per_second" (sequences) of all processes: the median over all timed steps; the
           extremes as "samples_per_second_min" and "_max"; and "tokens_per_second"
         - "mfu": fraction of the machine's "matmul_flops", for each of its devices
         - "peak_bytes" of the largest process, the median over the turns
-        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed to that of the
-          measured row before; None if the first row is not measured
+        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed relative to the
+          previous measured row; None if the first row is not measured
         - "final_loss" (median over the turns), "first_step_seconds" of the first turn, "runs"
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]
@@ -484,7 +484,7 @@ Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those changes of a row whose keys are recipe keys."""
+    """Return the changes of a row whose keys are recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 

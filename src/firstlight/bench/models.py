@@ -56,7 +56,7 @@ LLAMA_110M = llama(768, 2048, 12, 12, num_key_value_heads=4, **ROPE)
 
 #: `model` sections of the models that options can name, keyed by name.
 MODELS: dict[str, dict[str, Any]] = {
-    # Its vocabulary size is odd, like that of GPT-2.
+    # Its vocabulary size is odd, like GPT-2's.
     SMALL: gpt2(256, 4, 4, 16001),
     "gpt2-124m": gpt2(768, 12, 12),
     "gpt2-355m": gpt2(1024, 24, 16),

@@ -6,8 +6,8 @@ object. A failure of a row's process (out of memory, a crash, a timeout) does no
 rows, and the row is not retried. Rows take turns (A B A B), so that other load on the machine
 affects all of them.
 
-The documentation of an attribute in an options class is the help text of the option, with the
-values that None stands for in brackets.
+The documentation of an attribute in an options class is the help text of the option; its default
+values are in brackets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepsBench:
         seq_len: tokens per sequence. [1024, 256 with --quick; at most the context]
         micro_batch_size: sequences per step of the plain run. [4 on a CPU, 16 on a GPU]
         steps: timed steps per run. [4 on a CPU, 20 on a GPU]
-        repeats: turns of all rows. [3; 1 with --quick]
+        repeats: number of measurements of each row. [3; 1 with --quick]
         device: device to run on: auto, cpu, cuda or cuda:1.
     """
 
@@ -59,9 +59,9 @@ class MethodsBench(StepsBench):
     Attributes:
         model: model to train: gpt2-124m, gpt2-355m, gpt2-774m, llama-110m, llama-1b, small, or
             the model of a recipe. [gpt2-124m; small with --quick]
-        rows: only these rows, by their names in the tables (a row of the ladder includes those
-            before it), or `alone` or `ladder` for an entire table.
-        quick: a small model, one turn and fewer rows, in at most five minutes.
+        rows: names of the rows to measure (a row of the ladder includes the rows before it), or
+            `alone` or `ladder` for an entire table.
+        quick: use a small model, one turn and fewer rows; takes at most five minutes.
     """
 
     rows: Sequence[str] = ()
@@ -73,9 +73,9 @@ class GemmBench:
 
     Attributes:
         device: device to run on: auto, cpu, cuda, cuda:1, mps.
-        dtype: number formats: fp32, tf32, bf16, fp16. [all that the hardware supports]
+        dtype: number formats: fp32, tf32, bf16, fp16. [all formats that the hardware supports]
         model: model that defines the shapes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m.
-        quick: smaller products and fewer rounds, in under a minute.
+        quick: use smaller products and fewer rounds; takes less than a minute.
     """
 
     device: str = "auto"

@@ -10,11 +10,11 @@ REQUEST is a JSON object:
 
     recipe            values of a recipe, including its model, data.seq_len and device
     resolved          true if the recipe has no open key; otherwise its keys are resolved here
-    data              a file of `write_tokens`
+    data              file written by `write_tokens`
     warmup_steps      number of steps that are not timed
     steps             number of steps that are timed
-    threads           threads of torch
-    written_out       names of `WRITTEN_OUT_PARTS` that replace parts of the model
+    threads           number of torch threads
+    written_out       names in `WRITTEN_OUT_PARTS`: parts of the model to replace
 
 The measurement consists of these steps:
 
@@ -22,8 +22,8 @@ The measurement consists of these steps:
 and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
 the kernel's peak counter is reset.
 2. Model, optimizer and loss function are created as in `firstlight train`.
-3. `first_step_seconds`: the first step, with compilation. Only the warm-up steps, of which it is
-   the first, allocate and compile.
+3. `first_step_seconds`: the first step, with compilation. It belongs to the warm-up steps; only
+   these allocate and compile.
 4. `step_seconds` of each timed step, from its batches in host memory to the updated parameters.
    `step_cpu_seconds` is the processor time of all threads in the step: other load on the machine
    affects it less, but it includes threads that wait by spinning.
@@ -482,7 +482,7 @@ def write_out(model: Model, parts: Collection[str], context: int) -> None:
 
     Args:
         model: the model, modified in place.
-        parts: names of `WRITTEN_OUT_PARTS`.
+        parts: names in `WRITTEN_OUT_PARTS`.
         context: number of rows and columns of the stored masks.
     """
     for module in list(model.modules()):

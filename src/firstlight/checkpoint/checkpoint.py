@@ -8,7 +8,7 @@
         manifest.json           size and sha256 of every file above; written last
 
 With `lora`, adapter_config.json and adapter_model.safetensors replace config.json and
-model.safetensors, as in PEFT's folders.
+model.safetensors, as in PEFT folders.
 
 With `checkpoint.sharded`, each process writes its own shards (see sharded.py). These files replace
 model.safetensors and optimizer.safetensors:

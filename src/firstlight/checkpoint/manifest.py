@@ -205,8 +205,8 @@ def run_id_of(run_folder: Path) -> str | None:
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """Return the id in run.json or, if that file is missing or damaged, the id of the last save
-    that has one.
+    """Return the id in run.json or, if that file is missing or damaged, the id of the last saved
+    checkpoint that has an id.
     """
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
@@ -259,8 +259,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not the manifest of a checkpoint")
     if manifest.get("version") != VERSION:
         raise CheckpointError(
-            f"{folder} has version {manifest.get('version')}, but this firstlight reads version "
-            f"{VERSION}: use the firstlight that wrote it"
+            f"{folder} has version {manifest.get('version')}, but this version of firstlight reads "
+            f"version {VERSION}: use the version of firstlight that wrote it"
         )
     if not _is_sealed(content.decode(errors="replace")):
         raise CheckpointError(f"{path} is damaged: its sha256 does not match its content")
@@ -304,7 +304,9 @@ def require_plain_file(path: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {describe_os_error(error)}") from error
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is not a regular file (a link?): copy the file itself there")
+        raise CheckpointError(
+            f"{path} is not a regular file (a link?): replace it with a copy of the file"
+        )
 
 
 @contextlib.contextmanager
@@ -372,7 +374,7 @@ def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[HashedFile]:
-    """Write text files to a folder. Return them for `file_marks`.
+    """Write text files to a folder. Return the written files, for `file_marks`.
 
     Raises:
         OSError: a file system error.

@@ -1,5 +1,5 @@
-"""Retention of checkpoints: decide which ones a run keeps, and delete the others after a newer one
-is saved.
+"""Retention of checkpoints: choose the checkpoints that a run keeps, and delete the others after a
+newer checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class CheckpointConfig(Section):
     keep_last: int = Field(2, ge=1)
     """number of newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0)
-    """period in steps: checkpoints whose step is a multiple of this value are never deleted; 0 is
-    off."""
+    """period in steps: checkpoints whose step is a multiple of this value are never deleted; 0
+    disables this.
+    """
     keep_best: int = Field(1, ge=0)
     """number of checkpoints with the lowest val/loss to keep in addition; 0 keeps none. A
     checkpoint is saved at each new lowest val/loss, unless every_steps is 0. No effect without
@@ -42,12 +43,13 @@ class CheckpointConfig(Section):
     average_last: int = Field(0, ge=0)
     """number of checkpoints whose weights are averaged at the end of the run: the last checkpoint
     and the newest ones whose step is a multiple of every_steps. The average is written to the model
-    folder averaged/ in the run folder, and its validation loss is shown next to that of the last
-    weights. 0 is off. Weights averaged over the last tenth of a run are often better than the last
-    weights if the learning rate is still high at the end."""
+    folder averaged/ in the run folder, and its validation loss is shown next to the validation loss
+    of the last weights. 0 disables averaging. Weights averaged over the last tenth of a run are
+    often better than the last weights if the learning rate is still high at the end."""
     asynchronous: bool | None = None
-    """true copies the state and writes the copy while training continues; null decides at the first
-    save, and uses true if there is enough free memory for the copy."""
+    """true copies the state and writes the copy while training continues; null chooses at the first
+    save: true if there is enough free memory for the copy, otherwise false.
+    """
     sharded: bool = False
     """true lets each process of distributed.engine fsdp write its shards, so that no process has to
     gather the full model. Any engine resumes from such a checkpoint, with any number of processes.
@@ -71,8 +73,8 @@ class CheckpointConfig(Section):
 
 
 def averaged_checkpoints(past: Sequence[Saved], config: CheckpointConfig) -> Sequence[Saved]:
-    """Return the checkpoints to average at the end of a run: the newest of `past` and, before it,
-    only those whose step is a multiple of `every_steps`.
+    """Return the checkpoints to average at the end of a run: the newest checkpoint of `past`, and
+    the latest earlier checkpoints whose step is a multiple of `every_steps`.
 
     A run that is stopped saves an additional checkpoint at some other step. That checkpoint is
     excluded, so that the average is the same whether or not a run was stopped and resumed.

@@ -156,7 +156,7 @@ def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
 
 
 def _locked(folder: Path, lock_name: str) -> FileIO:
-    """Create and lock the lock file. Return it open.
+    """Create and lock the lock file. Return the open file.
 
     Raises:
         CheckpointError: another process holds the lock.

@@ -53,8 +53,8 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the memory free at the first save that the copies of all processes on a
-#: machine may take.
+#: Maximum fraction of the free memory that the copies of all processes on a machine may take,
+#: measured at the first save.
 _COPY_SHARE = 0.5
 
 
@@ -181,7 +181,7 @@ class BackgroundSaver(Saver):
 
 class CheckpointSaver(BackgroundSaver):
     """Saver of the main process. It writes a run's checkpoints, verifies each of them, and deletes
-    those that are no longer needed.
+    checkpoints that are no longer needed.
 
     With asynchronous saving, `save` only copies the tensors, and a thread does the rest while
     training continues. The process waits for that thread before it exits.
@@ -326,8 +326,6 @@ class ShardedSaver(BackgroundSaver):
     Args:
         run_folder: the run's folder, on a file system that all processes share.
         config: the recipe's `checkpoint` section.
-        is_last: function that returns True if a step is the last step of the run. The last
-            checkpoint also contains the weights in a single file.
         is_last: function that returns True if a step is the run's last. The last checkpoint also
             contains the weights in a single file.
         held: see `BackgroundSaver`.

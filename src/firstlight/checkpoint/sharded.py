@@ -133,15 +133,15 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
         assert place is not None
         tensor = cut[name].detach()
         assert is_sharded(tensor)
-        # If there are more processes than rows, some shards are empty.
+        # Some shards are empty if there are more processes than rows.
         if math.prod(place.chunk.sizes):
             shards[name] = TensorShard(tensor.to_local(), tuple(place.chunk.offsets))
     return shards
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Return True if this process must write its shard, of which other processes may have
-    copies.
+    """Return True if this process must write its shard. Other processes may have copies of the same
+    shard.
     """
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
@@ -157,7 +157,8 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file with this process's shards. Return it for its size and SHA-256.
+    """Write the file with this process's shards. Return the written file, which has its size and
+    SHA-256 as attributes.
 
     Raises:
         OSError: a file system error.
@@ -376,9 +377,9 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
         for name, tensor in header.items():
             offsets = tuple(places[name][_OFFSETS_KEY])
             if len(offsets) != len(tensor.shape) or any(type(o) is not int for o in offsets):
-                raise ValueError(f"'{name}' has no place")
+                raise ValueError(f"'{name}' has invalid offsets")
             if any(offset < 0 for offset in offsets) or 0 in tensor.shape:
-                raise ValueError(f"'{name}' has no place")
+                raise ValueError(f"'{name}' has invalid offsets or is empty")
             ends = tuple(o + size for o, size in zip(offsets, tensor.shape, strict=True))
             found.append((name, (offsets, ends), _DTYPES[tensor.kind]))
     except ModelError as error:

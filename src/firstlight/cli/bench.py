@@ -100,23 +100,23 @@ _IN_CHECKOUT = (
 
 
 class _Benches(click.Group):
-    """Group of the benchmarks. For a benchmark that exists only in a checkout, the error names its
-    command."""
+    """Command group for benchmarks. For a benchmark that exists only in a checkout, the error names
+    its command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] in _IN_CHECKOUT:
             raise click.UsageError(
-                f"bench {args[0]} is not part of the package: in a checkout of firstlight, use "
-                f"python -m benchmarks {args[0]}"
+                f"bench {args[0]} is not part of the package: run python -m benchmarks {args[0]} "
+                "in a checkout of firstlight"
             )
         return super().resolve_command(ctx, args)
 
 
 @click.group("bench", cls=_Benches)
 def bench_group() -> None:
-    """Measure the effect of choices on this machine."""
+    """Measure the effect of settings on this machine."""
 
 
 @bench_group.command("methods")
@@ -131,11 +131,11 @@ def bench_group() -> None:
 @out_option("methods", "methods-bench")
 @with_json
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
-    """Speed and memory of each efficiency method on this machine.
+    """Measure the speed and memory of each efficiency method on this machine.
 
-    There are two tables: each method alone beside a plain fp32 run, and the ladder, in which each
-    row adds a method to those before it. A fresh process trains each row for a few steps, on the
-    source of Python's standard library. methods.json is rewritten after every run, so an
+    There are two tables: each method alone, compared with a plain fp32 run, and a ladder, in which
+    each row adds a method to the row before it. A fresh process trains each row for a few steps on
+    the source code of Python's standard library. methods.json is rewritten after every run, so an
     interrupted benchmark keeps its measurements.
     """
     from firstlight.bench.methods import bench_methods, draw
@@ -149,12 +149,12 @@ def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
 @out_option("gemm")
 @with_json
 def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
-    """This machine's matrix-product rate by shape, and the gain from aligned sizes.
+    """Measure this machine's matrix-product rate by shape, and the gain from aligned sizes.
 
-    Square products from small to large; the products of a GPT-2 training step; sizes padded to
-    multiples of 8, 64 and 128 beside sizes that are not; steps around a tile's edge; on a CPU,
-    passes over arrays from L1 to memory and products cut into blocks. Ctrl-C keeps the measurements
-    made so far.
+    The benchmark measures square products from small to large, the products of a GPT-2 training
+    step, padded sizes (multiples of 8, 64 and 128) against unpadded sizes, and sizes around a
+    tile's edge. On a CPU, it also measures passes over arrays from the size of the L1 cache up to
+    main memory, and products computed in blocks. Ctrl-C keeps the measurements made so far.
     """
     from firstlight.bench.gemm import GemmRun, draw
 
@@ -185,7 +185,7 @@ def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -
 
 
 def show_reasons(rows: Sequence[Result]) -> None:
-    """Print why rows have no measurements."""
+    """Print the reasons why rows were not measured."""
     for row in rows:
         if row["reason"]:
             show(f"{row['name']}: {row.get('status', 'failed')}: {row['reason']}")
@@ -205,11 +205,11 @@ def show_methods(result: Result) -> None:
     machine = result["machine"]
     show_steps_head(result)
     show(
-        f"MFU is of {machine['matmul_flops'] / 1e12:,.2f} TFLOP/s, this machine's "
-        f"{machine['matmul_dtype']} matrix products; speed and memory are to the first row, on "
-        "the CPU above the memory after the imports; the final loss is that of step "
-        f"{result['warmup_steps'] + result['steps']}, on the same rows but for the larger batch; "
-        "the first step is the compiler's"
+        f"MFU is relative to {machine['matmul_flops'] / 1e12:,.2f} TFLOP/s, this machine's rate of "
+        f"{machine['matmul_dtype']} matrix products; speed and memory are relative to the first "
+        "row, and memory on a CPU excludes the memory in use after the imports; the final loss is "
+        f"the loss of step {result['warmup_steps'] + result['steps']}, on the same rows except "
+        "with the larger batch; the first step includes compilation"
     )
     header = (
         "samples/s | (min-max) | tokens/s | MFU | peak memory | speed | memory | final loss"
@@ -224,10 +224,10 @@ def show_methods(result: Result) -> None:
     )
     for table, title in (
         ("alone", "each method alone"),
-        ("ladder", "the ladder: each added to those above"),
+        ("ladder", "ladder: each method added to those above"),
     ):
         if table == "ladder":
-            header += " | to the rung before"
+            header += " | vs previous row"
             templates += " | {ratio_to_previous:.2f}x"
         measured = [
             {**row, "more": f", {row['processes']} processes" if row["processes"] > 1 else ""}
@@ -247,16 +247,16 @@ def show_gemm(result: Result) -> None:
     show(
         f"{machine['name']}, {machine['threads']} threads, torch {machine['torch']}; medians of "
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
-        + ("" if result["complete"] else "; interrupted: not all was measured")
+        + ("" if result["complete"] else "; interrupted: some measurements are missing")
     )
     # The load is a one-minute average, so a lower load may come from a command that has just ended.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
-        show(f"the load was {load:.1f} at the start: other work takes part of these rates")
+        show(f"the load average was {load:.1f} at the start: other processes lower these rates")
     dtypes = list(result["ceilings"])
     ceilings = [UNITS["tera"](rate) for rate in result["ceilings"].values()]
-    show_table([("TFLOP/s", *dtypes), ("ceiling (best seen of a large one)", *ceilings)])
+    show_table([("TFLOP/s", *dtypes), ("ceiling (best of a large product)", *ceilings)])
     model = f"{result['model']}, {result['tokens']:,} tokens: share of the ceiling"
-    step = f"all products of a step of {result['step_tokens']:,} tokens take, at these rates"
+    step = f"time of all products in a step of {result['step_tokens']:,} tokens, at these rates"
     rate = "{flops_per_second:tera} ({lowest:tera}-{highest:tera})"
     ratio = "{time_ratio:.2f} ({rate_ratio:.2f}) [{lowest:.2f}-{highest:.2f}]"
     parts = (
@@ -278,10 +278,10 @@ def show_gemm(result: Result) -> None:
         {**row, "all": f" (to {', '.join(map(str, row['multiples']))})" if row["multiples"] else ""}
         for row in result["padding"]
     ]
-    _show_by_dtype("padded: time (rate) against unpadded", paddings, dtypes, (padded, ratio))
+    _show_by_dtype("padded: time (rate) relative to unpadded", paddings, dtypes, (padded, ratio))
     for key, title in (
-        ("tile", "N around a tile: time (rate) against 256"),
-        ("wave", "tiles: time (rate) against one a multiprocessor"),
+        ("tile", "N around a tile: time (rate) relative to 256"),
+        ("wave", "tiles: time (rate) relative to one tile per multiprocessor"),
     ):
         _show_by_dtype(title, result[key], dtypes, ("{to}, work {work_ratio:.3f}", ratio))
     if result["loops"]:
@@ -293,7 +293,7 @@ def _show_loops(loops: Result) -> None:
     quantization."""
     binary = UNITS["binary"]
     caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
-    title = "one thread reads" + (f" (caches: {caches})" if caches else "")
+    title = "array read by one thread" + (f" (caches: {caches})" if caches else "")
     waves, spread = loops["waves"], "({lowest:giga}-{highest:giga})"
     show()
     show_cells(
@@ -301,14 +301,14 @@ def _show_loops(loops: Result) -> None:
     )
     show()
     show_cells(
-        f"one thread multiplies fp32, {loops['edge']} square | GFLOP/s",
+        f"fp32 product of {loops['edge']} x {loops['edge']} by one thread | GFLOP/s",
         "{cut} of {block} | {flops_per_second:giga} " + spread,
         loops["blocks"],
     )
     show()
     show_cells(
-        f"products of {waves['edge']} square at once, {waves['threads']} threads"
-        " | time / time of one",
+        f"concurrent products of {waves['edge']} x {waves['edge']}, {waves['threads']} threads"
+        " | time / time of a single product",
         "{products} | {time_ratio:.2f} ({lowest:.2f}-{highest:.2f})",
         waves["rows"],
     )

@@ -34,9 +34,10 @@ _SETTINGS = {
 _FIELDS = config_fields(SamplingConfig)
 
 _INPUT_HELP = """\
-A line that ends in \\ goes on in the next one; so does a message between two lines of \"\"\".
-A message that begins with / is written with two: //etc.
-Ctrl-C stops an answer; at the prompt it leaves, as Ctrl-D does."""
+A line that ends in \\ continues on the next line.
+To type a message with several lines, put \"\"\" before and after it.
+To begin a message with /, type // instead: //etc.
+Ctrl-C stops an answer. At the prompt, Ctrl-C and Ctrl-D leave the chat."""
 
 
 # Input
@@ -99,7 +100,7 @@ class _Input:
             except EOFError:
                 raise _EndOfInput from None
             except UnicodeDecodeError:
-                say("firstlight: error: that was not UTF-8")
+                say("firstlight: error: the message is not UTF-8: type it again")
                 return self._line(prompt)
         if self._interactive:
             # Written to stderr, because stdout may go to a file or another program.
@@ -151,17 +152,21 @@ class Terminal:
         }
         self._commands = {
             "help": _Command("", "this list", lambda _: self._help()),
-            "reset": _Command("", "forget the conversation", lambda _: self._reset()),
+            "reset": _Command("", "start a new conversation", lambda _: self._reset()),
             "retry": _Command("", "answer the last message again", lambda _: self._retry()),
-            "undo": _Command("", "take the last message back", lambda _: self._undo()),
-            "system": _Command("[TEXT]", "the system message; none removes it", self._system),
-            **settings,
-            "settings": _Command("", "all of them", lambda _: self._show_settings()),
-            "stats": _Command("", "tokens, speed, context used", lambda _: self._show_stats()),
-            "save": _Command(
-                "FILE", "write the messages as JSON, as OpenAI's API has them", self._save
+            "undo": _Command("", "remove the last message and its answer", lambda _: self._undo()),
+            "system": _Command(
+                "[TEXT]", "show or set the system message; none removes it", self._system
             ),
-            "quit": _Command("", "leave", lambda _: self._quit()),
+            **settings,
+            "settings": _Command("", "show all settings", lambda _: self._show_settings()),
+            "stats": _Command(
+                "", "show tokens, speed and used context", lambda _: self._show_stats()
+            ),
+            "save": _Command(
+                "FILE", "write the messages as JSON, in the format of OpenAI's API", self._save
+            ),
+            "quit": _Command("", "leave the chat", lambda _: self._quit()),
         }
 
     def run(self) -> None:
@@ -186,7 +191,7 @@ class Terminal:
         else:
             return
         if self._interactive:
-            say("")  # the shell's prompt gets a line of its own
+            say("")  # start the shell's prompt on a new line
 
     def _take(self, message: str) -> None:
         if message.startswith("/") and not message.startswith("//"):
@@ -254,9 +259,9 @@ class Terminal:
         if stats.finish_reason == "interrupted":
             say("(stopped)")
         elif stats.finish_reason == "length" and full:
-            say(f"(cut: the {self._session.context} tokens of the model's context are full)")
+            say(f"(answer cut off: the model's context of {self._session.context} tokens is full)")
         elif stats.finish_reason == "length" and self._session.has_template:
-            say(f"(cut at {counted(stats.new_tokens, 'token')}: /max-tokens)")
+            say(f"(answer cut off after {counted(stats.new_tokens, 'token')}: raise /max-tokens)")
         if stats.dropped > self._dropped:
             noun = "turn" if self._session.has_template else "token"
             say(f"(the first {counted(stats.dropped, noun)} no longer fit into the context)")
@@ -268,8 +273,11 @@ class Terminal:
         show_rows(((f"/{name} {c.argument}", c.help) for name, c in self._commands.items()), say)
         say(_INPUT_HELP)
         if not self._session.has_template:
-            say("This model continues your text as it is: begin with a space for a new word.")
-            say("Press Enter to let the model continue.")
+            say(
+                "This model continues your text exactly as typed: "
+                "begin with a space for a new word."
+            )
+            say("Press Enter to let the model continue its own text.")
 
     def _reset(self) -> None:
         self._session.reset()
@@ -283,7 +291,7 @@ class Terminal:
         if text is None:
             raise ConfigError("there is no message to undo yet")
         start = text if len(text) <= 60 else f"{text[:57]}..."
-        say(f"(taken back: {start})")
+        say(f"(removed: {start})")
 
     def _system(self, text: str) -> None:
         if text:
@@ -307,7 +315,7 @@ class Terminal:
         if stats is not None:
             used = stats.prompt_tokens + stats.new_tokens
             share = 100 * used / session.context
-            first = f"the first after {stats.first_token_seconds:.2f} s"
+            first = f"first token after {stats.first_token_seconds:.2f} s"
             rows += [
                 ("last prompt", counted(stats.prompt_tokens, "token")),
                 ("last answer", f"{counted(stats.new_tokens, 'token')} ({stats.finish_reason})"),

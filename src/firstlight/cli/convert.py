@@ -27,12 +27,14 @@ from firstlight.console import say
 @click.option("--tokenizer", help="Tokenizer folder or file to use instead of the source's.")
 @path_option(
     "--config",
-    help="JSON file with values that are missing in another program's files, as in config.json.",
+    help="JSON file with settings that are missing in "
+    "another program's files, in the format of config.json.",
 )
 @click.option(
     "--tolerance",
     type=float,
-    help="Largest accepted difference of logits, relative to the largest logit; for llama.cpp's "
+    help="Largest accepted difference between the logits, "
+    "relative to the largest logit; for llama.cpp's "
     "formats, the largest accepted relative increase of the perplexity.",
 )
 @path_option(
@@ -42,7 +44,7 @@ from firstlight.console import say
 @best_option
 @with_json
 def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> dict[str, Any]:
-    """Convert a model, and verify that the result computes the same as the source.
+    """Convert a model, and verify that the result matches the source.
 
     SRC is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id; or another
     program's checkpoint: a file of nanoGPT, LLMs-from-scratch or torchtune, a folder of OpenAI's
@@ -60,14 +62,14 @@ def convert_command(source: str, out: Path, as_json: bool, **options: Any) -> di
     cost = []
     if result.perplexity is not None:
         before, after, bits = result.perplexity
-        cost = [("perplexity", f"{before:.4g} of the source, {after:.4g} of the result")]
-        cost += [("bits a weight", f"{bits:.2f}")]
+        cost = [("perplexity", f"source {before:.4g}, result {after:.4g}")]
+        cost += [("bits per weight", f"{bits:.2f}")]
     show_rows(
         [
             ("source", f"{result.program}, {result.model_type}"),
             ("written", result.file or result.out),
             ("parameters", f"{result.parameters:,} in {result.dtype}"),
-            ("logits", f"{same} (the largest is {largest:.3g})"),
+            ("logits", f"{same} (largest logit: {largest:.3g})"),
             *cost,
             ("chat template", "the same in both" if result.has_chat_template else "none"),
         ]

@@ -35,12 +35,12 @@ _ROWS, _TEXTS = 8, 32
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the sample.  [default: 0]")
 @click.option(
-    "--seq-len", type=click.IntRange(min=1), help="Tokens per row.  [default: as trained]"
+    "--seq-len", type=click.IntRange(min=1), help="Tokens per row.  [default: as in training]"
 )
 @click.option(
     "--document-masking/--no-document-masking",
     default=None,
-    help="Attend only within a document, or to the whole row.  [default: as trained]",
+    help="Attend only within a document, or across the whole row.  [default: as in training]",
 )
 @click.option(
     "--tasks",
@@ -52,14 +52,14 @@ _ROWS, _TEXTS = 8, 32
 )
 @count_option("--items", help="Use only the first N items of each task.")
 @click.option(
-    "--task-folder", metavar="DIR", help="Folder with more tasks for lm-evaluation-harness."
+    "--task-folder", metavar="DIR", help="Folder with additional tasks for lm-evaluation-harness."
 )
 @click.option(
     "--apply-chat-template/--no-apply-chat-template",
     "chat_template",
     default=None,
-    help="Apply the model's chat template to items of lm-eval tasks.  [default: as the metadata "
-    "of the task specifies, else not]",
+    help="Apply the model's chat template to items of lm-eval tasks. "
+    " [default: as specified in the task's metadata, otherwise off]",
 )
 @click.option(
     "--by-position",
@@ -80,7 +80,8 @@ _ROWS, _TEXTS = 8, 32
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
-    help=f"Rows, or a task's texts, at a time.  [default: {_ROWS} rows, {_TEXTS} texts]",
+    help="Batch size: rows for the loss, texts for "
+    f"a task.  [default: {_ROWS} rows, {_TEXTS} texts]",
 )
 @device_option
 @with_json
@@ -101,7 +102,7 @@ def eval_command(
     as_json: bool,
     **of_the_loss: Any,
 ) -> dict[str, Any]:
-    """Compute loss, perplexity and bits per byte on held-out data, or scores in tasks.
+    """Compute loss, perplexity and bits per byte on held-out data, or the scores of tasks.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     """
@@ -182,7 +183,7 @@ def _by_position(
     )
 
     if len(set(checkpoints)) < len(checkpoints):
-        raise ConfigError("--beside names a model twice: name each model once")
+        raise ConfigError("--beside is given twice for the same model: give it once")
 
     def evaluated(loaded: LoadedModel, folder: str) -> ByPosition:
         return _with_bar(  # type: ignore[no-any-return]
@@ -283,7 +284,7 @@ def _show_loss(found: Evaluation) -> None:
         ("bits per byte", with_error(found.bits_per_byte, found.bits_per_byte_stderr)),
     ]
     if found.gzip_bits_per_byte is not None:
-        text = "the same text" if found.rows == found.total_rows else "all of the split's text"
+        text = "the same text" if found.rows == found.total_rows else "the full text of the split"
         shown.append(("gzip -9", f"{found.gzip_bits_per_byte:.4f} bits per byte on {text}"))
     shown.append(("tokens", f"{found.tokens:,}"))
     show_rows(shown)

@@ -144,7 +144,9 @@ def generate_command(
         show_table(_choice_rows(loaded, result.choices))
     limit = loaded.model.config.max_position_embeddings
     if result.prompt_tokens + len(result.token_ids) == limit and not config.slide:
-        advice = "--slide continues beyond it" if config.beams == 1 else "beams end there"
+        advice = (
+            "add --slide to continue beyond it" if config.beams == 1 else "beam search ends there"
+        )
         say(f"the model's context of {limit} tokens is full: {advice}")
     return dataclasses.asdict(result)
 
@@ -204,7 +206,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
     type=int,
     default=512,
     show_default=True,
-    help="Most tokens of an answer.",
+    help="Maximum number of tokens per answer.",
 )
 @config_options(SamplingConfig, *SAMPLING, "seed")
 @template_option
@@ -213,7 +215,7 @@ def _biases(given: tuple[str, ...]) -> dict[int, float]:
 @compile_option
 @click.option("--web", is_flag=True, help="Chat in the browser instead of the terminal.")
 @click.option("--host", help="With --web: address to listen on.  [default: 127.0.0.1]")
-@click.option("--port", type=int, help="With --web: port; 0 takes a free one.  [default: 8000]")
+@click.option("--port", type=int, help="With --web: port; 0 chooses a free port.  [default: 8000]")
 def chat_command(
     checkpoint: str,
     best: bool,
@@ -227,7 +229,8 @@ def chat_command(
     port: int | None,
     **sampling: Any,
 ) -> None:
-    """Chat with a model by its chat template. A model without one continues your text.
+    """Chat with a model in the format of its chat template. A model without a chat template
+    continues your text.
 
     CHECKPOINT is a run, a checkpoint, a Hugging Face model folder, a GGUF file or a hub id.
     Messages can be piped in, one per line; then only the answers are written to stdout.
@@ -258,9 +261,9 @@ def chat_command(
         decoder.with_room(1)
     terminal = Terminal(session, interactive=sys.stdin.isatty())
     if sys.stdin.isatty():
-        kind = "" if session.has_template else "; no chat template: it continues what you write"
+        kind = "" if session.has_template else "; no chat template: it continues your text"
         say(f"{loaded.folder.name}, {session.context:,} tokens of context{kind}")
-        say("/help lists the commands, Ctrl-D leaves")
+        say("/help lists the commands, Ctrl-D leaves the chat")
     terminal.run()
 
 
@@ -330,8 +333,8 @@ def _name_of(checkpoint: str) -> str:
 
 
 def _api_key(file: Path | None) -> bytes | None:
-    """Return the API key from the file or else from the environment variable, or None if there is
-    none.
+    """Return the API key from the file or, without a file, from the environment variable. Return
+    None if neither is set.
 
     There is no option for the key itself, because other users of the machine can read the command
     line.
@@ -348,13 +351,13 @@ def _api_key(file: Path | None) -> bytes | None:
 
 def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool) -> None:
     scheduler = service.scheduler
-    say(f"serving {options.model_name} at {url}/v1 (Ctrl-C ends it)")
+    say(f"serving {options.model_name} at {url}/v1 (Ctrl-C stops the server)")
     say(
-        f"at most {options.max_batch_size} texts of {scheduler.max_tokens:,} tokens at a time, "
-        f"keys and values: {gib(service.cache_bytes)}; {options.max_queue} more may wait"
+        f"at most {options.max_batch_size} concurrent texts of {scheduler.max_tokens:,} tokens, KV "
+        f"cache of {gib(service.cache_bytes)}; up to {options.max_queue} more can wait"
     )
     if options.api_key is not None:
-        say("clients need the API key")
+        say("clients must send the API key")
     if as_json:
         content = {
             "url": url,

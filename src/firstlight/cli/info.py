@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @with_json
 def info_command(checkpoint: str | None, best: bool, check: bool, as_json: bool) -> dict[str, Any]:
-    """Describe a model, or without CHECKPOINT this machine."""
+    """Describe a model or, without CHECKPOINT, this machine."""
     if checkpoint is None and best:
         raise ConfigError("--best needs a run folder")
     if checkpoint is not None and check:
@@ -97,7 +97,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the row about other programs on the GPU; no row if the driver can't be queried."""
+    """Return the row about other programs on the GPU, or no row if the driver can't be queried."""
     if "gpu_utilization" not in machine:
         return []
     used = gib(machine["device_used_bytes"])
@@ -164,7 +164,7 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
     tokenizer, parts = result["tokenizer"], result["parameters_by_part"]
     shape = (
-        f"{config.num_hidden_layers} layers, {config.hidden_size} wide, "
+        f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
         f"{config.num_attention_heads} heads ({config.num_key_value_heads} for keys and values)"
     )
     total, active = result["parameters"], result["active_parameters"]
@@ -183,13 +183,13 @@ def _show_model(result: dict[str, Any], config: ModelConfig) -> None:
             *_tokenizer_rows(tokenizer),
             (
                 "memory to generate",
-                f"{gib(result['inference_bytes'])} in {dtypes}: weights, and a cache of "
-                f"{human_bytes(result['cache_bytes_per_token'])} per token for the whole context",
+                f"{gib(result['inference_bytes'])} in {dtypes}: weights, and a KV cache of "
+                f"{human_bytes(result['cache_bytes_per_token'])} per token for the full context",
             ),
             (
                 "memory to train",
                 f"{gib(result['training_state_bytes'])} in fp32: weights, gradients and "
-                "AdamW's moments; the activations come on top",
+                "AdamW's moments, but not activations",
             ),
         ]
     )
@@ -216,7 +216,8 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
 @path_option(
     "--out",
     metavar="FILE.html",
-    help="Page to write; the picture gets the same name with .png.  [default: report.html in the "
+    help="Page to write; the picture has the same name "
+    "but ends in .png.  [default: report.html in the "
     "run folder; for several runs comparison.html]",
 )
 @with_json
@@ -224,7 +225,7 @@ def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> d
     """Write the report of a run as a web page and a picture, or compare several runs.
 
     RUN is a run folder; the run may still be training, or may have been killed. The page is a
-    single file that loads nothing from other places.
+    single self-contained file.
     """
     from firstlight.report import report as report_files
     from firstlight.report.compare import number_table

@@ -103,7 +103,7 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> Iterator[None]:
-    """Context in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT
+    """Context in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
     KeyboardInterrupt.
 
     Ignored signals (nohup) stay ignored. Outside the main thread, nothing changes.
@@ -111,7 +111,7 @@ def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> I
     If a signal arrives during an import, its exception is raised after the import: C++ code that
     imports modules swallows exceptions, which would leave a half-initialised module behind. The
     same applies inside torch's fake-tensor modules, whose C++ callers would abort the process. If
-    an import takes long, as that of torch does, the signal ends the process.
+    an import takes long, such as the import of torch, the signal ends the process.
 
     Args:
         as_json: True to also print the error as a JSON object if the process ends during an import.
@@ -289,8 +289,8 @@ def main(
     """Run the command line.
 
     Args:
-        arguments: command-line arguments; None takes those of the process, which then exits after
-            this call.
+        arguments: command-line arguments; None uses the arguments of the process, which then exits
+            after this call.
         command: click command to run; the benchmarks of a checkout pass a different one.
         program: program name shown in the help.
 
@@ -329,7 +329,7 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     if 0 < _address_limit() < _LEAST_ADDRESSES and not {"-h", "--help"} & set(arguments):
         message = (
             f"the shell limits the address space to {_address_limit() / 1e9:.2f} GB (ulimit -v), "
-            f"and torch alone takes {_LEAST_ADDRESSES / 1e9:.1f} GB: raise it"
+            f"but torch alone takes {_LEAST_ADDRESSES / 1e9:.1f} GB: raise the limit"
         )
         return _fail(message, "MemoryError", 1, as_json)
     try:

@@ -71,12 +71,12 @@ def config_options(
     """Return a decorator that adds an option to a command for each named field of a config
     dataclass.
 
-    Name, type, default and help text are those of the field.
+    The option has the name, type, default and help text of the field.
 
     Args:
         config: the dataclass.
         names: field names in the order of --help; all fields if omitted.
-        only_on: True to add no --no-NAME for switches.
+        only_on: True to omit --no-NAME for switches.
         metavars: placeholders of the values in --help, by field name.
     """
     fields = config_fields(config)
@@ -148,14 +148,14 @@ recipe_argument = click.argument(
 best_option = click.option(
     "--best",
     is_flag=True,
-    help="Of a run: the checkpoint with the lowest validation loss instead of the newest one.",
+    help="For a run, use the checkpoint with the lowest validation loss instead of the newest.",
 )
 out_option = path_option("--out", required=True, help="Folder to write.")
 text_key_option = click.option(
     "--text-key",
     default="text",
     show_default=True,
-    help="Field of the text in JSONL, CSV or Parquet files.",
+    help="Name of the text field in JSONL, CSV or Parquet files.",
 )
 as_is_option = click.option(
     "--as-is",
@@ -175,7 +175,7 @@ loading_option = click.option(
     "--loading",
     default="auto",
     show_default=True,
-    help="Reading of weights: mmap (the file must not change), sequential or straight.",
+    help="How to read the weights: mmap (the file must not change), sequential or straight.",
 )
 compile_option = click.option(
     "--compile/--no-compile",
@@ -228,10 +228,9 @@ SAMPLING = (
 #: Suffixes of text files that `prepare` can't read, but that users may pass instead of a recipe.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
-    "train": "firstlight train recipes/demo.yaml --data.dir mine/data trains its model",
-    "plan": 'firstlight plan recipes/gpt2-124m.yaml --gpu "RTX 4090" says whether it fits, and how '
-    "fast it is",
-    "tune": "firstlight tune recipes/demo.yaml --budget 1h looks for better learning rates",
+    "train": "firstlight train recipes/demo.yaml --data.dir mine/data",
+    "plan": 'firstlight plan recipes/gpt2-124m.yaml --gpu "RTX 4090"',
+    "tune": "firstlight tune recipes/demo.yaml --budget 1h",
 }
 
 
@@ -248,14 +247,14 @@ def split_arguments(
         is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:
-        ConfigError: there is no recipe, more than one recipe, or something else in its place; or an
+        ConfigError: there is no recipe, more than one recipe, or the path is not a recipe; or an
             option is unknown.
     """
     paths, overrides = split_paths(arguments)
     if len(paths) != 1:
         problem = f"more than one recipe: {' '.join(paths)}" if paths else "no recipe given"
         usage = f"firstlight {verb} RECIPE.yaml [--section.key VALUE]..."
-        raise ConfigError(f"{problem}; use: {usage} (for instance {_EXAMPLES[verb]})")
+        raise ConfigError(f"{problem}; use: {usage} (for example {_EXAMPLES[verb]})")
     if not is_run:
         _require_recipe(paths[0], verb)
     return paths[0], overrides
@@ -309,7 +308,7 @@ def _require_recipe(path: str, verb: str) -> None:
         recipe = shlex.quote(str(place / RECIPE_NAME))
         what, then = "a run folder", f"firstlight {verb} {recipe}{resume}"
     elif (place / CONFIG_NAME).is_file():
-        what, then = "a model's folder", f"{use} --init-from {quoted}"
+        what, then = "a model folder", f"{use} --init-from {quoted}"
     elif (place / MANIFEST_NAME).is_file():
         what, then = "a prepared corpus", f"{use} --data.dir {quoted}"
     else:
@@ -317,11 +316,11 @@ def _require_recipe(path: str, verb: str) -> None:
         then = f"firstlight train {quoted} --plan-only"
     if what in ("a folder", "text") and verb != "plan":
         then = (
-            f"prepare takes text: firstlight tokenizer train {quoted} --vocab-size 4096 --out "
+            f"first prepare the text: firstlight tokenizer train {quoted} --vocab-size 4096 --out "
             f"mine/tokenizer, then firstlight prepare {quoted} --tokenizer mine/tokenizer --out "
             f"mine/data, then {use} --data.dir mine/data"
         )
-    raise ConfigError(f"{path} is {what}, and {verb} takes a recipe: {then}")
+    raise ConfigError(f"{path} is {what}, but {verb} needs a recipe: {then}")
 
 
 def _unknown_option(argument: str, name: str) -> str:

@@ -75,7 +75,7 @@ def plan_command(
     path, overrides = split_arguments(arguments, "plan")
     device = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--gpus": gpus if gpus > 1 else None}
     if write is not None and write.exists():
-        raise ConfigError(f"{write} already exists: give --write the name of a new file")
+        raise ConfigError(f"{write} already exists: choose another file for --write")
     from firstlight.planner.plan import processes as workers
 
     # Started before the slow imports below, so that the processes import at the same time.
@@ -146,7 +146,7 @@ def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
     if path is None:
         return None
     if searched and plan.chosen is None:
-        say(f"{path} is not written: nothing fits")
+        say(f"{path} was not written: no plan fits in memory")
         return None
     write_recipe(path, plan.chosen or plan.recipe)
     show(f"written: {path}")
@@ -170,7 +170,8 @@ def next_command(
         overrides: (section.key, value) pairs on the plan's command line.
         init_from: --init-from on the plan's command line.
         where: device options on the plan's command line, as words.
-        wanted: budget options on the plan's command line, or those of a usual budget, as words.
+        wanted: budget options on the plan's command line, or options for a typical budget, as
+            words.
         written: path of the recipe that --write wrote; None if nothing was written.
     """
     from firstlight.planner.plan.text import changed_options

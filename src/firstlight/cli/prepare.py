@@ -36,22 +36,24 @@ _OF_TEXT = {
     type=float,
     default=0.1,
     show_default=True,
-    help="Share of the text held out for validation, in whole documents; 0 for none.",
+    help="Fraction of the text to hold out for "
+    "validation, in whole documents; 0 holds out nothing.",
 )
 @click.option(
-    "--workers", type=int, help="Number of processes.  [default: by the size of the corpus]"
+    "--workers", type=int, help="Number of processes.  [default: depends on the size of the corpus]"
 )
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default=_OF_TEXT["engine"],
     show_default=True,
-    help="Where to encode: processes of this machine, or a Ray cluster. The shards are the same.",
+    help="Where to encode: in processes on this machine, or "
+    "on a Ray cluster. The shards are the same.",
 )
 @click.option(
     "--ray-address",
     metavar="auto|local|HOST:PORT",
-    help="Address of the Ray cluster: auto for a running one, local for a new one.  [default: "
+    help="Address of the Ray cluster: auto for a running cluster, local for a new one.  [default: "
     "chosen by Ray]",
 )
 @text_key_option
@@ -70,8 +72,8 @@ _OF_TEXT = {
     type=click.Choice(["text", "chat", "preference"]),
     default="text",
     show_default=True,
-    help="Kind of the data: texts; chat, conversations with a label for each token to learn; "
-    "preference, pairs of answers to a prompt.",
+    help="Kind of data: text; chat, for conversations with a label for each "
+    "token to learn; or preference, for pairs of answers to a prompt.",
 )
 @click.option(
     "--val-input",
@@ -96,14 +98,14 @@ _OF_TEXT = {
 @click.option(
     "--train-on",
     type=click.Choice(["assistant", "last", "answers", "all"]),
-    help="With --kind chat: tokens to learn: all of the assistant, its last message, all of the "
-    "assistant without reasoning, or everything.  [default: assistant]",
+    help="With --kind chat: tokens to learn: all messages of the assistant, "
+    "its last message, its messages without reasoning, or everything.  [default: assistant]",
 )
 @click.option(
     "--on-bad",
     type=click.Choice(["refuse", "skip", "keep"]),
-    help="With --kind chat: what to do with invalid records, and with records of which the chat "
-    "template omits a part (keep: train on the rest).  [default: refuse]",
+    help="With --kind chat: what to do with invalid records, and with records from which "
+    "the chat template omits a part (keep: train on the rest).  [default: refuse]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace --out if it is a prepared corpus.")
 @with_json
@@ -120,13 +122,14 @@ def prepare_command(
 ) -> dict[str, Any]:
     """Tokenize a corpus and write it as shards to --out.
 
-    INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
-    .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
-    hf:NAME[:CONFIG[:SPLIT]], by default with the split "train" (hf:NAME::validation for another).
-    Each text file, line of a JSONL file and row of a table is one document; <|endoftext|> and
-    similar separators also end a document. Text is UTF-8, or UTF-16 or UTF-32 with a byte-order
-    mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of other kinds are
-    counted. random:TOKENS[:SEED] as the only input gives uniformly random tokens for measurements.
+    INPUT is a file, folder or glob of text and code with any or no file name extension, .jsonl,
+    .ndjson, .csv, .tsv (each also compressed as .gz, .bz2, .xz or .zst) or .parquet, the word
+    `stdlib`, or hf:NAME[:CONFIG[:SPLIT]], by default with the split "train" (hf:NAME::validation
+    for another). Each text file, line of a JSONL file and row of a table is one document;
+    <|endoftext|> and similar separators also end a document. Text is UTF-8, or UTF-16 or UTF-32
+    with a byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of
+    other kinds are counted. random:TOKENS[:SEED] as the only input gives uniformly random tokens
+    for measurements.
 
     With --kind chat, INPUT is .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or
     hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation: {messages}, {conversations}, or a
@@ -152,7 +155,7 @@ def prepare_command(
         if of_text != _OF_TEXT:
             raise ConfigError(
                 "--workers, --engine, --ray-address, --text-key, --max-documents, --max-tokens and "
-                "--as-is are for text: leave them out with --kind chat"
+                "--as-is are for text: omit them with --kind chat"
             )
         manifest = _prepare_chat(inputs, *folders, kind=kind, **shared, **of_chat)
     _show_summary(out, manifest)
@@ -200,7 +203,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
                 number, what = number // 2, "preference pair"
             show(
                 f"{out}: {split}: {counted(number, what)}, "
-                f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to learn"
+                f"{entry['tokens']:,} tokens, {entry['learned']:,} of them to train on"
             )
             continue
         show(
@@ -219,10 +222,10 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             for entry in map(json.loads, itertools.islice(lines, 5)):
                 say(f"  {entry['file']}:{entry['line']}: {entry['detail']}")
         if sum(rejected.values()) > 5:
-            say(f"  ... all of them in {out / REJECTED_NAME}")
+            say(f"  ... see {out / REJECTED_NAME} for all of them")
     if manifest["unread_files"]:
         count = sum(manifest["unread_files"].values())
         say(
-            f"{counted(count, 'file')} of the inputs not read, because of their kind: "
+            f"skipped {counted(count, 'file')} of an unsupported kind: "
             f"{sources.listed(manifest['unread_files'])}; listed in {out / UNREAD_NAME}"
         )

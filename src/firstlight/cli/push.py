@@ -19,7 +19,7 @@ _licence_option = click.option(
     "--license",
     "licence",
     metavar="ID",
-    help="Licence for the card as the hub's id, such as apache-2.0.  [default: none given]",
+    help="Licence for the card, as a licence id of the hub such as apache-2.0.  [default: none]",
 )
 
 
@@ -58,10 +58,10 @@ def push_command(
 ) -> dict[str, Any]:
     """Upload a model to the Hugging Face hub, with a model card.
 
-    RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. Weights,
-    tokenizer, recipe, loss curve and card are uploaded as `convert` writes them, without optimizer
-    state and without paths of this machine. Files that are already on the hub are not sent again:
-    after an interrupted upload, repeat the command.
+    RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. The weights, in
+    the format of `convert`, the tokenizer, the recipe, the loss curve and a card are uploaded,
+    without optimizer state and without paths of this machine. Files that are already on the hub are
+    not sent again: after an interrupted upload, repeat the command.
     """
     from firstlight.sharing.push import push
 
@@ -69,7 +69,7 @@ def push_command(
     if pushed.unfinished_of is not None:
         say(
             f"note: the run is not finished: this is step {pushed.step:,} of "
-            f"{pushed.unfinished_of:,}, and the card says so"
+            f"{pushed.unfinished_of:,}, which the card states"
         )
     return _shown(pushed)
 
@@ -84,8 +84,8 @@ def push_data_command(
 ) -> dict[str, Any]:
     """Upload a prepared corpus to the Hugging Face hub, with a card.
 
-    DATA is a folder that `firstlight prepare` wrote. On any machine, --data.dir
-    hf://datasets/USER/NAME then trains on it.
+    DATA is a folder that `firstlight prepare` wrote. Any machine can then train on it with
+    --data.dir hf://datasets/USER/NAME.
     """
     from firstlight.sharing.push import push_data
 

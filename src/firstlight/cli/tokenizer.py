@@ -38,9 +38,9 @@ def train_command(
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on a corpus, and write tokenizer.json to --out.
 
-    INPUT is a file, folder or glob of text and code with any ending or none, .jsonl, .ndjson, .csv,
-    .tsv (each may end in .gz, .bz2, .xz or .zst, too) or .parquet, the word `stdlib`, or
-    hf:NAME[:CONFIG[:SPLIT]].
+    INPUT is a file, folder or glob of text and code with any or no file name extension, .jsonl,
+    .ndjson, .csv, .tsv (each also compressed as .gz, .bz2, .xz or .zst) or .parquet, the word
+    `stdlib`, or hf:NAME[:CONFIG[:SPLIT]].
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines
     from firstlight.data.records import read_documents, with_words
@@ -62,9 +62,9 @@ def train_command(
         say(line)
     if rejections:
         number = counted(counts["rejected"], "document")
-        say(f"{number} not used (firstlight prepare lists them); first: {rejections[0]}")
+        say(f"skipped {number} (firstlight prepare lists them all); first: {rejections[0]}")
     if tokenizer.vocab_size < vocab_size:
-        say(f"the corpus gave only {tokenizer.vocab_size} of {vocab_size} tokens")
+        say(f"the corpus yielded only {tokenizer.vocab_size} of {vocab_size} tokens")
     show(
         f"{out}: {tokenizer.vocab_size} tokens from {counted(counts['documents'], 'document')}, "
         f"{human_bytes(counts['text_bytes'])}"
@@ -157,7 +157,7 @@ def extend_command(
 
     if source is None:
         raise click.UsageError(
-            "DIR is missing: it stands before --add, since every word after --add is a token"
+            "DIR is missing: put it before --add, because every word after --add is a token"
         )
     if not add and chat_template is None:
         raise click.UsageError("nothing to do: give --add TOKEN..., --chat-template or both")
@@ -171,7 +171,7 @@ def extend_command(
     with new_folder(out) as folder:
         after.save_pretrained(folder)
     if needed:
-        show(f"added what the chat template {chat_template} needs: {' '.join(needed)}")
+        show(f"added the tokens that the chat template {chat_template} needs: {' '.join(needed)}")
     added = {token: after.special_tokens[token] for token in [*add, *needed]}
     show(f"{out}: {after.vocab_size} tokens, {len(added)} of them new")
     if (place / "config.json").is_file():
@@ -197,7 +197,7 @@ _tokenizer_argument = click.argument("source", type=click.Path(path_type=Path), 
 @click.option(
     "--special-tokens",
     is_flag=True,
-    help="Encode special tokens that TEXT names, such as <|endoftext|>.",
+    help="Encode names of special tokens in TEXT, such as <|endoftext|>, as special tokens.",
 )
 @with_json
 def encode_command(
@@ -234,7 +234,7 @@ def encode_command(
 def decode_command(
     source: Path, ids: tuple[int, ...], special_tokens: bool, as_json: bool
 ) -> dict[str, Any]:
-    """Print the text of the token ids ID..., or of those on stdin.
+    """Print the text of the token ids ID..., or of the token ids on stdin.
 
     DIR is a tokenizer folder or file, a run, a model folder or a hub id.
     """
@@ -259,7 +259,7 @@ def decode_command(
 def _try_out(tokenizer: Tokenizer) -> None:
     """Render an ordinary conversation with the tokenizer's chat template, and print it.
 
-    Many mistakes in a template only show when it is rendered.
+    Many mistakes in a template only become visible when it is rendered.
 
     Raises:
         TokenizerError: the template is invalid, or the text is empty.
@@ -273,11 +273,11 @@ def _try_out(tokenizer: Tokenizer) -> None:
     try:
         text = tokenizer.apply_chat_template(conversation)
     except InputError as error:  # raised by the template, which may expect other conversations
-        say(f"warning: the chat template refuses an ordinary conversation: {error}")
+        say(f"warning: the chat template rejects an ordinary conversation: {error}")
         return
     if not text.strip():
         raise TokenizerError("the chat template renders a conversation as an empty text")
-    show("the chat template is set; a question and its answer become:")
+    show("the chat template is set; it renders a question and its answer as:")
     show(f"  {text!r}")
 
 
@@ -287,7 +287,7 @@ def _chat_template(
     """Return the text of the template --chat-template, and the additional tokens that it needs.
 
     Args:
-        name: value of the option: name of a built-in template, or a file; None for no template.
+        name: name of a built-in template, or a file; None for no template.
         tokenizer: tokenizer before it is extended.
         add: tokens from --add.
 

@@ -70,13 +70,17 @@ text_options = grouped(
     click.option("--plan-only", is_flag=True, help="Texts: show the plan of the run and exit."),
     click.option("--explain", is_flag=True, help="Texts: show each chosen setting and its reason."),
     click.option("--gpu", metavar="NAME", help="With --plan-only: GPU to plan for."),
-    click.option("--text-key", metavar="KEY", help="Texts: text field of JSONL, CSV, Parquet."),
+    click.option(
+        "--text-key",
+        metavar="KEY",
+        help="Texts: text field in JSONL, CSV and Parquet.",
+    ),
     click.option(
         "--val-input",
         "val_inputs",
         multiple=True,
         metavar="INPUT",
-        help="Texts: texts to validate on, instead of a held-out part of the others.",
+        help="Texts: validation texts, instead of a held-out part of INPUT.",
     ),
     as_is_option,
 )
@@ -218,8 +222,9 @@ _USUAL_KEYS = (
     "lora.rank",
 )
 
-#: Environment variables set by launchers. If one of them is set, the forecast is not started early:
-#: only the main process forecasts, and the rank is not known before torch is imported.
+#: Environment variables set by launchers. If one of them is set, the estimate of the run's duration
+#: is not started early: only the main process makes it, and the rank is not known before torch is
+#: imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -346,7 +351,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
     help="With --nproc: restarts after a failed process.",
 )
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
-    """Train a model on texts or by a recipe, or fine-tune one.
+    """Train a model on texts or with a recipe, or fine-tune an existing model.
 
     INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
     model, batch size, learning rates and steps are chosen for the text, this machine and --budget.
@@ -355,8 +360,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     Every key of the recipe is an option, too, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step with a checkpoint and
-    exit code 75; --resume continues it. A second signal stops it at once. Creating the file
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step, with a checkpoint and
+    exit code 75; --resume continues the run. A second signal stops it at once. Creating the file
     `save-now` in the run folder saves a checkpoint. A diverged run ends with exit code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
@@ -474,8 +479,8 @@ def _cooled(
         resume: True to resume the cooldown's run.
 
     Raises:
-        ConfigError: `trunk` is a run folder in a situation where another process or a later start
-            could find a newer checkpoint in it.
+        ConfigError: `trunk` is a run folder in which another process or a later start could find a
+            newer checkpoint.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -484,7 +489,7 @@ def _cooled(
     if (resume or find_world().size > 1) and checkpoint != Path(trunk).expanduser():
         raise ConfigError(
             f"{trunk} may get a newer checkpoint before all processes or a later start read it: "
-            f"with --nproc or --resume, name the checkpoint to branch off, such as {checkpoint}"
+            f"with --nproc or --resume, give the path of a checkpoint, such as {checkpoint}"
         )
     return recipe, checkpoint
 
@@ -541,7 +546,9 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return an evaluation's figures without the NaN values: preference pairs lack some figures."""
+    """Return an evaluation's metrics without NaN values, because some metrics do not exist for
+    preference pairs.
+    """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
 

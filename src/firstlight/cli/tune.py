@@ -36,12 +36,12 @@ _SHOWN = 10
     metavar="TIME",
     default="1h",
     show_default=True,
-    help="Time of the whole command, such as 30min, 1h, 2d.",
+    help="Time limit for the whole command, such as 30min, 1h, 2d.",
 )
 @click.option(
-    "--trial-steps", type=int, help="Steps of a trial.  [default: an equal part of the budget]"
+    "--trial-steps", type=int, help="Steps per trial.  [default: an equal part of the budget]"
 )
-@click.option("--trial-minutes", type=float, help="Minutes of a trial, instead of --trial-steps.")
+@click.option("--trial-minutes", type=float, help="Minutes per trial, instead of --trial-steps.")
 @click.option("--init-from", metavar="DIR_OR_HUB_ID", help="Start each trial from these weights.")
 @path_option(
     "--out",
@@ -54,8 +54,8 @@ def tune_command(
     """Search keys of a recipe for the lowest held-out loss, with short training runs.
 
     Each trial trains the recipe with a shortened schedule in a separate process, with the same seed
-    and number of tokens. Optuna proposes values, and hopeless trials end early. The first trial has
-    the values of the recipe. Repeating the command continues a stopped study.
+    and number of tokens. Optuna proposes values, and unpromising trials are stopped early. The
+    first trial uses the values of the recipe. Repeating the command continues a stopped study.
     """
     path, overrides = split_arguments(arguments, "tune")
     from firstlight.recipe import load_recipe
@@ -78,7 +78,7 @@ def _show(result: TuneResult) -> None:
         show(f"and {len(rows) - _SHOWN - 1} more, in {result.folder}")
     if result.importance:
         shares = ", ".join(f"{key} {share:.0%}" for key, share in result.importance.items())
-        show(f"share in the difference between good and bad trials: {shares}")
+        show(f"importance of each key for the difference between trials: {shares}")
     if result.best_recipe is not None:
         show_rows([("best recipe", result.best_recipe), ("picture", result.picture)])
         start = ["--init-from", init_from] if (init_from := result.study.init_from) else []

@@ -59,7 +59,7 @@ class _Shown:
 @click.command("watch")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def watch_command(run: Path) -> None:
-    """Follow a run in the terminal: progress, figures, loss curve and the last sample text.
+    """Follow a run in the terminal: progress, metrics, loss curve and the latest sample text.
 
     RUN is a run folder that another process writes or is about to create; for a finished run, the
     last state is shown. The view ends with the run; Ctrl-C ends only the view.
@@ -76,7 +76,7 @@ def watch_command(run: Path) -> None:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def dashboard_command(arguments: tuple[str, ...]) -> None:
-    """Refuse the removed command with the names of its successors."""
+    """Raise an error that names the replacements of the removed command."""
     raise ConfigError(
         "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
         "`tensorboard --logdir RUNS`, or use the tracker trackio (`trackio show`); `firstlight "

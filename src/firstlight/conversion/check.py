@@ -1,6 +1,6 @@
 """Verify a conversion: source and result must be the same model.
 
-There are three comparisons, each of which finds errors that the others miss:
+Three comparisons are made, each of which finds errors that the others miss:
 
 - tensors one by one: errors in rows or experts that the prompt does not use;
 - logits on a fixed prompt: wrong settings of the model;
@@ -29,7 +29,7 @@ PROMPT = (
     "The first light of day fell on 12 old houses.\n\n    def dawn(hour):\n"
     "        return hour + 0.5  # früh am Morgen\n"
 )
-#: Number of tokens that are compared; a shorter prompt is filled up with arbitrary ids.
+#: Number of tokens that are compared; a shorter prompt is extended with arbitrary ids.
 _PROMPT_TOKENS = 64
 
 #: Conversation rendered by both chat templates.
@@ -39,21 +39,21 @@ CONVERSATION = [
     {"role": "user", "content": "And set?"},
 ]
 
-#: Greatest allowed difference between logits of source and result, as a fraction of the source's
-#: largest logit, by the format that the weights were rounded to ("f32": not rounded).
+#: Largest allowed difference between the logits of source and result, as a fraction of the source's
+#: largest logit, keyed by the format to which the weights were rounded ("f32": not rounded).
 #:
-#: Greatest differences that were measured, as the same fraction:
+#: Largest measured differences, as the same fraction:
 #:
 #:     format   random models   stories260K
 #:     f16      0.0127          0.0006
 #:     bf16     0.037           0.005
 #:     q8_0     0.073           0.016
 #:
-#: f32 allows for sums that are taken in another order. The random models are 30 of each family,
-#: with 2 to 4 layers and width 64; rounding errors add up more in them than in trained models, and
-#: most in the states of linear attention (without them, 0.0041 in f16).
-#: Limits are three times their differences. The limit of bf16 is larger because models of width 10
-#: with heads of size 2 reach 0.13.
+#: The limit of f32 allows for a different order of summation. The random models are 30 of each
+#: family, with 2 to 4 layers and hidden size 64. Rounding errors accumulate more in them than in
+#: trained models, and most in the states of linear attention (without linear attention, 0.0041 in
+#: f16). Limits are three times the largest difference. The limit of bf16 is larger, because models
+#: with hidden size 10 and head dimension 2 reach 0.13.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
 #: Largest rounding error of a weight in the same formats, as (fraction of its tensor's largest
@@ -76,7 +76,7 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
     """Return the token ids on which source and result are compared, int64 [1, T]; T is 64, or the
     context length if that is shorter.
 
-    The ids are those of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
+    They are the ids of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
     tokenizer, all ids are taken from that sequence.
     """
     count = min(_PROMPT_TOKENS, context)
@@ -157,7 +157,7 @@ def require_same_tensors(
     for name in sorted(source.keys() | result.keys()):
         if name not in source or name not in result:
             raise ModelError(
-                f"the converted model differs from the source: only one of them has {name}; "
+                f"the converted model differs from the source: {name} exists in only one of them; "
                 "nothing was written"
             )
         largest, difference = _distance(source[name], result[name])
@@ -245,8 +245,8 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
     found = None if result is None else _rendered(result)
     if found != expected:
         raise ModelError(
-            f"the chat template of {what} renders a conversation as {found!r}, but that of the "
-            f"source as {expected!r}; nothing was written"
+            f"the chat template of {what} renders a conversation as {found!r}, but the source's "
+            f"template as {expected!r}; nothing was written"
         )
     if source.chat_template is None:
         return []

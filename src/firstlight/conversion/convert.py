@@ -72,7 +72,7 @@ from firstlight.weights.stored import (
     save_weights,
 )
 
-#: Number formats supported by each target; "auto" keeps the source's format.
+#: Dtypes supported by each target; "auto" keeps the source's dtype.
 _GGUF_FORMATS = ("auto", "f32", "f16", "bf16", "q8_0", *QUANTISED)
 _FORMATS = {
     "hf": ("auto", "f32", "f16", "bf16"),
@@ -90,7 +90,7 @@ _TORCH_DTYPES = {kind.lower(): dtype for kind, dtype in FLOAT_FORMATS.items()}
 
 #: Maximum size of a calibration text in bytes; its first 32,768 tokens are used.
 _MAX_CALIBRATION_BYTES = 10_000_000
-#: File in which Ollama expects a model's template, stop texts and context length.
+#: File from which Ollama reads a model's template, stop texts and context length.
 MODELFILE = "Modelfile"
 
 #: Tokenizer files of a model folder, which are copied unchanged.
@@ -120,8 +120,8 @@ class Conversion:
             "nanoGPT".
         model_type: the model's family, as in config.json.
         parameters: number of weights written.
-        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. If the source
-            does, a Hugging Face folder can also have "f64", or "mixed" for several dtypes.
+        dtype: "f32", "f16", "bf16", "q8_0" or a format of llama.cpp's quantiser. For a Hugging Face
+            folder, also "f64" or "mixed" (several dtypes) if the source has them.
         largest_difference: largest difference between the logits of source and result on a fixed
             prompt, after subtracting the mean at each position (to which softmax is invariant).
         largest_logit: largest absolute logit of the source, after the same subtraction.
@@ -167,8 +167,8 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model. Reject a result that does not compute the same as the source. If an error
-    occurs, nothing is written.
+    """Convert a model. Reject a result whose output differs from the source's. If an error occurs,
+    nothing is written.
 
     Args:
         source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
@@ -346,7 +346,7 @@ def _free_place(out: str | Path, source: str | Path) -> Path:
     out, folder = Path(out).expanduser(), Path(source).expanduser()
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise InputError(
-            f"folder {out} is the source or is inside it, and the source is never modified: "
+            f"folder {out} is the source or is inside it, but the source must not be modified: "
             "choose another --out"
         )
     require_free(out, "choose another --out")
@@ -418,7 +418,8 @@ def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str
 
 
 def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if it is None.
+    """Return the tensors converted to `dtype` ("f32", "f16" or "bf16"), or unchanged if `dtype` is
+    None.
 
     Raises:
         ModelError: a number is too large for `dtype`.
@@ -446,7 +447,7 @@ def _compare(
     if model.tokenizer is not None:
         found = result.tokenizer
         if found is None or found.fingerprint != model.tokenizer.fingerprint:
-            raise ModelError(f"the tokenizer of {result.name} differs from that of the source")
+            raise ModelError(f"the tokenizer of {result.name} differs from the source's tokenizer")
         notes = require_same_chat(model.tokenizer, found, result.name)
     # Gemma's norms multiply by 1 + w; GGUF stores the sum, which is rounded.
     is_shifted = config.family.norm_kind == "one_plus"
@@ -529,8 +530,6 @@ def read_source(
         ConfigError: the source does not support `config` or `best`, or `config` is not an object.
         ModelError, CheckpointError, TokenizerError: the source can't be read. Errors raised by
             `use` are passed on.
-        ModelError, CheckpointError, TokenizerError: the source can't be read. Errors of `use` are
-            passed on.
     """
     given = None
     if tokenizer is not None:

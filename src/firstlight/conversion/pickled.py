@@ -80,10 +80,10 @@ def read_pickle(path: Path) -> Any:
         raise ModelError(f"can't read the checkpoint: {_os_error(path, error)}") from error
     is_zip = start.startswith(_ZIP)
     if not is_zip and start != _BEFORE_1_6:
-        found = "it is empty" if not start else "torch.save didn't write it"
+        found = "it is empty" if not start else "it was not written by torch.save"
         raise ModelError(
-            f"{path} is not a PyTorch checkpoint: {found} (nanoGPT's ckpt.pt, LLMs-from-scratch's "
-            f"model.pth and the {PICKLED_NAME} of a model folder are)"
+            f"{path} is not a PyTorch checkpoint: {found} (supported are nanoGPT's ckpt.pt, "
+            f"LLMs-from-scratch's model.pth and the {PICKLED_NAME} of a model folder)"
         )
     try:
         other = next((name for name in _named_in(path, is_zip) if not _PLAIN.fullmatch(name)), None)
@@ -117,16 +117,16 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
             for _ in range(_PICKLES_BEFORE_1_6):
                 yield from _names_of(file)
                 if file.tell() > _MAX_PICKLE_BYTES:
-                    raise _DamagedError("this is not a list of weights")
+                    raise _DamagedError("it is not a list of weights")
         return
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         pickles = [entry for entry in entries if entry.filename.lower().endswith("data.pkl")]
         # torch.save does not compress; a compressed entry could expand to any amount of memory.
         if len(pickles) != 1 or any(entry.compress_type for entry in entries):
-            raise zipfile.BadZipFile("torch.save didn't write this archive")
+            raise zipfile.BadZipFile("it was not written by torch.save")
         if pickles[0].file_size > _MAX_PICKLE_BYTES:
-            raise zipfile.BadZipFile("this is not a list of weights")
+            raise zipfile.BadZipFile("it is not a list of weights")
         with archive.open(pickles[0]) as file:
             yield from _names_of(file)
 
@@ -138,12 +138,13 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
         _DamagedError: the pickle is too long or contains tuples with too many elements.
     """
     # Simulate the unpickler's stack and memo (`known`). Each value is represented by its number of
-    # elements if it is a tuple (1 plus those of its elements), and otherwise by 1. None is a mark.
+    # elements if it is a tuple (1 plus the numbers of its elements), and otherwise by 1. None is a
+    # mark.
     stack: list[int | None] = []
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
         if (place or 0) > _MAX_PICKLE_BYTES:
-            raise _DamagedError("this is not a list of weights")
+            raise _DamagedError("it is not a list of weights")
         name = opcode.name
         if name in ("GLOBAL", "INST"):
             yield str(argument)
@@ -156,7 +157,7 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
         elif name.startswith("TUPLE"):
             stack.append(1 + sum(taken))
             if 1 + sum(taken) > _MOST_TUPLE_PARTS:
-                raise _DamagedError("a tuple contains other tuples too often")
+                raise _DamagedError("its tuples contain other tuples too many times")
         elif name == "DUP":
             stack += 2 * taken
         else:
@@ -177,8 +178,8 @@ def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
 
 
 def _require_few_parts(content: Any) -> None:
-    """Raise an error for content whose containers repeat others so often that comparing or printing
-    it would take forever.
+    """Raise an error for content whose containers contain other containers so many times that
+    comparing or printing the content would take forever.
 
     Raises:
         _DamagedError: the containers have more than `_MOST_PARTS` elements.
@@ -194,7 +195,7 @@ def _require_few_parts(content: Any) -> None:
             continue
         count += 1 + len(parts)
         if count > _MOST_PARTS:
-            raise _DamagedError("containers contain others too often")
+            raise _DamagedError("its containers contain other containers too many times")
         rest += parts
 
 
@@ -232,9 +233,7 @@ def named_weights(path: Path, content: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _PickledTensor:
-    """A tensor read from a pickle, with those properties of `StoredTensor` that `require_fit`
-    uses.
-    """
+    """A tensor from a pickle, with the properties of `StoredTensor` that `require_fit` uses."""
 
     value: Tensor
 

@@ -190,8 +190,8 @@ def importance_matrix(
         config: the model's config.json.
         tensors: weights, keyed by Hugging Face name.
         tokenizer: the model's tokenizer.
-        text: calibration text, of which at most the first 64 rows are used. A row has 512 tokens,
-            or as many as the context length if that is shorter.
+        text: calibration text; at most its first 64 rows are used. A row has 512 tokens, or the
+            context length if that is shorter.
 
     Raises:
         ConfigError: the text is shorter than one row.

@@ -80,9 +80,9 @@ class ChatOptions:
             `conversations`), which become two examples with the chosen answer first.
         form: format of the records; "auto" detects the format of each record from its keys.
         train_on: tokens to use as labels: "assistant" for the assistant's tokens (answers, tool
-            calls, reasoning) and the ends of its turns, "last" for those of its last message only,
-            "answers" for "assistant" without the reasoning, "all" for every token except the first
-            of an example.
+            calls, reasoning) and the ends of its turns, "last" for the tokens of its last message
+            only, "answers" for "assistant" without the reasoning, "all" for every token except the
+            first of an example.
         on_bad: treatment of a record that is not a conversation, or from which the chat template
             omits something: "refuse" raises an error, "skip" drops the record, "keep" trains on the
             part that the template keeps and raises an error only for records that are not
@@ -123,7 +123,7 @@ def prepare_chat(
             the tokenizer's template.
         options: see `ChatOptions`.
         overwrite: True to replace `out` if it is a prepared folder.
-        progress: show a progress bar on stderr.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         InputError: an input is missing or unreadable, or does not contain a conversation.
@@ -135,7 +135,9 @@ def prepare_chat(
         StorageError: the disk is full or not writable; nothing is left behind.
     """
     if not 0 <= options.val_fraction < 1:
-        raise ConfigError(f"val_fraction must be from 0 to below 1, not {options.val_fraction}")
+        raise ConfigError(
+            f"val_fraction must be at least 0 and below 1, not {options.val_fraction}"
+        )
     require_one_split(val_inputs, options.val_fraction)
     if options.kind == "preference" and (options.train_on, options.form) != ("assistant", "auto"):
         raise ConfigError(PAIRS_ARE_SELF_DESCRIBING)
@@ -295,7 +297,7 @@ class _ChatPreparation:
         """Count a record from which the template omits something.
 
         Raises:
-            BadRecordError: such records are not kept, or the record has no labels left.
+            BadRecordError: `on_bad` is not "keep", or the record has no labels left.
         """
         lost = dict(one for example in examples for one in example.lost)
         if lost and self._options.on_bad != "keep":
@@ -352,9 +354,7 @@ class _ChatPreparation:
                 found += " (on_bad keep trains on the rest of such records)"
             raise InputError(f"there is no conversation to train on: {found}")
         if self._own_val and not self._documents("val"):
-            raise InputError(
-                "there is no conversation to validate on: the validation inputs contain none"
-            )
+            raise InputError("the validation inputs contain no conversations: choose other inputs")
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
         """Finish the folder. Return its manifest.
@@ -410,7 +410,7 @@ def cached_chat(
         tell: called with each message to the user.
         where: the tokenizer's folder, for error messages.
         verify: True to verify a cached folder against the SHA-256 in its manifest.
-        progress: show a progress bar on stderr.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         InputError, DataError, TokenizerError, MissingDependencyError: see `prepare_chat`.

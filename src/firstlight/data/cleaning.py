@@ -27,7 +27,7 @@ _CONTEXT = 64
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
-#: End of a sentence, and spaces, before a separator.
+#: End of a sentence and spaces directly before a separator.
 _SENTENCE_END = re.compile(rb"(?:[.!?]|\xe2\x80\xa6|\xe3\x80\x82)[\"')\]*_\x80-\xff]*[ \t]*\Z")
 #: Beginning of a text after a separator: a letter or digit, possibly after opening quotes. After
 #: spaces, it must not be a lower-case letter.

@@ -85,7 +85,7 @@ REASONS = {
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Role for each lower-case role name in records. Tools keep the name in the record.
+#: Role for each lower-case role name in records. Tools keep the name that the record uses.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -96,7 +96,7 @@ _ROLE_NAMES = {
 _TOOL_NAMES = (*CALLING_ROLES, *RESULT_ROLES)
 _ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 _ROLES |= {name: name for name in _TOOL_NAMES}
-#: Roles whose messages are trained on, and message keys that may replace the content.
+#: Roles whose messages are trained on, and keys of a message that may replace its content.
 _ANSWERING = ("assistant", *CALLING_ROLES)
 _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -520,7 +520,7 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
         role = message["role"]
         is_said = message["content"].strip() or any(message.get(key) for key in _BESIDE_CONTENT)
         if not is_said and role not in _TOOL_NAMES:
-            raise BadRecordError("empty", f"message {number}, the {role}'s, is blank")
+            raise BadRecordError("empty", f"message {number} (role {role}) is blank")
     return _with_weights(messages)
 
 
@@ -551,7 +551,7 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
             if value == 0 and message["role"] in _ANSWERING:
                 masked.add(index)
     if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
-        raise BadRecordError("not_learned", "all its answers have weight 0 or `train: false`")
+        raise BadRecordError("not_learned", "all of its answers have weight 0 or `train: false`")
     return Conversation(
         [{k: v for k, v in message.items() if k not in _LEARNED} for message in messages],
         frozenset(masked),
@@ -604,8 +604,8 @@ _EDGES = re.compile(
     "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Control tokens of all known chat templates, and substrings of which every control token contains
-#: at least one.
+#: Control tokens of all known chat templates, and a list of substrings; every control token
+#: contains at least one of the substrings.
 _CONTROL_TOKEN = re.compile(
     r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
     r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"

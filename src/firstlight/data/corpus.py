@@ -85,7 +85,7 @@ def separate_documents(
 
     Returns:
         (zero-based document number of each input within the row, int32 [num_inputs]; positions of
-        of the labels to mask, int64 [masked labels])
+        the labels to mask, int64 [masked labels])
     """
     inner = starts[starts > 0]
     masked = inner[:0] if eos_opens else inner - 1
@@ -322,7 +322,7 @@ class TokenDataset(Corpus):
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
-        stop = max(start, stop)  # an empty span, as in slices
+        stop = max(start, stop)  # An empty span, which slices also allow.
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
             base, shard = self._starts[index], self._shards[index]

@@ -1,5 +1,5 @@
-"""Encode pieces of documents in order: in this process, in several processes on this machine
-(`encode_in_order`), or on a Ray cluster (`ray_encoder`).
+"""Encode pieces of documents in their original order: in this process, in several processes on this
+machine (`encode_in_order`), or on a Ray cluster (`ray_encoder`).
 
 If a process is killed, it is replaced and its batch is encoded again.
 

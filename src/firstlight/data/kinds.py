@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 #: Number of bytes at the beginning of a file from which its type is detected.
 HEAD_BYTES = 1 << 16
 
-#: Control characters that do not occur in text: those below 0x20 except 0x08 to 0x0D (backspace to
+#: Control characters that do not occur in text: all below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
 #: A file is binary if at least this many, and at least this fraction, of its first bytes are
@@ -54,7 +54,9 @@ class FileKind(NamedTuple):
 
 _TEXT_BY = "extract its text with "
 _PANDOC = f"{_TEXT_BY}pandoc -f %s {{file}} -t plain -o {{text}}"
-_SHEET = "save it as CSV in a spreadsheet program, and name the column of the text with --text-key"
+_SHEET = (
+    "save it as CSV in a spreadsheet program, and give the name of its text column with --text-key"
+)
 _SLIDES = "save it as PDF, and extract the text from that with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
@@ -142,7 +144,7 @@ _UNTIL_ANSWER = (
     """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
     """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
-    """{file} > {lines}, and name that file"""
+    """{file} > {lines}, and use that file as input"""
 )
 #: (pattern in the first bytes, type) of chats that other programs export as JSON.
 _EXPORTS = (
@@ -150,17 +152,17 @@ _EXPORTS = (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
         rb'|"about":\s*"Here is the data you requested',
         FileKind(
-            "Telegram's export of chats",
-            """make one text of each chat with jq -c '[.. | .messages? | arrays][] | {{text: """
+            "a chat export from Telegram",
+            """convert each chat to one text with jq -c '[.. | .messages? | arrays][] | {{text: """
             """[.[] | [.text | arrays[], strings | .text? // .] | add | strings | """
-            """select(. != "")] | join("\\n")}}' {file} > {lines}, and name that file""",
+            """select(. != "")] | join("\\n")}}' {file} > {lines}, and use that file as input""",
         ),
     ),
     (
         rb'"mapping":\s*\{',
         FileKind(
-            "ChatGPT's export of conversations",
-            """make conversations of it with jq -c '.[] | {{messages: [[.mapping[].message | """
+            "a conversation export from ChatGPT",
+            """convert it to conversations with jq -c '.[] | {{messages: [[.mapping[].message | """
             """select(.author.role == "user" or .author.role == "assistant")] | """
             """sort_by(.create_time)[] | {{role: .author.role, content: """
             """([.content.parts[]? | strings] | join(""))}} | select(.content != "")]}}"""
@@ -170,8 +172,8 @@ _EXPORTS = (
     (
         rb'"chat_messages":\s*\[',
         FileKind(
-            "Claude's export of conversations",
-            """make conversations of it with jq -c '.[] | {{messages: [.chat_messages[] | """
+            "a conversation export from Claude",
+            """convert it to conversations with jq -c '.[] | {{messages: [.chat_messages[] | """
             """{{role: (if .sender == "human" then "user" else .sender end), content: .text}} | """
             """select(.content != "")]}}""" + _UNTIL_ANSWER,
         ),
@@ -271,7 +273,7 @@ def kind_of(path: Path, ending: str) -> FileKind:
 
 
 def exported_chats(head: bytes) -> FileKind | None:
-    """Return the type of a JSON file to which another program exported chats, detected from its
+    """Return the type of a JSON file with chats exported by another program, detected from its
     first bytes, or None if it is not recognised.
     """
     return next((kind for sign, kind in _EXPORTS if re.search(sign, head)), None)

@@ -165,7 +165,7 @@ class TokenLoader:
     A batch may begin in one epoch and end in the next. Threads read the next batches while the
     current batch is processed. The batches do not depend on the number of threads or of prefetched
     batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a global
-    batch, of which each rank gets consecutive rows, in rank order. The loader is a context manager
+    batch, and each rank gets consecutive rows of it, in rank order. The loader is a context manager
     that stops the threads on exit.
 
     Args:
@@ -182,7 +182,7 @@ class TokenLoader:
         workers: number of threads that read ahead. More than one helps if the disk is slow. With 0,
             the calling thread reads each batch on request.
         prefetch: number of batches to read ahead.
-        pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
+        pin_memory: True to return page-locked tensors, for asynchronous copies to a GPU.
 
     Raises:
         DataError: a split is shorter than one row, or has examples that don't fit into a row.
@@ -267,11 +267,11 @@ class MixedCorpus(Section):
     """One corpus in `data.mix`."""
 
     dir: str = Field(min_length=1)
-    """a folder that `firstlight prepare` wrote, or its URL."""
+    """folder written by `firstlight prepare`, or its URL."""
     weight: float = Field(gt=0)
     """number of rows from this corpus relative to the weights of the other corpora."""
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """name in the metrics val/loss/NAME and epoch/NAME; null uses the last part of `dir`."""
+    """name used in the metrics val/loss/NAME and epoch/NAME; null uses the last part of `dir`."""
 
     @property
     def label(self) -> str:
@@ -286,8 +286,9 @@ class DataConfig(Section):
     """kind of data: text for plain text, chat for conversations, preference for pairs of answers;
     null uses the kind of `dir`."""
     dir: str | None = Field(min_length=1)
-    """a folder that `firstlight prepare` wrote, or its URL (s3://, gs://, hf://datasets/...,
-    https://), which is downloaded into a cache."""
+    """folder written by `firstlight prepare`, or its URL (s3://, gs://, hf://datasets/...,
+    https://), which is downloaded into a cache.
+    """
     mix: list[MixedCorpus] | None = Field(None, min_length=1)
     """several prepared folders with the same tokenizer: a list of {dir, weight, name}. Each corpus
     contributes rows in exact proportion to its weight, in its own shuffled order, and is repeated
@@ -311,21 +312,23 @@ class DataConfig(Section):
     """tokenizer for `files`, a folder or file; null uses the tokenizer of --init-from."""
     train_on: Literal["assistant", "last", "answers", "all"] = "assistant"
     """tokens of `files` to train on: assistant for the assistant's tokens (answers, tool calls,
-    reasoning) and the ends of its turns, last for those of its last message, answers for the same
-    as assistant without the reasoning, all for all tokens."""
+    reasoning) and the ends of its turns, last for the tokens of its last message only, answers for
+    the same tokens as assistant but without the reasoning, all for all tokens."""
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """treatment of a record in `files` that is not a conversation, or of which the chat template
-    omits something: refuse to start, skip the record, or keep the part that the template keeps."""
+    """treatment of a record in `files` that is not a conversation, or from which the chat template
+    omits something: refuse to start, skip the record, or keep the part that the template keeps.
+    """
     long: LongPolicy = "refuse"
     """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
     ends."""
     seq_len: int | None = Field(None, gt=0)
     """number of tokens per training row; null uses the model's max_position_embeddings."""
     verify: bool = True
-    """whether to verify the shards against the sha256 in their manifest before the first step."""
+    """true verifies the shards against the sha256 in their manifest before the first step."""
     document_masking: bool = False
-    """attention only within documents: a token attends only to its own document, and positions
-    start at 0 in each document. Always true for conversations."""
+    """true limits attention to documents: a token attends only to its own document, and positions
+    start at 0 in each document. Always true for conversations.
+    """
     row_alignment: RowAlignment = "stream"
     """how text is divided into training rows: "stream" concatenates all documents and splits the
     stream into rows, which may begin inside a document; "document" packs whole documents into rows

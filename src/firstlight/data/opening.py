@@ -124,7 +124,7 @@ _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
 #: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
-#: Dutch and Scandinavian texts, except those that stand for a different letter in Windows-1250 or
+#: Dutch and Scandinavian texts, except bytes that stand for a different letter in Windows-1250 or
 #: Windows-1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
@@ -140,8 +140,8 @@ def likely_encoding(path: Path) -> str | None:
     """Return iconv's name for the encoding of a text file that is not valid UTF-8, or None if the
     encoding is uncertain.
 
-    Detected are: the encoding that a Python file declares, UTF-8 with a few invalid bytes, common
-    encodings of non-Latin alphabets, and Windows-1252 (which includes ISO-8859-1).
+    The function detects the encoding that a Python file declares, UTF-8 with a few invalid bytes,
+    common encodings of non-Latin alphabets, and Windows-1252 (which includes ISO-8859-1).
     """
     with open_compressed(path) as file:
         head = content = file.read(HEAD_BYTES)
@@ -461,7 +461,7 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from error
     if frame is not None:
-        raise EOFError("the compressed file is cut short")
+        raise EOFError("the compressed file is truncated")
 
 
 #: Number of bytes that are compressed at a time; xz takes a fifth of a second for this many bytes

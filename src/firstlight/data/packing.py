@@ -52,7 +52,7 @@ LongPolicy = Literal["refuse", "drop", "cut"]
 #: documents into rows.
 RowAlignment = Literal["stream", "document"]
 
-#: Maximum number of files that a message about rejected records lists.
+#: Maximum number of files listed in a message about rejected records.
 _SHOWN_FILES = 5
 #: Maximum number of unused fields in a message.
 _SHOWN_FIELDS = 10
@@ -170,7 +170,7 @@ class ExampleDataset(TokenDataset):
     kind: Kind = "chat"
     has_examples = True
     together = 1
-    #: Plural name in messages of the examples or pairs.
+    #: Plural name of the examples or pairs, used in messages.
     unit = "conversations"
 
     def __init__(

@@ -120,9 +120,9 @@ def prepare(
         ray_address: address of the Ray cluster; None lets Ray choose.
         text_key: name of the text field in JSONL lines, tables and datasets.
         max_documents: maximum number of documents to read; None means no limit.
-        max_tokens: maximum number of tokens, including separators, of which `val_fraction` are for
-            validation. The last document of each split is cut between two characters. None means no
-            limit.
+        max_tokens: maximum number of tokens, including separators; the fraction `val_fraction` of
+            them is for validation. The last document of each split is cut between two characters.
+            None means no limit.
         val_inputs: INPUTs whose documents form the validation split. In this case no part of
             `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
             training. The limits above apply only to `inputs`.
@@ -132,7 +132,7 @@ def prepare(
         strip_gutenberg: ignored; use `as_is`.
         overwrite: True to replace `out` if it is a prepared corpus.
         shard_tokens: number of tokens after which a new shard begins.
-        progress: show a progress bar on stderr.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         InputError, TokenizerError: an input or the tokenizer can't be read, or the inputs contain
@@ -346,13 +346,13 @@ class _Preparation:
         self.gzip_bytes += len(compressor.flush())
         if not self.written:
             if self.max_tokens is not None and self.accepted:
-                raise ConfigError(f"max_tokens {self.max_tokens} has no room for text: raise it")
+                raise ConfigError(f"max_tokens {self.max_tokens} leaves no room for text: raise it")
             raise InputError(nothing_read(self.writer.rejected, self.writer.first_rejected))
         if not self.writer.counts["train"]["documents"]:
             beside = (
                 "that is not also in val_inputs" if held_out else ("other than the held-out text")
             )
-            raise InputError(f"the inputs have no text to train on {beside}")
+            raise InputError(f"the inputs contain no text to train on {beside}")
 
     def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
         """Finish the folder. Return its manifest.
@@ -473,7 +473,7 @@ class _Preparation:
         if self.has_val_inputs:
             if not validated:
                 reason = nothing_read(self.writer.rejected, self.writer.first_rejected)
-                raise InputError(f"the validation inputs have no text: {reason}")
+                raise InputError(f"the validation inputs contain no text: {reason}")
             self.split_by = "files"
             for document in documents:
                 yield document, None if digest_of(document.value) in validated else "train"
@@ -560,7 +560,7 @@ def within_tokens(
     left = {"train": max_tokens - held_out, "val": held_out}
     open_splits = {split for split in left if left[split] > separators}
     if not open_splits:
-        raise ConfigError(f"max_tokens {max_tokens} has no room for text: raise it")
+        raise ConfigError(f"max_tokens {max_tokens} leaves no room for text: raise it")
     for piece, tokens in encoded:
         split = piece.split
         if split == "val" and not val_fraction:
@@ -674,7 +674,7 @@ def prepare_random(
         tokenizer: the tokenizer, from whose vocabulary the tokens are drawn.
         out: the folder to write.
         val_fraction: fraction of the tokens that is held out for validation.
-        overwrite: True replaces `out` if it exists.
+        overwrite: True to replace `out` if it exists.
         shard_tokens: number of tokens after which a new shard begins.
 
     Raises:

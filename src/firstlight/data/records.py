@@ -75,14 +75,15 @@ RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet"
 #: be read at once.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Maximum number of lists and objects in a JSON text, each of which takes at least 64 bytes of
-#: memory. A long text may contain more: one per `_VALUE_BYTES` bytes.
+#: Maximum number of lists and objects in a JSON text. Each takes at least 64 bytes of memory. A
+#: long text may contain more: one per `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
 #: Number of bytes that each rejected document adds to the count for `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
-#: Fraction of a text above which a single character makes it useless for training.
+#: If a single character makes up more than this fraction of a text, the text is useless for
+#: training.
 COMMON_SHARE = 0.999
 
 #: Number of records at the beginning of a source from which its kind is detected; some of them may
@@ -102,7 +103,7 @@ REASONS = {
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
-    "empty": "only white space",
+    "empty": "only whitespace",
     "too_long": "larger than the limit for a document",
     "duplicate": "a duplicate of an earlier document",
 }
@@ -411,8 +412,9 @@ def _records_in(value: Any) -> list[Any]:
     if len(lists) > 1:
         names = ", ".join(lists)
         raise ValueError(
-            f"it has several lists of objects ({names}): write each to a separate file, for "
-            f"example with jq -c '.{next(iter(lists))}[]' FILE > {next(iter(lists))}.jsonl"
+            f"it contains several lists of objects ({names}): write each of them to a separate "
+            f"file, for example with jq -c '.{next(iter(lists))}[]' FILE > "
+            f"{next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
 

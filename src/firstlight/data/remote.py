@@ -52,11 +52,11 @@ from firstlight.tokenizer import Tokenizer
 
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 #: Valid shard names. They contain no "/" and no characters with a special meaning in URLs, so that
-#: no name can lead out of the folder.
+#: no name can refer to a file outside the folder.
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.bin")
 #: Files of the tokenizer. The manifest contains a fingerprint of tokenizer.json.
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
-#: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json has 40 MB.
+#: Maximum size of a tokenizer file in bytes; the largest known tokenizer.json is 40 MB.
 _MAX_TOKENIZER_BYTES = 1 << 28
 _CHUNK_BYTES = 1 << 20
 #: Delays before the second, third and fourth attempt, in seconds.
@@ -101,7 +101,7 @@ def local_folder(
             downloads all splits.
         verify: True to check cached files against the SHA-256 in the manifest in addition to the
             sizes, and to download damaged files again.
-        progress: show a progress bar on stderr.
+        progress: True to show a progress bar on stderr.
 
     Raises:
         DataError: the URL is invalid, it does not contain a prepared corpus, or the corpus could
@@ -161,8 +161,7 @@ class _Store:
                     yield part
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise DataError(
-                f"{self.url} has no {name}: use a folder that `firstlight prepare` wrote, with "
-                "all its files"
+                f"{self.url} has no {name}: use a complete folder written by `firstlight prepare`"
             ) from error
         except ImportError as error:
             raise _missing_package(self.url, error) from error
@@ -282,7 +281,7 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Return the wanted shards that are missing in the folder or whose size or, with `verify`,
+    """Return the wanted shards that are missing from the folder or whose size or, with `verify`,
     SHA-256 differs from their entry.
     """
 
@@ -318,8 +317,8 @@ def _fetch_tokenizer(store: _Store, folder: Path, fingerprint: str) -> None:
             write_file(folder / name, store.content(name, _MAX_TOKENIZER_BYTES))
         if not _is_tokenizer(folder, fingerprint):
             raise _TransferError(
-                f"{store.url}/{_TOKENIZER_FILES[-1]} differs from the one that the shards were "
-                "made with, or was damaged in transfer"
+                f"{store.url}/{_TOKENIZER_FILES[-1]} differs from the tokenizer that the shards "
+                "were made with, or was damaged during the transfer"
             )
 
     _retried(fetch)

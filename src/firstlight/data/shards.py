@@ -99,7 +99,7 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One in this many document offsets is kept in memory; those in between are read when needed.
+#: One in this many document offsets is kept in memory; the offsets in between are read when needed.
 _OFFSETS_HELD = 512
 #: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
@@ -129,8 +129,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} {fault}")
     if manifest.get("version") not in (VERSION, LABELLED_VERSION):
         raise DataError(
-            f"{path} has version {manifest.get('version')}, but this firstlight reads {VERSION} "
-            f"and {LABELLED_VERSION}"
+            f"{path} has version {manifest.get('version')}, but this version of firstlight reads "
+            f"versions {VERSION} and {LABELLED_VERSION}"
         )
     _require_fields(path, manifest, _FIELDS)
     for split in manifest["splits"].values():
@@ -208,7 +208,7 @@ class BlockFile:
             error.filename = str(self.path)
             raise DataError(describe_os_error(error)) from error
         if len(data) < expected:
-            raise self._changed(f"cut short (it ends before byte {start + expected:,})")
+            raise self._changed(f"truncated (it ends before byte {start + expected:,})")
         checksum = zlib.crc32(data)
         known = int(self._checksums[block])
         if known not in (-1, checksum):
@@ -278,7 +278,7 @@ class Shard:
         self._mask_at = self._offsets_at + (self.num_documents + 1) * 8
         mask_bytes = self.num_tokens if version == LABELLED_VERSION else 0
         if self.file.size != self._mask_at + mask_bytes:
-            raise DataError(f"{path} is cut short or damaged")
+            raise DataError(f"{path} is truncated or damaged")
         self._held_offsets = np.empty(0, dtype=np.uint64)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> TokenArray:
@@ -397,8 +397,8 @@ def require_known(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None
 
 
 def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None:
-    """Raise a ConfigError if both validation inputs and a fraction to hold out (other than the
-    default) are specified.
+    """Raise a ConfigError if both validation inputs and a non-default fraction to hold out are
+    specified.
     """
     if val_inputs and val_fraction not in (0, 0.1):
         raise ConfigError(
@@ -424,7 +424,7 @@ def require_replaceable(out: Path, overwrite: bool) -> None:
         try:
             read_manifest(out)
         except DataError as error:
-            raise InputError(f"{out} is not a prepared corpus and is not overwritten") from error
+            raise InputError(f"{out} is not a prepared corpus, so it is not overwritten") from error
     elif out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file, not a folder: choose another --out")
 

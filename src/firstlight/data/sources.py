@@ -169,7 +169,7 @@ def _resolve(item: str, suffixes: tuple[str, ...]) -> list[DataSource]:
     if item.startswith("hf:"):
         if not item[3:].partition(":")[0]:
             raise InputError(
-                "hf: requires the name of a dataset, for example hf:roneneldan/TinyStories"
+                "hf: requires the name of a dataset, such as hf:roneneldan/TinyStories"
             )
         return [DataSource(name=item, dataset=item[3:])]
     if item.startswith("random:"):
@@ -331,7 +331,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
-    """Read the file written by `write_sources`. Return (names, options, True). The last item is
+    """Read the file written by `write_sources`. Return (names, options, cleaned). `cleaned` is
     False if the file was written by a version that did not clean texts, as with --as-is. If the
     file does not exist, return ([], [], True).
     """

@@ -46,7 +46,7 @@ _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
 #: Minimum number of bytes counted for a row and for a list element, which may not take any space in
 #: the file.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
-#: Values of `PageType` in Parquet: data page and data page v2; dictionary page.
+#: Values of Parquet's `PageType`: data pages (versions 1 and 2), and dictionary pages.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
@@ -64,7 +64,7 @@ def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordErr
     return BadRecordError(
         "no_text",
         f"no {what} '{text_key}'{nearest(text_key, names)} ({what}s: {listed or 'none'}): "
-        "specify the field with the text with --text-key",
+        f"use --text-key to name the {what} that contains the text",
     )
 
 
@@ -338,7 +338,7 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         chunks = [footer.row_group(group).column(index) for group in range(footer.num_row_groups)]
         encodings = ", ".join(sorted({name for chunk in chunks for name in chunk.encodings}))
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
-        # pyarrow can share only values of text columns, and not with DELTA encodings.
+        # pyarrow can share only the values of text columns, and only without DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
         # Compute the maximum size of one row's value per row group; then the number of copies of
         # the largest value that fit into a batch.

@@ -122,8 +122,8 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
         raise DataError(
-            f"{dataset.folder} contains preference pairs, whose loss compares two models: use "
-            "--data to name a folder of texts or conversations"
+            f"{dataset.folder} contains preference pairs, whose loss compares two models: choose a "
+            "folder of texts or conversations with --data"
         )
     return dataset
 
@@ -193,7 +193,7 @@ def evaluated_folder(
         )
     if location is None:
         raise DataError(
-            f"the training data of {loaded.folder} is not recorded: name the data with --data"
+            f"the training data of {loaded.folder} is unknown: choose the data with --data"
         )
     return local_folder(location, (split,), progress=progress)
 
@@ -208,8 +208,8 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
     """
     if tokenizer_of(loaded).fingerprint != dataset.manifest["tokenizer_sha256"]:
         raise DataError(
-            f"{dataset.folder} was prepared with a different tokenizer than that of "
-            f"{loaded.folder}: prepare it again with --tokenizer {loaded.folder}"
+            f"{dataset.folder} was prepared with a different tokenizer than {loaded.folder}: "
+            f"prepare it again with --tokenizer {loaded.folder}"
         )
     if dataset.manifest["vocab_size"] > loaded.model.config.vocab_size:
         raise DataError(
@@ -223,7 +223,7 @@ class Evaluation:
     """Results over the evaluated tokens.
 
     Attributes:
-        loss: mean cross-entropy in nats per token; for preference pairs, their mean loss.
+        loss: mean cross-entropy in nats per token; for preference pairs, the mean loss per pair.
         perplexity: exp(loss); NaN for preference pairs.
         bits_per_byte: bits per byte of the split's UTF-8 text, comparable across tokenizers; NaN
             for preference pairs.
@@ -328,16 +328,15 @@ def evaluate_split(
     **options: Unpack[RowOptions],
 ) -> Evaluation:
     """Evaluate non-overlapping rows. Each token is predicted once, from the preceding tokens in its
-    row; with document masking, only from those in the same document.
+    row; with document masking, only from tokens in the same document.
 
     For tokens that are not predicted, bits per byte assume the mean loss. The losses of rows are
     added without rounding. The last fp32 digits of a row's loss depend on its batch: results with
-    different batch sizes agree to a relative 1e-6.
+    different batch sizes differ by a relative 1e-6 at most.
 
     Args:
-        loss_sum: function that maps input_ids and labels, int64 [B, T], and with document masking
-            document_ids, to the summed loss in nats: a scalar [] for the batch, or [B] for its
-            rows.
+        loss_sum: function that maps input_ids and labels, int64 [B, T], and, with document masking,
+            document_ids to the summed loss in nats: a scalar [] for the batch, or [B] for its rows.
         dataset: the split.
         rows: indices of the rows to evaluate, ascending; None means all rows.
         drawn: True if the rows were drawn at random, which adds standard errors to the result. This
@@ -453,7 +452,7 @@ def evaluate(
             the model's context length, but at most 1,024.
         batch_size: number of rows per forward pass.
         document_masking: True to let tokens attend only to their own document; None uses the
-            setting from training. Different conversations never attend to each other.
+            setting from training. Conversations never attend to each other.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         on_rows: called after each batch with the number of completed rows and the total number.
 
@@ -498,8 +497,8 @@ class PositionLoss:
 
     Attributes:
         first, last: first and last position of the range. The position of a prediction is the
-            zero-based position of its input token in the row or, with document masking, in the
-            document.
+            zero-based position of its input token in the row (with document masking, in the
+            document).
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).

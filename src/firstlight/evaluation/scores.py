@@ -27,7 +27,9 @@ from firstlight.tokenizer import Tokenizer
 
 
 def perplexity_of(loss: float) -> float:
-    """Return exp(loss), or a large number if that would overflow because the model has diverged."""
+    """Return exp(loss), or a large finite number if exp would overflow because the model has
+    diverged.
+    """
     return math.exp(min(loss, 700.0))
 
 

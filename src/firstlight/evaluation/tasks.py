@@ -141,7 +141,7 @@ def _names(text: str) -> tuple[str, list[str]]:
     if name != HELLASWAG:
         raise ConfigError(
             f"task '{text}' is unknown{nearest(name, [HELLASWAG])} (known: hellaswag, "
-            "hellaswag,FILE.jsonl, and lm-eval:NAME for those of lm-evaluation-harness)"
+            "hellaswag,FILE.jsonl, and lm-eval:NAME for a task of lm-evaluation-harness)"
         )
     if comma and not file:
         raise ConfigError(f"task '{text}' has no file name: use hellaswag,FILE.jsonl or hellaswag")
@@ -204,10 +204,10 @@ def evaluate_tasks(
 
 #: Dataset id on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: Maximum size of a file in bytes; the largest file of HellaSwag, the training split, has 48 MB.
+#: Maximum size of a file in bytes; the largest HellaSwag file, the training split, is 48 MB.
 _MAX_BYTES = 1 << 30
-#: Limits for an item: bytes per line and number of endings. HellaSwag's items have up to 3 KB and 4
-#: endings.
+#: Limits for an item: bytes per line and number of endings. HellaSwag items have up to 3 KB of text
+#: and 4 endings.
 _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
@@ -508,7 +508,7 @@ def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTa
     if applied:
         say(f"the model's chat template is applied to {', '.join(sorted(applied))}")
     if others:
-        hint = "" if wanted is False else " (--apply-chat-template applies it)"
+        hint = "" if wanted is False else " (add --apply-chat-template to apply it)"
         say(f"note: the model's chat template is not applied to {', '.join(others)}{hint}")
     return dataclasses.replace(harness, chat_tasks=frozenset(applied))
 
@@ -555,8 +555,9 @@ def ready_harness(
         for name in names:
             if name not in manager.all_tasks:
                 raise ConfigError(
-                    f"task lm-eval:{name} is unknown{nearest(name, manager.all_tasks)}: "
-                    "`lm-eval ls tasks` lists those of the harness, --task-folder adds your own"
+                    f"task lm-eval:{name} is unknown{nearest(name, manager.all_tasks)}: run "
+                    "`lm-eval ls tasks` to list the tasks of the harness, or add your own with "
+                    "--task-folder"
                 )
         try:
             found = manager.load(list(names))
@@ -679,7 +680,7 @@ class _HarnessMethods:
         except InputError:
             # As in the harness, because some templates reject system messages.
             _say_once(
-                "note: the chat template refuses system messages, so a task's system message is "
+                "note: the chat template rejects system messages, so the task's system message is "
                 "omitted"
             )
             return render([one for one in chat_history if one["role"] != "system"]) + begun

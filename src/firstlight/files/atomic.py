@@ -30,11 +30,11 @@ _TEMPORARY_PREFIX = ".tmp-"
 #: Block size for copying, in bytes.
 _COPIED_BYTES = 1 << 20
 
-#: Maximum size of a JSON file in bytes; the largest known files, which are tensor indexes, have 10
+#: Maximum size of a JSON file in bytes; the largest known files, which are tensor indexes, are 10
 #: MB.
 MAX_JSON_BYTES = 1 << 24
 #: Maximum number of lists and objects in a JSON file. Each takes about 25 times as many bytes in
-#: memory as in the file. The largest tokenizers, whose merges are lists, have 600,000.
+#: memory as in the file. The largest tokenizers, whose merges are lists, contain 600,000.
 _MAX_JSON_VALUES = 1_000_000
 
 
@@ -445,8 +445,8 @@ def read_json_object(
     """Read a JSON file that contains one object.
 
     Raises:
-        kind: raised if the file can't be read (see `read_json`) or its value is not an object; in
-            the latter case, the message is `fault`.
+        kind: raised if the file can't be read (see `read_json`) or its value is not an object. If
+            the value is not an object, the message is `fault`.
     """
     try:
         value = read_json(path)
@@ -505,7 +505,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """Return `path` and those of its parent folders that do not exist yet, innermost first."""
+    """Return `path` and its parent folders that do not exist yet, innermost first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 

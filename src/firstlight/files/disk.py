@@ -152,7 +152,7 @@ class HashedFile(OutputFile):
 
 
 class AppendedFile:
-    """A file to which records are appended. A partially written record is removed again.
+    """A file to which records are appended. If a record is written only partially, it is removed.
 
     Raises:
         OSError: a file system error in any method.

@@ -5,12 +5,12 @@ libraries that run them have no limits, and a call into them can only be stopped
 `LimitedProcess` therefore makes such calls in a child process, which is killed when a call exceeds
 a limit and restarted for the next call.
 
-    limit            kept by
-    processor time   a timer in the child (ITIMER_PROF), whose signal ends it even inside C code
-    time             the parent, which waits no longer
-    memory           RLIMIT_DATA in the child, and the parent, which looks at the child's resident
-                     memory while it waits. macOS does not enforce RLIMIT_DATA, so there a child may
-                     take more for the tenth of a second between two looks.
+    limit            enforced by
+    CPU time         a timer in the child (ITIMER_PROF), whose signal ends it even inside C code
+    elapsed time     the parent, which stops waiting after a timeout
+    memory           RLIMIT_DATA in the child, and the parent, which checks the child's resident
+                     memory while it waits. macOS does not enforce RLIMIT_DATA, so a child may
+                     exceed the limit there for the tenth of a second between two checks.
 
 The child is in a separate session, so Ctrl-C in a terminal does not reach it. It ends when its
 connection is closed, which also happens when the parent is killed.
@@ -159,7 +159,7 @@ class LimitedProcess:
         except (OSError, EOFError):
             self.close()
             raise LimitExceededError(
-                f"more than {seconds:g} s of processor time or {self._memory >> 20:,} MiB of memory"
+                f"more than {seconds:g} s of CPU time or {self._memory >> 20:,} MiB of memory"
             ) from None
         except BaseException:
             # On an exception such as Ctrl-C, the response to this request must not be mistaken for
@@ -179,7 +179,7 @@ class LimitedProcess:
         assert self._process is not None
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(self._process.pid).memory_info().rss)
-        return 0  # The child has ended, which reading the response will reveal.
+        return 0  # The child has ended; reading the response raises the error.
 
     def forget(self) -> None:
         """Detach from the child after a fork, leaving it to the process that started it. Otherwise

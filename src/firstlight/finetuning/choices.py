@@ -80,7 +80,7 @@ class Method:
         adapters: True to train adapters on frozen weights (LoRA), False to train all weights.
         checkpointing: True to use activation checkpointing, which saves memory.
         quantized: True to keep the frozen weights in 4 bits (QLoRA).
-        reason: text with the reason for the method, for the printed table.
+        reason: reason for choosing the method, shown in the printed table.
         memory_bytes: expected memory of the run with a micro-batch of one sequence.
     """
 
@@ -131,11 +131,12 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     """Choose `data.seq_len`, the number of tokens in a training row.
 
     For conversations, a row fits the longest one or, if that is too long, 99 % of them. For texts,
-    it is the sequence length of large new models. It never exceeds the model's context length.
+    the row has the sequence length of large new models. The length never exceeds the model's
+    context length.
 
     Args:
         data, model: training data and initial model.
-        fixed: values given by the user, by `section.key`; a given length is not checked here.
+        fixed: values given by the user, keyed by `section.key`; `data.seq_len` is not checked here.
     """
     key, given = "data.seq_len", fixed.get("data.seq_len")
     if given is not None:
@@ -230,7 +231,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         left = max(way.left_of(length.seconds) - facts.reference_seconds(rate), 0.0)
         return min(rate * left * (1 - part_facts.parts(rate, left).share), most)
 
-    # Use the batch size for full speed: a smaller batch would slow a GPU down further.
+    # Derive the batch size from the full speed: a lower speed would give a smaller batch, which
+    # would slow a GPU down further.
     unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     batch, rate, way = batch_and_rate(
@@ -275,7 +277,7 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
     Args:
         tokens: number of tokens of the run.
         seq_len: number of tokens per row.
-        unit: number of tokens of which a step must be a multiple, from the user's micro-batches.
+        unit: number of tokens that must divide the tokens of a step, from the user's micro-batches.
     """
     wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
@@ -314,7 +316,7 @@ def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator
     yield Choice(
         "optimizer.weight_decay",
         0.0,
-        "none: it would pull the weights away from the starting model",
+        "no decay: it would pull the weights away from the starting model",
     )
 
 

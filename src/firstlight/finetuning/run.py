@@ -172,7 +172,7 @@ class FineTuning:
             self._unread = other_files(request.inputs, found)
             if self._unread:
                 count = counted(len(self._unread), "file")
-                tell(f"not read: {count} without conversations: {first_names(self._unread)}")
+                tell(f"skipped {count} without conversations: {first_names(self._unread)}")
             check_given(request, conversations=True)
         from firstlight.checkpoint.selection import read_model_folder, resolve_tokenizer
         from firstlight.lora.files import config_folder
@@ -327,12 +327,12 @@ class FineTuning:
                     reason += "trains the adapter itself)"
                 return resolved, replace(method, reason=reason, memory_bytes=found.needed_bytes)
         raise ConfigError(
-            f"{request.init_from} does not fit into the memory of {machine.name} ({lightest}, of "
-            f"{free}): start from a smaller model, or lower --data.seq_len"
+            f"{request.init_from} does not fit in the memory of {machine.name} (it needs "
+            f"{lightest}, but {free} is free): start from a smaller model, or lower --data.seq_len"
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """Yield the methods to try, the one with the largest capacity to learn first."""
+        """Yield the methods to try, starting with the method with the largest capacity to learn."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)
@@ -395,8 +395,8 @@ class FineTuning:
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
     """Reject a damaged file of records, and a single file whose records are neither conversations
-    nor texts. If such a file were read as text, the error message would advise what the user has
-    just done.
+    nor texts. If such a file were read as text, the error message would advise the user to do what
+    they have just done.
 
     Raises:
         InputError: there is such a file.
@@ -419,9 +419,10 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """Return the overrides in sections that influence the run's memory, except the number of
-    micro-batches: it would be wrong for the micro-batch of one sequence with which methods are
-    tried."""
+    """Return the overrides in sections that influence the run's memory, except
+    `batch.gradient_accumulation_steps`: methods are tried with a micro-batch of one sequence, which
+    the user's value does not fit.
+    """
     sections = ("data", "lora", "batch", "optimizer", "efficiency", "loss", "distributed")
     named = [one for one in request.overrides if one[0].partition(".")[0] in sections]
     return [one for one in named if one[0] != "batch.gradient_accumulation_steps"]

@@ -61,7 +61,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # 256 byte tokens, one token per common character, and as many again for combinations of
+    # 256 byte tokens, one token per common character, and the same number for combinations of
     # characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
@@ -84,8 +84,8 @@ def check_given(request: Request) -> None:
     fixed = request.fixed
     vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
     require_vocab_size(vocab_size)
-    # Choose settings for ordinary text on a machine on which every model fits. A parameter count
-    # (--size 10M) is not checked here: it may be valid only with the text's real vocabulary.
+    # Choose settings for ordinary text on a machine with enough memory for every model. A parameter
+    # count (--size 10M) is not checked here: it may be valid only with the text's real vocabulary.
     machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
     size = request.size if request.size in defaults.SIZES else None
     text = usual_text(vocab_size, None)
@@ -152,9 +152,11 @@ def choose(
     def with_text(more: TextFacts) -> _Candidate:
         return _best_of_all(more, machine, length, fixed, size=size)[0]
 
-    # With another vocabulary, a given size could mean a different model, or none.
+    # With another vocabulary, the given size could mean a different model or no valid model.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
-    within = "with as many tokens" if length.seconds is None else "within the same budget"
+    within = (
+        "with the same number of tokens" if length.seconds is None else "within the same budget"
+    )
     return replace(
         best.run.choices(items, fixed, best.shape.parameters, epochs),
         bits_per_byte=expected_range(best.bits, text, fixed),
@@ -218,8 +220,8 @@ def _candidate(
         if length.seconds is None:
             return length.tokens or 0.0
         # Reserve the usual share of the time for everything other than steps, even if more is
-        # needed: `plan --budget` then chooses the same model. The measured speed later decides the
-        # length.
+        # needed: `plan --budget` then chooses the same model. The measured speed later determines
+        # the length.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
@@ -283,7 +285,7 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
     yield Choice("model.hidden_size", shape.hidden_size, reason)
     yield Choice("model.num_hidden_layers", shape.num_hidden_layers, "usual for this hidden size")
     heads = head_count(shape.hidden_size, fixed)
-    yield Choice("model.num_attention_heads", heads, f"head size {defaults.HEAD_DIM}")
+    yield Choice("model.num_attention_heads", heads, f"head dimension {defaults.HEAD_DIM}")
     if fixed.get("model.model_type", layout["model.model_type"]) == layout["model.model_type"]:
         yield Choice("model.intermediate_size", shape.intermediate_size, "8/3 of the hidden size")
     yield Choice("model.max_position_embeddings", shape.seq_len, "same as data.seq_len")
@@ -339,8 +341,9 @@ _OPTIMIZER_REASONS = {
 #: Reasons for Muon's learning rates.
 _RATE_REASONS = {
     "learning_rate": "learning rate of the embedding",
-    "muon_learning_rate": "of the layers' matrices; falls with the square root of the hidden size",
-    "head_lr_multiple": "head learning rate as a multiple; falls with the hidden size",
+    "muon_learning_rate": "learning rate of the layers' matrices; falls "
+    "with the square root of the hidden size",
+    "head_lr_multiple": "learning rate of the head, as a multiple; falls with the hidden size",
     "tuned_width": "the hidden size for which the learning rates were chosen",
 }
 
@@ -352,21 +355,23 @@ def _length_choices(
     schedule = {k: v for k, v in _layout(fixed).items() if k.startswith("schedule.")}
     reasons = {
         "schedule.kind": "constant learning rate after the warm-up, then decay",
-        "schedule.decay_fraction": "linear decay to zero over this share of the steps",
+        "schedule.decay_fraction": "linear decay to zero over this fraction of the steps",
     }
     epochs = run.tokens / max(text.train_tokens, 1.0)
     if length.seconds is not None:
         minutes = round(length.seconds / 60, 3)
         reason, most = "training time within the budget", defaults.MOST_EPOCHS
         if run.seconds < defaults.EARLY * length.seconds:
-            reason = "at most; the limit of epochs ends the run earlier"
+            reason = "upper limit; the limit of epochs ends the run earlier"
         else:
-            most /= defaults.EARLY  # so that steps that are faster than measured fill the time
+            most /= defaults.EARLY  # to fill the time even if steps are faster than measured
         yield Choice("schedule.max_minutes", minutes, reason)
         # Also set if the run is far below the limit of epochs: a machine that was busy while its
         # speed was measured may be several times as fast during the run.
         if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
-            reason = f"at most {most:g} passes over the text: more would help little or overfit"
+            reason = (
+                f"at most {most:g} passes over the text: more passes would help little or overfit"
+            )
             yield Choice("schedule.epochs", most, reason)
     else:
         passes = f"{run.tokens:,} tokens, {epochs:.2g} epochs"
@@ -401,14 +406,14 @@ def _advice(
     keeps_vocabulary: bool,
 ) -> str:
     """Return a sentence about the benefit of more text, or "" if the text is long and not repeated
-    too often.
+    many times.
 
     Args:
         best: chosen model and its run.
         text: facts about the text.
         with_text: function that returns the model that would be chosen for another text and the
             same length of the run.
-        within: length of the run as text.
+        within: length of the run in words.
         keeps_vocabulary: True to keep the vocabulary size for other text.
     """
     size = text.train_tokens * text.bytes_per_token
@@ -436,9 +441,9 @@ def _advice(
 def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
-    """Return the candidate models: those in `defaults.SHAPES`, or a single one for a given size. A
-    given width or depth is used, and widths must be divisible by the number of heads if that is
-    given.
+    """Return the candidate models: the shapes in `defaults.SHAPES`, or a single shape for a given
+    size. A given width or depth is used, and widths must be divisible by the number of heads if
+    that is given.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -480,7 +485,7 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     size = defaults.HEAD_DIM
     if width % size:
         raise ConfigError(
-            f"model.hidden_size {width} is not a multiple of the head size {size}: set it to "
+            f"model.hidden_size {width} is not a multiple of the head dimension {size}: set it to "
             f"{math.ceil(width / size) * size}, or set --model.num_attention_heads"
         )
     return width // size
@@ -490,7 +495,7 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
     if not any(key in fixed for key in HEADS):
         return True
     if "model.hidden_size" in fixed:
-        return True  # checked by the model config
+        return True  # The model config checks this value.
     heads = head_count(width, fixed)
     # RoPE rotates pairs of dimensions, so the head dimension must be even. Tiny heads learn poorly.
     divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads

@@ -1,11 +1,10 @@
-"""Choose which documents of a corpus to hold out, so that near-duplicates do not end up on both
-sides of the split.
+"""Choose which documents of a corpus to hold out, so that near-duplicates are not split between
+training and validation.
 
 Near-duplicates are found with a sketch of each document: a bottom-k MinHash of its shingles. A
-shingle is a window of bytes of the text, after normalising white space and lower-casing. The
-smallest hashes in the union of two sketches are a random sample of both documents' shingles. The
-fraction of these hashes that occurs in both sketches estimates the documents' Jaccard similarity
-(Broder 1997).
+shingle is a window of bytes of the text, in lower case with normalised whitespace. The smallest
+hashes in the union of two sketches are a random sample of both documents' shingles. The fraction of
+these hashes that occurs in both sketches estimates the documents' Jaccard similarity (Broder 1997).
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class NearDuplicates:
             if similarity(found, self._sketches[other]) >= _SIMILAR
         ]
         if similar:
-            # The document joins the earliest group, which is a validation document's group if there
-            # is one.
+            # The document joins the earliest similar group. Validation documents are added first,
+            # so their groups take precedence.
             self.groups[number] = min(similar)
         if len(set(similar)) > 1:
             self.bridged.update(similar)
@@ -205,7 +204,7 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
 
 
 def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int) -> HeldOut:
-    """Return the split in which the first `count` documents were given for validation.
+    """Return the split if the user gave the first `count` documents for validation.
 
     Args:
         near, sizes: see `hold_out`.
@@ -236,8 +235,8 @@ def held_out_groups(
         groups: group number of each document.
         sizes: size of each document in bytes.
         bridged: groups that are never held out, because they are similar to other groups. They are
-            not merged with these, so that adding one document does not move other groups to the
-            other side.
+            not merged with those groups, so that adding one document does not move other groups to
+            the other split.
 
     Returns:
         The numbers of the held-out documents, ascending, or None if there are too few groups to

@@ -32,8 +32,9 @@ from firstlight.training.loop import TrainResult, train
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
-    """Return the parameter count of a recipe's model, without adapters. Keys given by the user can
-    make the model differ from the candidates among which it was chosen."""
+    """Return the parameter count of a recipe's model, without adapters. Keys set by the user can
+    make this model differ from all candidates.
+    """
     return count_parameters(meta_model(recipe.model)).total
 
 
@@ -101,7 +102,7 @@ def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
 
 @dataclass(frozen=True)
 class FittedRecipe:
-    """A recipe whose micro-batch size was adapted to the memory.
+    """A recipe whose micro-batch size was reduced to fit in memory.
 
     Attributes:
         recipe: recipe to train.
@@ -219,7 +220,7 @@ def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
     names = UNREAD_NAME, REJECTED_NAME, TOO_LONG_NAME, f"{DATA_FOLDER}/{REJECTED_NAME}"
     lists = [call.folder / name for name in names]
     if written := [str(path) for path in lists if path.is_file()]:
-        yield f"full lists of what was left out: {', '.join(written)}"
+        yield f"full lists of the skipped inputs: {', '.join(written)}"
 
 
 class KnownForecast:

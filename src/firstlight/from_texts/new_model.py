@@ -182,7 +182,7 @@ class NewModel:
         except _OtherModelError as error:
             plan = error.plan
             call.tell(str(error))
-        gc.collect()  # free the memory of the first model
+        gc.collect()  # Free the memory of the first model.
         _forget_first_steps(call.folder)
         return self._train(plan, data, call, chosen_again=True)
 
@@ -277,17 +277,17 @@ class _FirstSteps:
         try:
             left = call.length(plan.request)
             other = plan.choose_again(left)
-        except ConfigError:  # too little time is left, even for the smallest model
+        except ConfigError:  # Too little time is left, even for the smallest model.
             return
         assert left.seconds is not None
         whole = Length(used + left.seconds)
         kept = choose(plan.text, plan.speed, whole, plan.request.fixed | own)
         if left.seconds < 2 * used or not _is_better(other.choices, kept):
-            call.tell(f"{found}: the chosen model is still the best one for the time left")
+            call.tell(f"{found}: the chosen model is still the best one for the remaining time")
             return
         raise _OtherModelError(
             f"{found}: training restarts with {rounded(other.choices.parameters)} parameters "
-            f"instead of {rounded(before.parameters)}, for the {time_text(left.seconds)} left",
+            f"instead of {rounded(before.parameters)}, for the remaining {time_text(left.seconds)}",
             other,
         )
 
@@ -297,8 +297,9 @@ _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 
 def _is_better(other: Choices, kept: Choices) -> bool:
-    """Return True if the choices are for another model with fewer expected bits per byte; also if
-    the expected bits per byte are unknown."""
+    """Return True if the choices are for another model with fewer expected bits per byte, or if the
+    expected bits per byte are unknown.
+    """
     if all(other[key] == kept[key] for key in _SHAPE):
         return False
     if other.bits_per_byte is None or kept.bits_per_byte is None:

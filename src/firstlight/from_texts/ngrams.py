@@ -14,12 +14,12 @@ from firstlight.from_texts.held_out import HeldOut
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Hardness
 
-#: Number of characters in a piece, and the maximum that the sample keeps.
+#: Number of characters in a piece, and maximum number of characters in the sample.
 _PIECE, _KEPT = 1 << 13, 5 << 19
 #: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
 #: Minimum number of held-out characters for the test. If there are fewer, one in `_TEST_PART`
-#: training pieces is used as well.
+#: training pieces is also used for the test.
 _FEWEST, _TEST_PART = 1 << 11, 8
 #: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
@@ -99,12 +99,13 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # In its original order, xz finds as many repetitions as in the held-out text itself.
+        # In the original order, xz finds the repetitions of the held-out text. In random order, it
+        # would miss them.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Return the bits per byte of data compressed by xz."""
+    """Return the size of data compressed by xz, in bits per byte."""
     xz = lzma.LZMACompressor()
     return 8 * (compress(xz, data) + len(xz.flush())) / max(len(data), 1)
 
@@ -112,7 +113,8 @@ def xz_bits_per_byte(data: bytes) -> float:
 def _shuffled(pieces: Sequence[str]) -> str:
     """Return the pieces in random order, joined by newlines."""
     order = np.random.default_rng(0).permutation(len(pieces))
-    # Without a newline, the first letters of each piece would follow those of another.
+    # Without the newline, the first letters of a piece would seem to follow the last letters of
+    # another.
     return "\n".join(pieces[i] for i in order)
 
 
@@ -162,6 +164,6 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
     """Shift context numbers by one character: each character gets the number of the character
-    before it, and the first one a number above all others."""
+    before it, and the first character gets a number above all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

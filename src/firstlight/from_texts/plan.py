@@ -27,8 +27,8 @@ class Choice:
     Attributes:
         key: recipe key, `section.key`.
         value: chosen value.
-        reason: text with the reason, for the user. "" hides the key in the printed table; used for
-            the measured settings of `optim.new_model`, which need no attention.
+        reason: reason for the value, shown to the user. "" hides the key in the printed table, as
+            for the measured settings of `optim.new_model`, which need no attention.
     """
 
     key: str
@@ -104,8 +104,8 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number of tokens of which a step must be a multiple: the sequence length times the
-    user's micro-batch size and number of micro-batches."""
+    """Return the number of tokens that must divide the tokens of a step: the sequence length times
+    the user's micro-batch size and number of micro-batches."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
@@ -170,7 +170,8 @@ def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
 def compile_ways(
     machine: MachineFacts, fixed: Mapping[str, Any], size: tuple[int, int]
 ) -> list[Compiling]:
-    """Return the candidate ways to compile a model, or not to, that the user's settings leave open.
+    """Return the candidate modes of compilation, including none, that the user's settings leave
+    open.
 
     Args:
         machine: machine to train on.
@@ -178,7 +179,7 @@ def compile_ways(
         size: (hidden size, number of layers) of the model.
     """
     # Imported here, because these modules import torch, and `train TEXTS` must print its first line
-    # before.
+    # before that.
     from firstlight.methods import EfficiencyConfig
     from firstlight.parallel.engine import DistributedConfig
     from firstlight.recipe.resolve import open_compile_modes
@@ -211,7 +212,8 @@ class Parts:
     """Everything in a run other than steps: evaluations, sample texts and checkpoints.
 
     Attributes:
-        evaluations: number of evaluations after steps, not counting the one before the first step.
+        evaluations: number of evaluations after steps, not counting the evaluation before the first
+            step.
         rows: number of rows per evaluation.
         samples: number of sample texts at each evaluation after steps.
         sample_tokens: number of tokens per sample text.
@@ -336,7 +338,8 @@ class PartFacts:
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop: at least half of it
-        is spent on steps, of which there are `defaults.LEAST_STEPS`, or as many as the data allows.
+        is spent on steps, and it has `defaults.LEAST_STEPS` steps, or fewer if the data does not
+        suffice.
 
         Args:
             rate: training speed in tokens per second.
@@ -542,8 +545,8 @@ class RunPlan(ABC):
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
             f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, or as "
-            f"much time for steps as for the rest, take {time_text(least)}; give --budget "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps (or "
+            f"steps that take as long as the rest) take {time_text(least)}; use --budget "
             f"{_whole_minutes(needed)}"
         )
 

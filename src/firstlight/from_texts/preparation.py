@@ -82,7 +82,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             # If a call was killed, its `data_key` may be stored next to older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
-                call.tell(f"using the tokenizer and shards of {data} again")
+                call.tell(f"reusing the tokenizer and shards of {data}")
                 call.remember(data_key=texts.key, prepared_key=None)
                 # Linked, so that this run keeps its data if the other run is deleted.
                 own = call.folder / DATA_FOLDER

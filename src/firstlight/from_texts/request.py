@@ -51,9 +51,11 @@ class Request:
         given = {"--budget": self.seconds, "--tokens": self.tokens, "--steps": self.steps}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
-            raise ConfigError(f"{' and '.join(named)} both say how long the run is: keep one")
+            raise ConfigError(
+                f"{' and '.join(named)} both set the length of the run: use only one of them"
+            )
         if any(value is not None and not value > 0 for value in given.values()):
-            raise ConfigError(f"{named[0]} has to be more than 0")
+            raise ConfigError(f"{named[0]} must be more than 0")
 
     @property
     def has_length(self) -> bool:
@@ -94,13 +96,13 @@ class Request:
         taken = {"data.dir": "the inputs are prepared for the run"}
         taken |= {
             "data.files": "the inputs are the files",
-            "data.kind": "it follows from the inputs",
+            "data.kind": "the kind follows from the inputs",
         }
-        taken |= {"data.mix": "prepare the corpora and train by a recipe"}
+        taken |= {"data.mix": "prepare the corpora and train with a recipe"}
         lengths = ("schedule.max_steps", "schedule.max_minutes")
         taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
         if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
-            taken["schedule.epochs"] = "it is a number of passes within a --budget"
+            taken["schedule.epochs"] = "it only limits the passes within a --budget"
         for name, value in self.overrides:
             is_chat = (name, value) == AS_CHAT
             if is_chat and self.init_from is None:
@@ -159,7 +161,7 @@ def request_of(
 
         pairs = override_pairs(pairs)
     if size is not None and size not in defaults.SIZES:
-        parameters_of(size)  # raises before any text is read
+        parameters_of(size)  # Raises an error before any text is read.
     return Request(
         _names(inputs),
         _parsed("--budget", parse_time, budget),
@@ -175,7 +177,9 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe sections with the keys to be chosen later that make the given keys valid."""
+    """Return recipe sections with keys that are chosen later and without which the given keys would
+    be invalid.
+    """
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}
     if "optimizer.name" not in fixed:

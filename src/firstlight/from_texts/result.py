@@ -41,8 +41,8 @@ _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 _PROMPT_CHARS = 32
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
-#: An earlier checkpoint is recommended if its bits per byte were lower than those of the last
-#: evaluation by at least this fraction.
+#: An earlier checkpoint is recommended if its bits per byte were lower than in the last evaluation
+#: by at least this fraction.
 _WORSE = 0.02
 
 
@@ -179,7 +179,7 @@ def _next_commands(
     folder = shlex.quote(str(call.folder))
     run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
-    chat = f"firstlight chat {run}", "ask questions" if answers else "continue texts turn by turn"
+    chat = f"firstlight chat {run}", "ask questions" if answers else "continue a text in turns"
     server = f"firstlight serve {run}", "OpenAI-compatible server"
     if stopped:
         again = length_options(request) + own_options(request)
@@ -205,7 +205,7 @@ def _longer(
     """Yield the command that trains longer and its purpose, unless it would give the same model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
-        return  # the run has reached the limit of epochs
+        return  # The run has reached the limit of epochs.
     seconds = request.seconds
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)
@@ -241,7 +241,7 @@ def result_lines(run: TextRun) -> Iterator[str]:
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
     if run.best:
         yield (
-            "later steps overfitted: the held-out loss rose again, so --best takes the checkpoint "
+            "later steps overfitted (the held-out loss rose again): --best uses the checkpoint "
             "before them"
         )
     for prompt, text in run.samples[:_SHOWN_SAMPLES]:

@@ -115,8 +115,9 @@ def train_texts(
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
             With `init_from` also conversations; see `prepare_chat`.
-        budget: wall-clock time of the whole call, such as "30m", or a number of seconds. At most
-            one of budget, tokens and steps can be set; without any, the budget is ten minutes.
+        budget: wall-clock time of the whole call, as a text such as "30m" or as a number of
+            seconds. At most one of budget, tokens and steps can be set; without any, the budget is
+            ten minutes.
         tokens: number of tokens to train on, such as "10M".
         steps: number of optimizer steps.
         size: "tiny", "small", "medium", "large", "xl", or a parameter count such as "10M"; None to
@@ -159,7 +160,7 @@ def train_texts(
         as_is=as_is,
     )
     work = work_of(request, tell, progress=progress)
-    # Imported after the first message, because these import torch, which takes seconds.
+    # Imported after the first message, because these modules import torch, which takes seconds.
     from firstlight.checkpoint.run_folder import held
     from firstlight.from_texts.result import result_of
 
@@ -184,8 +185,9 @@ def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
     """Return the request with a length, the plan shown to the user, and the seconds spent waiting
-    for the user, which do not count towards the budget; (..., None, 0) if the user was not
-    asked."""
+    for the user, which do not count towards the budget. If the user is not asked, the plan is None
+    and the seconds are 0.
+    """
     if request.has_length:
         return request, None, 0.0
     if ask is None:
@@ -223,7 +225,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # after the plan, which may be rejected
+            for note in notes:  # Printed after the plan, because the plan may be rejected.
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:

@@ -122,7 +122,7 @@ class RunCall:
             return
         data = self.folder / DATA_FOLDER
         if self.state.get("has_linked_data") and data.is_dir():
-            remove_folder(data)  # another run also has these files
+            remove_folder(data)  # Another run uses these files, too.
         # Without its state, a folder with unfinished shards would not belong to any run.
         if not data.exists():
             self.state = {}
@@ -159,9 +159,9 @@ class RunCall:
             use = ", or run the command again, which uses the prepared texts" if again else ""
             raise ConfigError(
                 f"the budget of {time_text(request.seconds)} is too short: reading and preparing "
-                f"the texts took {time_text(taken)}, training takes at least "
-                f"{_LEAST_SECONDS:.0f} s, and {reserved:.0f} s are reserved for the report; give "
-                f"--budget {math.ceil(_SLOWER * taken + rest)}s{use}"
+                f"the texts took {time_text(taken)}, training takes at least {_LEAST_SECONDS:.0f} "
+                f"s, and {reserved:.0f} s are reserved for the report; use --budget "
+                f"{math.ceil(_SLOWER * taken + rest)}s{use}"
             )
         return Length(left)
 
@@ -177,8 +177,8 @@ class RunCall:
         command = command_of(request, length_options(request) + own_options(request))
         again = shlex.join(["firstlight", "train", str(self.folder / RECIPE_NAME), *start])
         header = (
-            f"Chosen by `{command}`. A comment gives the reason for the key below it.",
-            f"Train it again, changed or not: {again} --run.dir ANOTHER_FOLDER",
+            f"Chosen by `{command}`. Each comment gives the reason for the key below it.",
+            f"To train with this recipe again, edited or not: {again} --run.dir ANOTHER_FOLDER",
         )
         write_file(self.folder / RECIPE_NAME, commented_yaml(recipe, reasons, header))
 
@@ -187,7 +187,7 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
     """Return a recipe as YAML text with comments.
 
     Args:
-        recipe: recipe, of which all keys are written.
+        recipe: recipe; all of its keys are written.
         reasons: reasons for chosen keys by `section.key`, written above the keys.
         header: lines of a comment at the top.
     """
@@ -258,7 +258,8 @@ def place_of_run(
     """
     base, is_given = _base_folder(request, run_dir)
     for folder in _numbered(base):
-        # A folder with only a lock file belongs to a call that has just started: the lock decides.
+        # A folder with only a lock file may belong to a call that has just started; locking the
+        # folder detects that.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)
@@ -269,13 +270,13 @@ def place_of_run(
                 f"{one}; " for one in _changes_since(state, folder, request, content_key)
             )
             raise ConfigError(
-                f"{folder} holds a run of other texts or options: {changed}choose another "
+                f"{folder} holds a run with other texts or options: {changed}choose another "
                 "--run.dir, or omit it"
             )
     if folder != base:
         changes = _changes_since(read_state(base), base, request, content_key)
         changed = "".join(f"; {one}" for one in changes)
-        tell(f"{base} holds a run of other texts or options: this run is in {folder}{changed}")
+        tell(f"{base} holds a run with other texts or options: this run is in {folder}{changed}")
     return folder
 
 
@@ -286,7 +287,7 @@ def facts_of_files(request: Request) -> dict[str, list[int]]:
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
     except InputError:
-        return {}  # conversations in files that are not text
+        return {}  # Conversations in files that are not text.
     stats = {str(path): path.stat() for path in paths[:_KNOWN_FILES]}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
@@ -326,7 +327,7 @@ def _changes_since(
         model = state["request"].get("init_from")
         start = [] if model is None else ["--init-from", model]
         command = ["firstlight", "train", str(folder / RECIPE_NAME), "--resume", *start]
-        yield f"{shlex.join(command)} continues it with the old texts"
+        yield f"{shlex.join(command)} continues that run with the old texts"
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
@@ -356,7 +357,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
             found[not state.get("complete"), changed] = state["request"]
     if not found:
         raise ConfigError(
-            f"{base if is_given else base.parent} has no run of these inputs"
+            f"{base if is_given else base.parent} has no run with these inputs"
             f"{'' if is_bare else ' and options'}: "
             + "".join(f"{one}; " for one in changes)
             + "omit --resume to start one"

@@ -63,7 +63,7 @@ SHOWN_FILES = 5
 MOST_BYTES = 256 << 20
 #: Number of characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Reading stops after this many unreadable documents if no document had text.
+#: Number of unreadable documents after which reading stops if no document has had text.
 _HOPELESS = 1000
 #: Bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
@@ -74,7 +74,7 @@ _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanes
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Facts about the part of a corpus that was read.
+    """Facts about the scanned part of a corpus.
 
     Attributes:
         documents: number of documents with text, including duplicates.
@@ -85,7 +85,7 @@ class CorpusFacts:
         scripts: fraction of the letters' bytes by script, largest first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
-        compared: number of documents (the first ones) that were compared with earlier documents.
+        compared: number of documents, from the first, that were compared with earlier documents.
         rejected: number of unreadable documents by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
@@ -154,7 +154,6 @@ class Scan:
 
         Held-out files keep the limits of the scan: with a different limit, the hash of the text
         would not be found in `split`.
-        be found in `split`.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -278,12 +277,11 @@ class _Counts:
     def end_validation(self) -> None:
         """Mark all documents read so far as validation documents.
 
-        Raises:
-            InputError: there are none.
+        Raises: InputError: no document was read.
         """
         self.val_documents = len(self._digests)
         if not self.val_documents:
-            raise InputError(f"the validation inputs have no text: {self._nothing_read}")
+            raise InputError(f"the validation inputs contain no text: {self._nothing_read}")
 
     @property
     def _nothing_read(self) -> str:
@@ -441,8 +439,8 @@ def described(scan: Scan) -> Iterator[str]:
         if similar := scan.split.similar:
             who = "held-out document resembles" if similar == 1 else "held-out documents resemble"
             yield (
-                f"{similar:,} {who} an earlier one: gzip and xz profit from the common parts, the "
-                "model does not"
+                f"{similar:,} {who} an earlier one: gzip and xz benefit from the common parts, but "
+                "the model does not"
             )
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:
@@ -527,7 +525,7 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
         held = "conversations" if kind == "chat" else "preference pairs"
         advice = start_from(kind or "chat", file_names(inputs, sources))
         if others:
-            advice += f"; for a new model, name only the texts, such as {others[0].name}"
+            advice += f"; for a new model, pass only the texts, such as {others[0].name}"
         raise InputError(f"{sources[0].name} contains {held}: {advice}")
 
 
@@ -554,7 +552,7 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     for item in inputs:
         try:
             others += [one.name for one in find_records([item]) if one.name not in names]
-        except InputError:  # a text file, which may be named itself
+        except InputError:  # A text file, which may itself be an input.
             if Path(item).is_file() and item not in others:
                 others.append(item)
     return others
@@ -601,20 +599,20 @@ def scan_texts(
     if trained < LEAST_BYTES:
         beside = " that are not in --val-input" if scan.val_documents else ""
         raise InputError(
-            f"the inputs have {trained:,.0f} bytes of text{beside}, too little to learn from: "
-            f"give at least {LEAST_BYTES:,}, better a megabyte"
+            f"the inputs have only {trained:,.0f} bytes of text{beside}, too little to learn from: "
+            f"add text, at least {LEAST_BYTES:,} bytes and preferably a megabyte"
         )
     unread = unread_files(named)
     names = [str(file) for file in unread]
     if unread:
         kinds = listed(by_ending(unread))
         count = counted(len(unread), "file")
-        tell(f"not read: {count} of other kinds, {kinds}: {first_names(names)}")
+        tell(f"skipped {count} of other kinds, {kinds}: {first_names(names)}")
     return replace(scan, unread=names)
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first file names, as text."""
+    """Return the first few file names as one string."""
     return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 

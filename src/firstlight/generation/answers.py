@@ -152,8 +152,8 @@ def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class AnswerParser:
     """Splits one answer into its parts as it is generated.
 
-    Text that may be the beginning of a marker is held back until this is decided; a tool call is
-    held back until it is complete. Whitespace around reasoning and tool calls is dropped.
+    Text that may be the beginning of a marker is held back until it is certain; a tool call is held
+    back until it is complete. Whitespace around reasoning and tool calls is dropped.
 
     Args:
         format: format of the answer.
@@ -162,8 +162,8 @@ class AnswerParser:
     def __init__(self, format: AnswerFormat) -> None:
         self._format, self._mode = format, format.start
         self._held = ""
-        self._marker = ""  # the marker before the held text
-        self._name: str | None = None  # name of the called tool in the gpt-oss format
+        self._marker = ""  # The marker before the held text.
+        self._name: str | None = None  # Name of the called tool in the gpt-oss format.
         self._trimmed = format.start == "reasoning"
 
     def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:

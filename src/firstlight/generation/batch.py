@@ -34,8 +34,8 @@ from firstlight.models.rope import DynamicRope, LongRope
 #: different shapes (each needs a CUDA graph); a smaller one reads fewer unused positions.
 _REACH_STEP = 64
 
-#: `BatchDecoder.pass_tokens` on a CPU and on a GPU, which process that many tokens in about the
-#: same time.
+#: `BatchDecoder.pass_tokens` on a CPU and on a GPU. The CPU and the GPU take about the same time
+#: for these numbers of tokens.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
 #: Maximum number of logits (elements) in memory at once while a prompt is scored.
@@ -58,11 +58,11 @@ class BatchDecoder:
         max_sequences: maximum number of simultaneous sequences.
         max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
             model's context length.
-        reuse_prefixes: reuse the cached keys and values of an earlier sequence that begins with the
-            same tokens, as in a conversation. Computing a prompt in two parts can change the last
-            digit of the results because of rounding.
-        compile: decode with torch.compile, see `CompiledStep`. The first step takes about a minute
-            unless `warm_up` was called.
+        reuse_prefixes: True to reuse the cached keys and values of an earlier sequence that begins
+            with the same tokens, as in a conversation. Computing a prompt in two parts can change
+            the last digit of the results because of rounding.
+        compile: True to decode with torch.compile; see `CompiledStep`. The first step takes about a
+            minute unless `warm_up` was called.
 
     Attributes:
         lengths: current number of tokens in each sequence.
@@ -272,8 +272,7 @@ class BatchDecoder:
         reach = -(-longest // _REACH_STEP) * _REACH_STEP
         spare = 0
         if self._is_recorded:
-            # To reduce the number of shapes, unused rows of the cache are computed along with the
-            # others.
+            # To reduce the number of shapes, unused rows of the cache are also computed.
             reach = _REACH_STEP * _ladder(reach // _REACH_STEP)
             spare = min(_ladder(count), self.max_sequences) - count
             for row in range(count, count + spare):
@@ -350,8 +349,8 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         raise ConfigError("the prompt has no tokens: the model needs at least one to continue from")
     if len(prompt_ids) + room > limit:
         raise ConfigError(
-            f"the prompt has {len(prompt_ids)} tokens, and the model's context is {limit}: "
-            "shorten it, or generate with slide (--slide)"
+            f"the prompt has {len(prompt_ids)} tokens, but the model's context is {limit}: shorten "
+            "the prompt, or generate with slide (--slide)"
         )
     if max(prompt_ids) >= model.config.vocab_size:
         raise ModelError(
@@ -387,12 +386,12 @@ class CompiledStep:
         if not can_compile(self._device):
             raise ConfigError(
                 "compiled decoding needs a C++ compiler on a CPU and triton on a GPU: install "
-                "g++ or clang, or decode without compiling compiling"
+                "g++ or clang, or decode without compiling"
             )
         if cache.has_states:
             raise ConfigError(
                 f"compiled decoding does not support {model.config.model_type} models, whose "
-                "linear attention keeps a state: decode without compiling"
+                "linear-attention layers keep a state: decode without compiling"
             )
         ready_to_compile()
         self._compiled = torch.compile(self._forward, fullgraph=True)

@@ -21,23 +21,25 @@ class SamplingConfig:
         max_new_tokens: maximum number of new tokens.
         temperature: divisor of the logits; a higher temperature gives unlikely tokens more
             probability; 0 always chooses the most likely token.
-        top_k: number of most likely tokens to choose from, together with any that are as likely as
-            the last of them; 0 is off.
+        top_k: number of most likely tokens to choose from, plus any tokens that are as likely as
+            the last of them; 0 disables this.
         top_p: probability mass to choose from: only the smallest set of most likely tokens whose
-            probabilities sum to at least this value is kept; 1 is off (Holtzman et al. 2020).
-            Applied after temperature and top_k.
+            probabilities sum to at least this value is kept; 1 disables this (Holtzman et al.
+            2020). Applied after temperature and top_k.
         seed: random seed; the same seed gives the same text. By default, a seed is drawn at random.
-        min_p: minimum probability of a token relative to that of the most likely token; 0 is off
-            (Nguyen et al. 2024). Applied after temperature and before top_k and top_p.
+        min_p: minimum probability of a token, relative to the probability of the most likely token;
+            0 disables this (Nguyen et al. 2024). Applied after temperature and before top_k and
+            top_p.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
-            tokens that the prompt or the new text contains; 1 is off (Keskar et al. 2019).
+            tokens that the prompt or the new text contains; 1 disables the penalty (Keskar et al.
+            2019).
         stop: texts that end the continuation; they are not part of it.
         logprobs: number of most likely tokens whose log-probabilities are returned for each new
             token, in addition to the token's own; None returns none.
-        frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each
-            time that it was chosen; 0 is off. Defined as in OpenAI's API.
+        frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each time
+            that the token was chosen; 0 disables the penalty. Defined as in OpenAI's API.
         presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
-            was chosen before; 0 is off. Defined as in OpenAI's API.
+            was chosen before; 0 disables the penalty. Defined as in OpenAI's API.
         logit_bias: mapping from token id to a number from -100 to 100 that is added to the token's
             logit.
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
@@ -48,8 +50,8 @@ class SamplingConfig:
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full,
             instead of half of the context. With 1, as in LLMs-from-scratch, each additional token
             is computed from the full context, which takes longer.
-        beams: number of beams; 1 is off. Beam search does not sample; it returns the text with the
-            highest mean log-probability per token that it finds.
+        beams: number of beams; 1 disables beam search. Beam search does not sample; it returns the
+            text with the highest mean log-probability per token that it finds.
         choices: number of most likely tokens that are returned for each new token, with their
             probability according to the model and their sampling probability (after penalties,
             biases, temperature, top_k, top_p and min_p); None returns none.

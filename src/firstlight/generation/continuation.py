@@ -348,7 +348,7 @@ def _chosen(
 
 class StopTexts:
     """Passes text through until a stop text occurs. Text that may be the beginning of a stop text
-    is held back until this is decided.
+    is held back until it is certain.
 
     Args:
         texts: non-empty stop texts.

@@ -60,8 +60,9 @@ def load(
             bfloat16; such a model supports only generation, and not on a CUDA GPU.
         way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
             overwritten in place while the model exists. "sequential" reads each tensor directly
-            into its parameter. "straight" reads the whole file first, which takes twice the memory.
-            "auto" means "mmap" on the CPU if no weight is converted, otherwise "sequential".
+            into its parameter. "straight" reads the whole file before the weights are copied, which
+            takes twice the memory. "auto" means "mmap" on the CPU if no weight is converted,
+            otherwise "sequential".
         best: True to load the checkpoint of a run folder with the lowest validation loss instead of
             the newest one.
 
@@ -232,8 +233,8 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 def with_model_settings(
     config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
 ) -> SamplingConfig:
-    """Return the config with the settings in the model's generation_config.json applied, except
-    those that the user has named. With beam search, which does not sample, the config is returned
+    """Return the config with the settings in the model's generation_config.json applied, except the
+    settings that the user has specified. For beam search, which does not sample, return the config
     unchanged.
 
     Raises:
@@ -253,8 +254,8 @@ class GenerationStream:
         loaded: a model from `load`.
         prompt: text to continue.
         config: see `SamplingConfig`.
-        compile: decode with torch.compile, which is faster after about a minute of compiling; see
-            `firstlight.generation.batch`.
+        compile: True to decode with torch.compile, which is faster after about a minute of
+            compiling; see `firstlight.generation.batch`.
 
     Attributes:
         result: the complete continuation, or None until the iteration ends.
@@ -344,21 +345,23 @@ def generate(
         top_p: probability mass to choose from: the smallest set of most likely tokens with at least
             this total probability; 1 means all.
         seed: random seed; None draws one at random.
-        min_p: minimum probability of a token relative to that of the most likely token; 0 is off.
+        min_p: minimum probability of a token, relative to the probability of the most likely token;
+            0 disables this.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
-            tokens that the prompt or the new text contains; 1 is off.
+            tokens that the prompt or the new text contains; 1 disables the penalty.
         stop: texts that end the continuation.
-        logprobs: number of most likely tokens whose log-probabilities are returned; None is off.
-        frequency_penalty: number subtracted from a token's logit once for each time the token was
+        logprobs: number of most likely tokens whose log-probabilities are returned; None returns
+            none.
+        frequency_penalty: number subtracted from a token's logit for each time that the token was
             chosen.
         presence_penalty: number subtracted from the logit of each token that was chosen before.
         logit_bias: number added to the logit of each given token id.
-        slide: continue beyond the model's context.
-        slide_tokens: number of oldest tokens that slide drops each time the context is full; None
+        slide: True to continue beyond the model's context.
+        slide_tokens: number of oldest tokens that `slide` drops each time the context is full; None
             drops half of the context.
         beams: number of beams; 1 disables beam search.
-        choices: number of most likely tokens that are returned with their probabilities; None is
-            off.
+        choices: number of most likely tokens that are returned with their probabilities; None
+            returns none.
         compile: see `GenerationStream`.
 
     Raises:

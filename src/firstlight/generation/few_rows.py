@@ -170,7 +170,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tenso
     Args:
         x: [..., in], float32 or bfloat16, with at most `MOST_ROWS` rows.
         weight: [out, in], contiguous, in x's dtype; or int8, if x is bfloat16.
-        scale, bias: [out] in x's dtype; None is equivalent to 1 and 0, respectively.
+        scale, bias: [out], in x's dtype; None means a scale of 1 or a bias of 0.
 
     Returns:
         [..., out] in x's dtype.
@@ -306,13 +306,13 @@ def _cache_folder() -> Path:
     because the libraries in it are executed.
 
     Raises:
-        OSError: the folder can't be created, or others can write to it.
+        OSError: the folder can't be created, or other users can write to it.
     """
     folder = cache_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        raise PermissionError(f"{folder} can be written by others")
+        raise PermissionError(f"{folder} is writable for other users")
     return folder
 
 
@@ -332,7 +332,7 @@ def _processor() -> str:
 #: to bf16 first is faster.
 _INT8_ROWS = 16
 #: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
-#: are zero-padded to a multiple.
+#: are zero-padded to a multiple of it.
 ROW_MULTIPLE = 32
 
 

@@ -134,7 +134,7 @@ class LlamaStep:
         for token_id in token_ids:
             if not 0 <= token_id < self._rows:
                 raise IndexError(
-                    f"token id {token_id} is outside the {self._rows} of the embedding"
+                    f"token id {token_id} is outside the embedding table of {self._rows} rows"
                 )
         rows = len(token_ids)
         assert rows == len(lengths) <= self.most_rows

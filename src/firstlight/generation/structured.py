@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: CPU time limits in seconds: for trying a new schema, and per token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
-#: Memory limit of a process in bytes, in addition to the loaded vocabulary.
+#: Memory limit of a process in bytes, not including the loaded vocabulary.
 _MEMORY = 256 * 2**20
 #: Maximum length of a schema in characters, and number of tokens generated to try out a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
@@ -229,8 +229,8 @@ def _schema_limits() -> Iterator[None]:
 #: Allow at most one space between the elements of an object or array, so that a model can't write
 #: endless whitespace.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-#: Options that override those in a schema (`x-guidance`). `lenient` is off, so that keywords not
-#: supported by llguidance are errors.
+#: Options that override the options in a schema (`x-guidance`). `lenient` is off, so that keywords
+#: not supported by llguidance are errors.
 _OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
 
 #: Limits of llguidance for one schema; see its `ParserLimits`.

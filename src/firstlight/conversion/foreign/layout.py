@@ -2,10 +2,10 @@
 checks.
 
 A layout maps each Hugging Face name to the names of the program's tensors from which it is built;
-"{}" is the layer number. Shapes are those of Hugging Face's tensors, as letters:
+"{}" is the layer number. Shapes describe Hugging Face's tensors, in letters:
 
-    V  vocabulary    P  positions    C  hidden size    F  MLP size    D  size of a head
-    Q  query heads x head size    K  kv heads x head size
+    V  vocabulary    P  positions    C  hidden size    F  MLP size    D  head dimension
+    Q  query heads x head dimension    K  kv heads x head dimension
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class Settings:
         model_args: settings under the program's own names. For a GPT, they are checked against the
             tensors.
         where: source of `model_args`, for messages.
-        sines: table of sines [positions, head size] that older Llamas of LLMs-from-scratch save, or
-            None.
+        sines: table of sines [positions, head dimension] that older Llamas of LLMs-from-scratch
+            save, or None.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class Opened:
     Attributes:
         layout: names and shapes of the program's tensors.
         weights: tensors, keyed by the program's names. A tied head is included under both names.
-        settings: settings from the files, and those fixed or assumed by the program's code.
+        settings: settings from the files, and settings fixed or assumed by the program's code.
         left_out: keys of the optimizer states in the file, which are not converted.
     """
 

@@ -1,7 +1,8 @@
 """GPTs and Llamas of LLMs-from-scratch (rasbt/LLMs-from-scratch), the code of the book: a file with
-weights, or with weights and optimizer.
+weights, or with weights and optimizer state.
 
-The names are those in `pkg/llms_from_scratch/ch04.py`, `llama3.py` and `ch05/07_gpt_to_llama`.
+The names are the same as in `pkg/llms_from_scratch/ch04.py`, `llama3.py` and
+`ch05/07_gpt_to_llama`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ _KEYS = {
 }
 #: Keys of params.json that must not be null because they have no default.
 _NOT_NULL = ("dim", "n_layers", "n_heads", "vocab_size")
-#: Widths of Llama 3.2's text models (1B, 3B), whose rotary scaling factor is 32; Llama 3.1's is 8.
+#: Hidden sizes of Llama 3.2's text models (1B, 3B), whose rotary scaling factor is 32. Llama 3.1
+#: has a factor of 8.
 _LLAMA_3_2_WIDTHS = (2048, 3072)
 
 

@@ -131,9 +131,9 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
         notes.append(f"It has no biases for {', '.join(filled)}: they are set to zero.")
     if not qkv_bias:
         notes.append(
-            "Its queries, keys and values have no biases, and neither do those of the result "
-            "(qkv_bias: false in config.json). transformers uses zeros for them; for other "
-            "programs, convert the result again, which writes the zeros."
+            "Its queries, keys and values have no biases, so the result has none either (qkv_bias: "
+            "false in config.json). transformers uses zeros for them; for other programs, convert "
+            "the result again, which writes the zeros."
         )
     return ForeignModel(full_config, tensors, layout.program, tuple(notes))
 
@@ -509,7 +509,8 @@ def gpt2_config(
     if "n_head" not in {**given, **found}:
         assumed["n_head"] = _guess_heads(path, sizes["C"])
         notes.append(
-            f"The number of heads is not in the file: {assumed['n_head']} heads of size 64 are "
+            f"The number of heads is not in the file: {assumed['n_head']} heads of dimension 64 "
+            "are "
             'assumed (set "n_head" in the config if that is wrong).'
         )
     config = _merged(path, assumed, given, found)
@@ -531,14 +532,15 @@ def _guess_heads(path: Path, width: int) -> int:
     """
     if width % 64:
         raise ModelError(
-            f"{path} does not specify the number of heads, and its width {width} is not a multiple "
-            'of 64, the usual head size: set "n_head" in the config (--config FILE.json)'
+            f"{path} does not specify the number of heads, and its hidden size {width} is not a "
+            "multiple "
+            'of 64, the usual head dimension: set "n_head" in the config (--config FILE.json)'
         )
     return width // 64
 
 
 def _check_heads(path: Path, heads: Any, key: str, width: int) -> None:
-    """Raise an error if the number of heads does not divide the total width of the queries."""
+    """Raise an error if the total width of the queries is not divisible by the number of heads."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or width % heads:
         raise ModelError(f"{path}: {key} is {heads!r}, but must be a divisor of the width {width}")
 
@@ -580,8 +582,8 @@ def llama_config(
     head_dim = sizes["Q"] // heads
     if sizes["K"] % head_dim:
         raise ModelError(
-            f"{path}: keys of width {sizes['K']} can't be heads of size {head_dim} "
-            f"(num_attention_heads {heads}): correct num_attention_heads"
+            f"{path}: keys of total width {sizes['K']} can't be divided into heads of dimension "
+            f"{head_dim} (num_attention_heads {heads}): correct num_attention_heads"
         )
     shown = {"num_key_value_heads": sizes["K"] // head_dim, "head_dim": head_dim}
     for key, value in shown.items():
@@ -627,7 +629,7 @@ def _check_rope(path: Path, config: Any, sines: Tensor) -> None:
     Args:
         path: the file, for messages.
         config: the model's config.
-        sines: table [positions, head size], which may have been saved in bf16.
+        sines: table [positions, head dimension], which may have been saved in bf16.
 
     Raises:
         ModelError: the frequencies differ from the table.

@@ -1,4 +1,4 @@
-"""nanochat's original model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026): files
+"""The original nanochat model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026): files
 `model_STEP.pt` with `meta_STEP.json`, or their folder.
 
 The original model has no value embeddings, residual scaling factors or sliding windows.

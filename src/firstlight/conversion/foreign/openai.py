@@ -5,7 +5,7 @@ The checkpoint is read without TensorFlow, which would take 600 MB. It is a "ten
 files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
-                                buffers with dtype, shape, place and checksum
+                                buffers with dtype, shape, position and checksum
     NAME.data-00000-of-00001    the tensors' numbers
 
 Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
@@ -197,7 +197,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
     """Return the tensor of an entry as a view of the data file's bytes, uint8 [N]."""
     part = content[entry.offset : entry.offset + entry.size]
     if _masked(crc32c(part.numpy())) != entry.checksum:
-        raise _BundleError(f"has numbers of {name} that don't match their checksum")
+        raise _BundleError(f"has values of {name} that don't match their checksum")
     if entry.offset % entry.dtype.itemsize:
         # A view of another dtype needs an aligned offset.
         part = part.clone()
@@ -404,8 +404,9 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return two tables, uint32 [65536] each, for the low and the high 16 bits of a word: the word
-    that it becomes when the checksum advances past one row of zeros."""
+    """Return two tables, uint32 [65536] each, indexed by the low and the high 16 bits of a word. An
+    entry is the word that these bits become when the checksum advances past one row of zeros.
+    """
     table = np.array(_byte_table(), np.uint32)
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     for _ in range(4 * _LANES):
