@@ -725,11 +725,15 @@ def test_prepare_chat_fields_without_use_are_named_with_their_number(
         for i in range(3)
     ]
     records.append({"text": "User: a\nAssistant: b", "id": 4})
+    records.append({"question": "[INST] a [/INST]", "answer": " b</s>", "answers": "x"})
     path = write_lines(tmp_path / "a.jsonl", records)
     manifest = prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(val_fraction=0))
-    assert manifest["chat"]["unused_fields"] == {"id": 4, "answer": 2}
-    [line] = list(chat_notes(tmp_path / "out", manifest))
-    assert line == "fields not used for training: id (4 records), answer (2 records)"
+    assert manifest["chat"]["unused_fields"] == {"id": 4, "answer": 2, "answers": 1}
+    *_, line = chat_notes(tmp_path / "out", manifest)
+    assert (
+        line
+        == "fields not used for training: id (4 records), answer (2 records), answers (1 record)"
+    )
 
 
 def test_change_lines_name_conversations_written_as_text_if_most_documents_are(

@@ -352,7 +352,8 @@ class _ChatPreparation:
                 found = f"{self._writer.rejections(REASONS)}; first: {self._writer.first_rejected}"
             if LOST.keys() & self._writer.rejected.keys():
                 found += " (on_bad keep trains on the rest of such records)"
-            raise InputError(f"there is no conversation to train on: {found}")
+            what = "preference pair" if self._options.kind == "preference" else "conversation"
+            raise InputError(f"there is no {what} to train on: {found}")
         if self._own_val and not self._documents("val"):
             raise InputError("the validation inputs contain no conversations: choose other inputs")
 

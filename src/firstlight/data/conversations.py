@@ -241,8 +241,8 @@ def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
     names = ", ".join(list(known.values())[:8]) or "none"
     problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        "`instruction` and `output` or `prompt` and `completion`: rename the fields that contain "
-        "them"
+        "`instruction` and `output` or `prompt` and `completion`, nor a pair of answers, `chosen` "
+        "and `rejected`: rename the fields that contain them"
     )
     if (kind := conversation_kind(record, "")) is not None:
         what = "a preference pair" if kind == "preference" else "a conversation"
@@ -387,6 +387,8 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
         if not isinstance(value, str) or (is_transcript and name in _TRANSCRIPT_FIELDS):
             return isinstance(value, str) or name in _VALUE_FIELDS
         if name in _VALUE_FIELDS and (_markup_of(value) or _hh_transcript(value)):
+            return True
+        if name in ANSWER_FIELDS and value.startswith("[") and _are_calls(parsed_json(value)):
             return True
         # A short text of another field may occur in a message by chance.
         is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
