@@ -234,6 +234,7 @@ def test_written_conversation_with_text_outside_turns_raises() -> None:
             say("a", "b", "c", "d", system="A chat between two."),
         ),
         ("User: a", None),
+        ("User:\nAssistant:", None),
         ("User: a\nUser: b\nAssistant: c", None),
         ("ROMEO: a\n\nJULIET: b", None),
         ("Once, she asked. Q: why? A: because.", None),
@@ -721,18 +722,18 @@ def test_prepare_chat_fields_without_use_are_named_with_their_number(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
     records = [
-        {"messages": say(f"a {i}", "b"), "prompt": f"a {i}", "id": i, "answer": "c" * i, "tag": ""}
+        {"messages": say(f"a {i}", "b"), "prompt": f"a {i}", "id": i, "answer": "c" * i, "tag": "a"}
         for i in range(3)
     ]
     records.append({"text": "User: a\nAssistant: b", "id": 4})
     records.append({"question": "[INST] a [/INST]", "answer": " b</s>", "answers": "x"})
     path = write_lines(tmp_path / "a.jsonl", records)
     manifest = prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(val_fraction=0))
-    assert manifest["chat"]["unused_fields"] == {"id": 4, "answer": 2, "answers": 1}
+    assert manifest["chat"]["unused_fields"] == {"id": 4, "tag": 3, "answer": 2, "answers": 1}
     *_, line = chat_notes(tmp_path / "out", manifest)
-    assert (
-        line
-        == "fields not used for training: id (4 records), answer (2 records), answers (1 record)"
+    assert line == (
+        "fields not used for training: id (4 records), tag (3 records), answer (2 records), "
+        "answers (1 record)"
     )
 
 
