@@ -378,7 +378,13 @@ def _first_values(text: str) -> list[Any]:
             found = [
                 pydantic_core.from_json(part, allow_partial="trailing-strings") for part in parts
             ]
-            return found if len(parts) > 1 else _records_in(found[0])[:_TOLD_BY]
+            if len(parts) > 1:
+                return found
+            if isinstance(found[0], dict) and len(found[0]) > 1:
+                *complete, _ = found[0].items()  # The last of the records by id may be truncated.
+                if all(_is_record(value) for _, value in complete):
+                    found[0] = dict(complete)
+            return _records_in(found[0])[:_TOLD_BY]
     return []
 
 
