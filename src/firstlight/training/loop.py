@@ -292,7 +292,8 @@ class RunAhead:
     """
 
     def __init__(self, run: Run, checkpoints: RunCheckpoints, stopping: Stopping) -> None:
-        self._run, self._checkpoints, self._stopping = run, checkpoints, stopping
+        self._run = run
+        self._checkpoints, self._stopping = checkpoints, stopping
         self._passes: Passes | None = None
         program = run.program
         # The loss scale depends on the current gradients; statistics are collected by step.

@@ -106,16 +106,16 @@ def train_step(
     engine = engine or one_process()
     if passes is None:
         passes = run_passes(loss_sum, optimizer, batches, scaler, engine)
-    total, tokens, terms = passes.loss_sum, passes.tokens, passes.terms
     try:
         norm = optimizer.clip_gradients(passes.scale, engine.joined_norm)
     except (RuntimeError, MemoryError) as error:
         problem = _repeatable_problem(error, optimizer, engine)
     else:
         if engine.world.size > 1:
-            mean = engine.sums(float(total))[0] / terms
-            return _update(optimizer, StepResult(mean, float(norm), tokens), scaler, accepts)
-        loss = total / terms
+            mean = engine.sums(float(passes.loss_sum))[0] / passes.terms
+            result = StepResult(mean, float(norm), passes.tokens)
+            return _update(optimizer, result, scaler, accepts)
+        loss = passes.loss_sum / passes.terms
         is_begun = optimizer.reads_found_inf and (skips_only_infinite or accepts is None)
         is_ahead = False
         if is_begun:
@@ -127,7 +127,7 @@ def train_step(
             mean, length = read()
         else:
             mean, length = float(loss), float(norm)
-        result = StepResult(mean, length, tokens)
+        result = StepResult(mean, length, passes.tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun, is_ahead=is_ahead)
     # Outside the except block, because the error's traceback keeps the tensors of the passes in
     # memory.
