@@ -432,7 +432,7 @@ def test_read_records_json_file_with_lines_or_one_list_in_an_object(
         ({"messages": [GOOD["messages"]] * 3}, 3),
         ({"version": 1, "data": {"conversations": [GOOD] * 3, "info": [{"name": "x"}]}}, 3),
         ({"id-1": GOOD, "id-2": GOOD}, 2),
-        ({f"id-{number}": GOOD for number in range(11_000)}, 11_000),
+        ({f"id-{number}": {"title": "x" * 600, **GOOD} for number in range(2000)}, 2000),
         ({"id-1": GOOD["messages"], "id-2": GOOD["messages"]}, 2),
         ({"info": [{"name": "x"}], "examples": [{"prompt": "a", "completion": "b"}] * 3}, 3),
         (GOOD, 1),
