@@ -428,7 +428,8 @@ def cached_chat(
         lock = folder.with_name(f"{folder.name}.lock")
         with held(lock, "preparing the same conversations", progress):
             if not _is_whole(folder, verify):
-                tell(f"preparing the conversations of {', '.join(map(str, files))}")
+                what = "preference pairs" if options.kind == "preference" else "conversations"
+                tell(f"preparing the {what} of {', '.join(map(str, files))}")
                 # An existing folder that did not pass the check is incomplete or damaged.
                 if folder.exists():
                     remove_folder(folder)

@@ -390,8 +390,8 @@ def _first_values(text: str) -> list[Any]:
 
 def _records_in(value: Any) -> list[Any]:
     """Return the records in the value of a JSON file. The value is a list, one record (or a bare
-    list of messages), an object of records by id, or an object such as {"data": [...]} with one
-    list of records, which may be inside another object.
+    list of messages), an object of records by id or of columns, or an object such as
+    {"data": [...]} with one list of records, which may be inside another object.
 
     Raises:
         ValueError: an object has several lists of records.
@@ -406,7 +406,7 @@ def _records_in(value: Any) -> list[Any]:
         if isinstance(entries, list) and entries and _is_record(entries[0]):
             return entries
     if conversation_kind(value) is not None:
-        return [value]
+        return _rows_of_columns(value) or [value]
     if value and all(map(_is_record, value.values())):
         return list(value.values())
     inner = {key: _records_in(one) for key, one in value.items() if isinstance(one, dict | list)}
@@ -423,6 +423,19 @@ def _records_in(value: Any) -> list[Any]:
             f"{next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
+
+
+def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
+    """Return the records in an object of columns, each a list of texts or, as pandas writes it, an
+    object of texts by number. Return [] for any other object."""
+    columns = [
+        list(one.values()) if isinstance(one, dict) and all(map(str.isdecimal, one)) else one
+        for one in value.values()
+    ]
+    if not all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
+        return []
+    rows = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    return rows if len(columns) > 1 and rows and str in map(type, rows[0].values()) else []
 
 
 def _is_record(value: Any) -> bool:
