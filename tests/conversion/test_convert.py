@@ -1027,7 +1027,7 @@ def test_gpt2_without_qkv_biases_is_read_trained_and_exported(tmp_path: Path) ->
         expected = model.eval()(ids)
     for to in ("hf", "gguf"):
         result = convert(folder, tmp_path / to, to=to)
-        assert any("biases of zero were written" in note for note in result.notes)
+        assert any("zero biases were written" in note for note in result.notes)
         assert result.parameters == read.parameters + 2 * 3 * model.config.hidden_size
     exported = load_model(tmp_path / "hf").model
     assert exported.config == model.config.model_copy(update={"qkv_bias": True})

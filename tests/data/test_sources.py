@@ -381,9 +381,7 @@ def test_find_sources_reads_text_of_any_suffix_and_counts_others(tmp_path: Path)
     unread = {"": 1, ".dat": 1, ".html": 1, ".ipynb": 1, ".json": 1}
     assert by_ending(unread_files([tmp_path])) == unread
     assert names(tmp_path / "a.abc") == [str(tmp_path / "a.abc")]
-    with pytest.raises(
-        InputError, match=r"h\.dat is a binary file: leave it out \(firstlight reads"
-    ):
+    with pytest.raises(InputError, match=r"h\.dat is a binary file: exclude it \(firstlight reads"):
         find_sources([tmp_path / "h.dat"])
 
 

@@ -494,7 +494,7 @@ _ERRORS = {
     "train r.yaml --lr 3": "unknown option --lr (did you mean '--optimizer.learning_rate'?)",
     "train r.yaml --model gpt2": "--model is a section: set its keys, --model.KEY VALUE",
     "train r.yaml --run.dir=": "run.dir: string should have at least 1 character",
-    "train r.yaml --batch.micro_batch_size 100000000000000": "does not fit into the ",
+    "train r.yaml --batch.micro_batch_size 100000000000000": "does not fit into this machine's",
     "train r.yaml --run.device gpu": "device 'gpu' is unknown",
     "train r.yaml --init-from nowhere": "model folder nowhere does not exist",
     "train r.yaml --init-from text.txt": "text.txt is a file, not a folder",

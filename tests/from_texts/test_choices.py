@@ -157,7 +157,7 @@ def test_choose_compile_mode_fits_time_and_speed_includes_gain(
     # In 30 s, the parts other than steps need more than their usual share.
     assert found.seconds == pytest.approx(seconds, rel=0.08)
     line = next(length_lines(found, machine, "the text"))
-    assert (f"times {chosen.gain:.2f} expected from compiling" in line) is compiles
+    assert (f"speed-up of {chosen.gain:.2f} from compiling" in line) is compiles
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_choose_advice_suggests_no_more_text_than_run_reads() -> None:
     choices = choose(TEXT, MACHINE, Length(tokens=tokens), {"model.vocab_size": 4096})
     assert choices.advice == (
         "26.86M bytes of similar text instead of 12.21M would lower the bits per byte by less than "
-        "1 % with as many tokens"
+        "1 % with the same number of tokens"
     )
 
 

@@ -795,7 +795,7 @@ def test_plan_only_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
     assert "the limit of epochs, which ends the run before its time is over" in shown.out
-    ends = r"^the run ends before its 2 min \d+ s are over, after 4 epochs: "
+    ends = r"^the run ends before its 2 min \d+ s are used up, after 4 epochs: "
     assert re.search(ends, shown.out, re.MULTILINE)
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision

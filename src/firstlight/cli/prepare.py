@@ -15,7 +15,7 @@ from firstlight.cli.output import show, with_json
 from firstlight.console import counted, human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
-#: Defaults of the options that only apply to --kind text, by parameter name.
+#: Defaults of the options that only apply to --kind text, keyed by parameter name.
 _OF_TEXT = {
     "workers": None,
     "engine": "local",

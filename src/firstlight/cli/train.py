@@ -123,7 +123,7 @@ def train_texts_command(
     Args:
         paths: input texts or conversations.
         overrides: (`section.key`, value) pairs.
-        options: values of the command's options, by parameter name.
+        options: values of the command's options, keyed by parameter name.
 
     Returns:
         (result as a JSON object, result of the training or None if nothing was trained).

@@ -74,7 +74,7 @@ REASONS = {
     "unknown_role": "an unknown role",
     "empty": "nothing said",
     "no_assistant": "no answer",
-    "template": "refused by the chat template",
+    "template": "rejected by the chat template",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question that is also in the validation data",

@@ -60,13 +60,13 @@ _SHEET = (
 _SLIDES = "save it as PDF, and extract the text from that with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates for the first bytes of a ZIP file: of an OpenDocument of a given type, and of a file
-#: that contains a folder of a given name.
+#: Pattern templates for the first bytes of two kinds of ZIP files: an OpenDocument of a given type,
+#: and a file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
 _PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
-_BINARY = FileKind("a binary file", "leave it out")
+_BINARY = FileKind("a binary file", "exclude it")
 #: Type of text files whose suffix does not belong to another type.
 OTHER_TEXT = FileKind("text", "")
 #: File types. The first type whose pattern matches is used.
@@ -83,7 +83,7 @@ _KINDS = (
     FileKind("a web page", _PANDOC % "html", ".html .htm .xhtml"),
     FileKind("a document in rich text format", _PANDOC % "rtf", ".rtf"),
     FileKind(
-        "a document of an older Office program",
+        "a document in an older Office format",
         f"{_TEXT_BY}soffice --headless --convert-to txt {{file}}",
         ".doc",
         rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
@@ -123,14 +123,16 @@ _KINDS = (
         rb"SQLite format 3\x00",
     ),
     FileKind("a Parquet table", "rename it to end in .parquet", "", rb"PAR1"),
-    FileKind("an Arrow table", "write it with datasets' to_parquet", ".arrow", rb"ARROW1"),
+    FileKind(
+        "an Arrow table", "convert it with to_parquet of the datasets package", ".arrow", rb"ARROW1"
+    ),
     FileKind(
         "a file of numbers",
-        "leave it out",
+        "exclude it",
         ".npy .npz .pt .pth .safetensors .gguf .h5",
         rb"\x93NUMPY|\x89HDF",
     ),
-    FileKind("a program", "leave it out", ".exe .dll .so .o .pyc .class", rb"\x7fELF|MZ"),
+    FileKind("a program", "exclude it", ".exe .dll .so .o .pyc .class", rb"\x7fELF|MZ"),
 )
 _LINES = FileKind("JSON with one record per line", "rename it to end in .jsonl")
 _JSON = FileKind(

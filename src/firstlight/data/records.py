@@ -229,9 +229,9 @@ def read_records(
     read.
 
     Args:
-        text_key: name of the text field if only texts are needed. Text files are then read, too, a
-            blank line is a bad record, and a line may be as long as `largest_document`. None if
-            complete records are needed.
+        text_key: name of the text field if only texts are needed; None if complete records are
+            needed. With a text field, text files are also read, a blank line is a bad record, and a
+            line may be as long as `largest_document`.
 
     Raises:
         InputError: a file can't be read at all (permissions, damaged compression), was changed

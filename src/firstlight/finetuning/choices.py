@@ -97,9 +97,9 @@ class Method:
                 "lora.alpha", defaults.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
             )
         if self.quantized:
-            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit into memory")
+            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit in memory")
         if self.checkpointing:
-            reason = "activations are recomputed, to fit into memory"
+            reason = "activations are recomputed, to fit in memory"
             yield Choice("efficiency.activation_checkpointing", "full", reason)
 
 
@@ -176,7 +176,7 @@ class TuningFacts:
         """Return the facts from which evaluations, sample texts and checkpoints are chosen.
 
         Args:
-            fixed: values given by the user, by `section.key`.
+            fixed: values given by the user, keyed by `section.key`.
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
@@ -193,7 +193,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     Args:
         facts: facts about data, model, method and machine.
         length: length of the run in time, tokens or steps.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
 
     Raises:
         ConfigError: the user's values for the batch contradict each other, or no learning rate is

@@ -55,7 +55,7 @@ def fitting_choices(
     Args:
         choices: all settings.
         recipe_of: function from choices to the run's recipe.
-        fixed: values given by the user, by `section.key`, which are kept.
+        fixed: values given by the user, keyed by `section.key`, which are kept.
         machine: machine to train on.
     """
     key = "batch.micro_batch_size"

@@ -115,7 +115,7 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
     micro-batches, or None if it is not given.
 
     Args:
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
         seq_len: sequence length in tokens.
 
     Raises:
@@ -147,7 +147,7 @@ def expected_range(
     Args:
         bits: result of `facts.expected_bits`.
         text: facts about the text.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
     """
     key = "optimizer.name"
     if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
@@ -160,7 +160,9 @@ def expected_range(
 
 
 def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's values for the keys of a section, from `fixed` by `section.key`."""
+    """Return the user's values for the keys of a section, from `fixed`, which is keyed by
+    `section.key`.
+    """
     prefix = f"{section}."
     return {
         key.removeprefix(prefix): value for key, value in fixed.items() if key.startswith(prefix)
@@ -175,7 +177,7 @@ def compile_ways(
 
     Args:
         machine: machine to train on.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
         size: (hidden size, number of layers) of the model.
     """
     # Imported here, because these modules import torch, and `train TEXTS` must print its first line
@@ -263,7 +265,7 @@ class PartFacts:
         seq_len: sequence length in tokens.
         held_out_tokens: number of tokens in the validation split.
         checkpoint_bytes: size of a checkpoint.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
     """
 
     seq_len: int
@@ -401,7 +403,7 @@ class RunFacts:
 
         Args:
             items: one choice per key.
-            fixed: values given by the user, by `section.key`, which replace chosen values.
+            fixed: values given by the user, keyed by `section.key`, which replace chosen values.
             parameters: number of the model's parameters.
             epochs: number of passes over the training data.
         """
@@ -423,7 +425,7 @@ class RunFacts:
 
         Args:
             machine: machine to train on.
-            fixed: values given by the user, by `section.key`.
+            fixed: values given by the user, keyed by `section.key`.
         """
         rows = self.batch_tokens // self.seq_len
         busy = max(defaults.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
@@ -565,8 +567,8 @@ class RunPlan(ABC):
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
             f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps (or "
-            f"steps that take as long as the rest) take {time_text(least)}; use --budget "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, which "
+            f"must take at least half of the time, need {time_text(least)}; use --budget "
             f"{_whole_minutes(needed)}"
         )
 
@@ -639,7 +641,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     """
     origin = speed.origin
     if choices.compile_gain > 1:
-        origin += f", times {choices.compile_gain:.2f} expected from compiling"
+        origin += f", with an expected speed-up of {choices.compile_gain:.2f} from compiling"
     about = "about " if "schedule.max_minutes" in choices.keys else ""
     yield (
         f"length: {about}{choices.steps:,} steps of {choices['batch.global_batch_tokens']:,} "
@@ -652,7 +654,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends before its {whole} are over, after {choices.epochs:.2g} epochs: more "
+            f"the run ends before its {whole} are used up, after {choices.epochs:.2g} epochs: more "
             "epochs (--schedule.epochs) would help little or overfit"
         )
 

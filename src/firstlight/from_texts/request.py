@@ -33,7 +33,7 @@ class Request:
         init_from: folder of the initial model; None to train a new model.
         val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
             inputs is held out.
-        as_is: True to read texts unchanged: see `prepare`.
+        as_is: True to read texts unchanged; see `prepare`.
     """
 
     inputs: Sequence[str]
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Values of the overrides, by `section.key`."""
+        """Values of the overrides, keyed by `section.key`."""
         from firstlight.recipe.load import override_value
 
         return {name: override_value(name, text) for name, text in self.overrides}

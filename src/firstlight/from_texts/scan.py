@@ -82,18 +82,18 @@ class CorpusFacts:
         characters: number of characters in the documents, without duplicates.
         total_bytes: estimated bytes of the whole corpus; `text_bytes` if all of it was read.
         common_characters: number of distinct characters that make up 99.9 % of the text.
-        scripts: fraction of the letters' bytes by script, largest first.
+        scripts: fraction of the letters' bytes, keyed by script, largest first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
         compared: number of documents, from the first, that were compared with earlier documents.
-        rejected: number of unreadable documents by reason (see `records.REASONS`).
-        first_rejected: location and error of the first unreadable document, by reason.
+        rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
+        first_rejected: location and error of the first unreadable document, keyed by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
         hardness: how hard the text is to learn.
         content_key: hash of all text that was read and, for a sample, of each file's read limit.
         is_sampled: True if only part of the corpus was read.
-        changes: numbers of documents and files by kind of change: see `cleaning`.
-        changed_files: name of the file, by kind of change, for changes of a single file.
+        changes: numbers of documents and files, keyed by kind of change; see `cleaning`.
+        changed_files: name of the file, keyed by kind of change, for changes of a single file.
     """
 
     documents: int
@@ -426,8 +426,8 @@ def described(scan: Scan) -> Iterator[str]:
             yield f"left out: {counted(left_out, 'near-duplicate')} of the validation text"
     if facts.is_sampled:
         yield (
-            f"scanned a sample of about {human_bytes(facts.total_bytes)}: some of the files, and "
-            "the first part of long ones"
+            f"scanned a sample of the texts (about {human_bytes(facts.total_bytes)} in total): "
+            "some files, and the first part of long files"
         )
     if count := facts.duplicates:
         yield f"left out: {counted(count, 'duplicate')}"
