@@ -356,7 +356,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
     model, batch size, learning rates and steps are chosen for the text, this machine and --budget.
-    With --init-from MODEL, that model is trained further, and INPUT can also be conversations.
+    With --init-from MODEL, that model is trained further, and INPUT can also be conversations or
+    preference pairs.
 
     Every key of the recipe is an option, too, such as --optimizer.learning_rate 3e-4.
 

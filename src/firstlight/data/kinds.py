@@ -7,7 +7,7 @@ from __future__ import annotations
 import codecs
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -188,11 +188,22 @@ _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 #: Field names of records, grouped by meaning. Upper case, and spaces or hyphens instead of
 #: underscores, are also accepted. If several fields have the same meaning, the first one is used.
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
-QUESTION_FIELDS = tuple("instruction prompt question query problem input user human".split())
-ANSWER_FIELDS = tuple("output completion response solution answer assistant".split())
+QUESTION_FIELDS = tuple("instruction prompt question query problem input inputs user human".split())
+ANSWER_FIELDS = tuple(
+    "output completion response solution answer answers assistant target targets".split()
+)
 #: Fields whose text is appended to the question in the same message.
 CONTEXT_FIELDS = ("input", "context")
-SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
+SYSTEM_FIELDS = tuple(
+    "system system_prompt system_message system_instruction systeminstruction".split()
+)
+#: Fields with the reasoning before the answer, in addition to those of a message.
+REASONING_FIELDS = tuple(
+    "cot complex_cot chain_of_thought rationale thinking_trajectory thinking_trajectories "
+    "deepseek_thinking_trajectory".split()
+)
+#: Fields of messages in a tree of conversations, one message per record.
+TREE_FIELDS = {"message_id", "role", "text"}
 #: (preferred answer, rejected answer)
 PAIR_FIELDS = (
     ("chosen", "rejected"),
@@ -201,13 +212,14 @@ PAIR_FIELDS = (
     ("response_j", "response_k"),
 )
 
-#: Advice on how to train on records of each kind.
-START_FROM = {
-    "chat": "to train a model on them, start from an existing model: firstlight train FILE "
-    "--init-from MODEL",
-    "preference": "to train a chat model on them, use a recipe: firstlight train "
-    "recipes/tour-dpo.yaml --init-from MODEL --data.files FILE",
-}
+
+def start_from(kind: Literal["chat", "preference"], files: Sequence[str] = ("FILE",)) -> str:
+    """Return advice on how to train on the records of files."""
+    start = "a model that answers" if kind == "preference" else "an existing model"
+    return (
+        f"to train a model on them, start from {start}: firstlight train {shlex.join(files)} "
+        "--init-from MODEL"
+    )
 
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
@@ -274,7 +286,7 @@ def _json_kind(head: bytes) -> FileKind:
     if kind is not None:
         return FileKind(
             f"JSON of {_RECORDS[kind]}, not text",
-            f"firstlight prepare --kind {kind} reads it; {START_FROM[kind]}",
+            f"firstlight prepare --kind {kind} reads it; {start_from(kind)}",
         )
     one_a_line = re.match(rb"\s*\{.*\}\s*\n\s*\{", head[: head.find(b"\n") + 80])
     return _LINES if one_a_line else _JSON
@@ -301,6 +313,8 @@ def conversation_kind(
         return None
     if any(names.issuperset(pair) for pair in PAIR_FIELDS):
         return "preference"
+    if names >= TREE_FIELDS:
+        return "chat"
     if names.intersection(MESSAGE_FIELDS) or {"instruction", "output"} <= names:
         return "chat"
     is_answered = names.intersection(QUESTION_FIELDS) and names.intersection(ANSWER_FIELDS)
@@ -316,5 +330,5 @@ def conversation_text(fields: Collection[str]) -> str | None:
     names = ", ".join(list(fields)[:8])
     return (
         f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
-        f"files that contain nothing else; {START_FROM[kind]}"
+        f"files that contain nothing else; {start_from(kind)}"
     )

@@ -610,7 +610,7 @@ class RunPlan(ABC):
         rows = self.first_rows()
         if given := self.request.val_inputs:
             reason = f"{shlex.join(given)} instead of a part of the texts"
-            rows.append(("validation", f"{rounded(self.held_out_tokens)} tokens", reason))
+            rows.append(("validation", f"{rounded(round(self.held_out_tokens))} tokens", reason))
         yield from _table_lines(self, rows)
 
     def record(self) -> dict[str, Any]:

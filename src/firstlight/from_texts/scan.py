@@ -18,7 +18,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import counted, human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
-from firstlight.data.kinds import START_FROM
+from firstlight.data.kinds import start_from
 from firstlight.data.opening import compress
 from firstlight.data.records import (
     COMMON_SHARE,
@@ -416,7 +416,7 @@ def described(scan: Scan) -> Iterator[str]:
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
         f"({scripts}); gzip -9 of it: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
-    yield from change_lines(facts.changes, facts.changed_files)
+    yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
         yield (
             f"validation: {counted(count, 'document')} from --val-input; none of the other texts "
@@ -523,7 +523,7 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     if not (is_mostly_text or any(one.dataset for one in others)):
         kind = kind_of_records(sources[0])
         held = "conversations" if kind == "chat" else "preference pairs"
-        advice = START_FROM[kind or "chat"]
+        advice = start_from(kind or "chat", file_names(inputs, sources))
         if others:
             advice += f"; for a new model, pass only the texts, such as {others[0].name}"
         raise InputError(f"{sources[0].name} contains {held}: {advice}")
@@ -592,6 +592,8 @@ def scan_texts(
     # Called after the first message, because it imports torch, which takes seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
+    for line in described(scan):
+        tell(line)
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
     trained -= scan.split.left_out_bytes
     if trained < LEAST_BYTES:
@@ -600,8 +602,6 @@ def scan_texts(
             f"the inputs have only {trained:,.0f} bytes of text{beside}, too little to learn from: "
             f"add text, at least {LEAST_BYTES:,} bytes and preferably a megabyte"
         )
-    for line in described(scan):
-        tell(line)
     unread = unread_files(named)
     names = [str(file) for file in unread]
     if unread:

@@ -225,6 +225,9 @@ ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
+#: Preference pairs (DPO): learning rate as a multiple of the rate for conversations, and maximum
+#: number of passes. Higher rates make all answers less likely, the preferred ones too.
+PAIR_MULTIPLE, PAIR_EPOCHS = 0.05, 3.0
 #: Number of steps of a short fine-tuning run, and maximum tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
 #: Fraction of the conversations that must fit in a row if the longest conversation has more than
