@@ -120,8 +120,8 @@ def bench_generation(bench: GenerationBench, on_run: Keep) -> Result:
         "copy_bytes_per_second", "complete", and "rows": see `summarize`.
 
     Raises:
-        ConfigError: the prompt and the new tokens do not fit into the model's context. ModelError:
-            the model is invalid, or a row without the cache chose other tokens.
+        ConfigError: the prompt and the new tokens do not fit into the model's context.
+        ModelError: the model is invalid, or a row without the cache chose other tokens.
         InputError: there is no model.
         StorageError: a file system error.
     """

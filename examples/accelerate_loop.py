@@ -1,16 +1,16 @@
-r"""A firstlight model in a loop of your own, with Hugging Face Accelerate.
+r"""Train a firstlight model in a custom loop with Hugging Face Accelerate.
 
     accelerate launch --num_processes 2 examples/accelerate_loop.py RECIPE.yaml [--section.key V]...
 
-prints the loss of each step: the same as `firstlight train RECIPE.yaml`, for any number of
-processes. Gradients accumulate, and activation checkpointing, mixed precision and 8-bit AdamW (with
-embeddings in 32 bits, unless `optimizer.embeddings_in_32_bits` is false) are those of the recipe:
+prints the loss of each step, which equals that of `firstlight train RECIPE.yaml` for any number of
+processes. Gradient accumulation, activation checkpointing, mixed precision and 8-bit AdamW (with
+embeddings in 32 bits, unless `optimizer.embeddings_in_32_bits` is false) follow the recipe:
 
     python examples/accelerate_loop.py RECIPE.yaml --efficiency.activation_checkpointing full \
         --efficiency.precision fp16 --optimizer.name adamw8bit
 
-fp16 needs a GPU; on a CPU, take bf16. There, `accelerate launch` starts one process whatever it is
-told; `torchrun --nproc-per-node 2 examples/accelerate_loop.py ...` starts two.
+fp16 needs a GPU; on a CPU, use bf16. On a CPU, `accelerate launch` always starts a single process;
+`torchrun --nproc-per-node 2 examples/accelerate_loop.py ...` starts two.
 
 Run here: one and two processes on a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs,
 Accelerate's FSDP and DeepSpeed.
@@ -31,19 +31,19 @@ from firstlight.recipe import Recipe
 
 
 def train(recipe: Recipe) -> list[float]:
-    """Train as the recipe says; the loss of each step, over the tokens of all processes."""
+    """Train with the recipe, and return the loss of each step, over the tokens of all processes."""
     precision = MIXED_PRECISION.get(recipe.efficiency.precision)
     on_cpu = recipe.run.device == "cpu"
     accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision=precision)
     rank, processes = accelerator.process_index, accelerator.num_processes
-    # Where its configuration does not fit, Accelerate trains in one process and says nothing.
+    # If its configuration does not match, Accelerate silently trains in one process.
     accelerator.print(f"processes {processes} on {accelerator.device.type}")
     parts = parts_of(recipe)
     if recipe.efficiency.activation_checkpointing != "none":
         selective = recipe.efficiency.activation_checkpointing == "selective"
         checkpoint_layers(parts.model, selective)
     accumulation = recipe.batch.accumulation(parts.seq_len, processes)
-    # The loader is not given to Accelerate: it knows ranks itself.
+    # The loader is not passed to Accelerate, because it handles ranks itself.
     model, optimizer = accelerator.prepare(parts.model, parts.optimizer)
     peaks = [float(group["lr"]) for group in optimizer.param_groups]
     torch.manual_seed(recipe.run.seed + rank)  # dropout
@@ -55,7 +55,7 @@ def train(recipe: Recipe) -> list[float]:
             tokens = accelerator.reduce(valid.to(accelerator.device), "sum")
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 rate = peak * parts.schedule.lr_scale(step)
-                # torchao keeps the rate in a tensor, which its compiled update reads.
+                # torchao keeps the learning rate in a tensor, which its compiled update reads.
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
@@ -65,7 +65,7 @@ def train(recipe: Recipe) -> list[float]:
                 is_last = number == accumulation
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
                     loss: Tensor = model(batch.input_ids, batch.labels)
-                    # DDP takes the mean of the processes' gradients, and the sum is wanted.
+                    # DDP averages the processes' gradients, but the sum is needed.
                     accelerator.backward(loss * processes / tokens)
                 total += loss.detach()
             if recipe.optimizer.max_grad_norm:

@@ -1,7 +1,8 @@
-"""What both examples share: a recipe's model, data, optimizer and schedule as plain torch objects.
+"""Code shared by both examples: a recipe's model, data, optimizer and schedule as plain torch
+objects.
 
-Of a recipe's `efficiency` section the examples' trainers are told `activation_checkpointing` and
-`precision` (fp32, bf16, fp16); all else is left out.
+From a recipe's `efficiency` section, the examples use only `activation_checkpointing` and
+`precision` (fp32, bf16, fp16).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ MIXED_PRECISION = {"auto": "no", "fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 class OptimizerGroup(torch.optim.Optimizer):
-    """Optimizers of different parameters behind the interface of one, as trainers expect it.
+    """Several optimizers for different parameters behind the interface of one, as trainers expect.
 
     Args:
-        optimizers: the optimizers, whose parameter groups are shared with this object.
+        optimizers: the optimizers, which share their parameter groups with this object.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -47,11 +48,11 @@ class OptimizerGroup(torch.optim.Optimizer):
             one.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the optimizers, in their order."""
+        """Return the states of the optimizers, in their order."""
         return {"optimizers": [one.state_dict() for one in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         for one, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             one.load_state_dict(state)
         # Loading replaces an optimizer's groups by copies.
@@ -60,17 +61,17 @@ class OptimizerGroup(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Parts:
-    """A run, in pieces.
+    """The parts of a run.
 
     Attributes:
-        recipe: where they are from.
-        model: initialised as `firstlight train` does it; forward(input_ids, labels) returns the
+        recipe: the recipe from which they are built.
+        model: model initialised as in `firstlight train`; forward(input_ids, labels) returns the
             loss summed over the labels that are not -100.
-        optimizer: AdamW over the model's parameters, with moments in 32 bits or, but for those
-            of the embeddings, in 8 bits; weight decay for matrices only.
+        optimizer: AdamW for the model's parameters, with 32-bit moments or with 8-bit moments
+            except for embeddings; weight decay applies to matrices only.
         dataset: the training split.
-        seq_len: tokens a row.
-        schedule: the learning rate by step, and the number of steps.
+        seq_len: tokens per row.
+        schedule: learning rate by step, and the number of steps.
     """
 
     recipe: Recipe
@@ -81,13 +82,13 @@ class Parts:
     schedule: Schedule
 
     def loader(self, rank: int = 0, processes: int = 1) -> TokenLoader:
-        """The batches of one process, the same as in `firstlight train`."""
+        """Return the batches of one process, the same as in `firstlight train`."""
         rows, seed = self.recipe.batch.rows, self.recipe.run.seed
         return TokenLoader(self.dataset, self.seq_len, rows, seed, rank=rank, world_size=processes)
 
 
 def run(train: Callable[[Recipe], list[float]]) -> list[float]:
-    """Call `train` with the recipe that the command line names; an error is one line.
+    """Call `train` with the recipe named on the command line, and print errors as one line.
 
     example.py RECIPE.yaml [--section.key VALUE]...
     """
@@ -105,8 +106,8 @@ def parts_of(recipe: Recipe) -> Parts:
     """Build the parts of a recipe.
 
     Raises:
-        ConfigError: it needs something that these examples don't have.
-        DataError: its data are not there, or damaged.
+        ConfigError: the recipe needs something that these examples do not support.
+        DataError: its data is missing or damaged.
     """
     if recipe.model is None or recipe.data.dir is None or recipe.schedule.max_steps is None:
         raise ConfigError("the examples need model, data.dir and schedule.max_steps in the recipe")
@@ -120,14 +121,14 @@ def parts_of(recipe: Recipe) -> Parts:
     # Two for an 8-bit optimizer: embeddings keep 32 bits, unless embeddings_in_32_bits is false.
     optimizer = made[0] if len(made) == 1 else OptimizerGroup(made)
     seq_len = recipe.data.seq_len or config.max_position_embeddings
-    # With max_steps and without warmup_tokens the rows of an epoch or a step decide nothing.
+    # With max_steps and without warmup_tokens, the rows per epoch or step do not matter.
     batch = BatchSchedule(1, 1)
     schedule = resolve_schedule(recipe.schedule, recipe.optimizer.learning_rate, 1, batch, seq_len)
     return Parts(recipe, model, optimizer, dataset, seq_len, schedule)
 
 
 def _require_supported(recipe: Recipe) -> None:
-    """Refuse the keys of a recipe that these examples don't have."""
+    """Reject keys of a recipe that these examples do not support."""
     if recipe.schedule.max_steps == 0:
         raise ConfigError("the examples need a step: give schedule.max_steps at least 1")
     for key, instead in (("warmup_tokens", "warmup_steps"), ("decay_tokens", "decay_steps")):

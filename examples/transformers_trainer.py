@@ -1,9 +1,9 @@
-"""A firstlight model in the Trainer of Hugging Face transformers.
+"""Train a firstlight model with the Trainer of Hugging Face transformers.
 
     python examples/transformers_trainer.py RECIPE.yaml [--section.key VALUE]...
 
-prints the loss of each step: the same as `firstlight train RECIPE.yaml`. Run here: one process on
-a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs, several processes.
+prints the loss of each step, which equals that of `firstlight train RECIPE.yaml`. Run here: one
+process on a CPU (tests/parity/test_other_trainers.py). Not run here: GPUs, several processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from firstlight.recipe import Recipe
 
 
 class MeanLoss(nn.Module):
-    """What the Trainer asks of a model: named outputs, with a loss that is already divided by the
-    valid tokens of the whole step, which it counts.
+    """The output that the Trainer expects of a model: named values, with a loss already divided by
+    the valid tokens of the whole step, which the Trainer counts.
 
     Args:
-        model: whose forward pass returns the summed loss. It is trained in place.
+        model: model whose forward pass returns the summed loss; it is trained in place.
     """
 
-    accepts_loss_kwargs = True  # else the Trainer would divide by the accumulation once more
+    accepts_loss_kwargs = True  # otherwise the Trainer would divide by the accumulation steps again
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class MeanLoss(nn.Module):
         return {"loss": self.inner(input_ids, labels) / num_items_in_batch}
 
     def activation_checkpointing_enable(self, **settings: object) -> None:
-        """Compute activations again in the backward pass; called with gradient_checkpointing=True.
+        """Recompute activations in the backward pass; called with gradient_checkpointing=True.
 
         Args:
-            settings: the Trainer's settings of torch's function, which has its own here.
+            settings: the Trainer's settings for torch's function, which are not used here.
         """
         checkpoint_layers(self.inner, selective=False)
 
@@ -53,7 +53,7 @@ class MeanLoss(nn.Module):
 
 
 class Rows(IterableDataset[dict[str, Tensor]]):
-    """The rows of a loader, one by one. Labels are those of `TokenLoader`: shifted already."""
+    """The rows of a loader, one by one. Labels are already shifted, as in `TokenLoader`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -67,7 +67,7 @@ class Rows(IterableDataset[dict[str, Tensor]]):
 
 
 def train(recipe: Recipe) -> list[float]:
-    """Train as the recipe says; the loss of each step."""
+    """Train with the recipe, and return the loss of each step."""
     parts = parts_of(recipe)
     precision = MIXED_PRECISION[recipe.efficiency.precision]
     arguments = transformers.TrainingArguments(

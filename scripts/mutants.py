@@ -1,12 +1,12 @@
-"""Known bugs, one after the other, put into a copy of the source: their tests must fail.
+"""Insert known bugs, one at a time, into a copy of the source, and check that their tests fail.
 
     python scripts/mutants.py           all
     python scripts/mutants.py NAME...   these
-    python scripts/mutants.py --check   only whether the table fits the source
+    python scripts/mutants.py --check   only check that the table matches the source
 
-The table is `mutant_table.py`. Each mutant's tests run in a forked process of their own, which
-imports firstlight from the copy; that the same tests pass on the unchanged source is tried first.
-Exits with 1 where fewer than 95 % are caught, or the table is stale.
+The table is `mutant_table.py`. Each mutant's tests run in a separate forked process, which imports
+firstlight from the copy. The tests must first pass on the unchanged source. Exits with 1 if fewer
+than 95 % of the mutants are caught, or if the table is stale.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from mutant_table import MUTANTS, Mutant
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARE_TO_CATCH = 0.95
-#: Of one mutant's tests; a bug may also make them wait for ever.
+#: Time limit of a mutant's tests; a bug may also make them wait forever.
 _MAX_SECONDS = 150
 
-#: pytest's exit codes.
+#: Exit codes of pytest.
 _PASSED, _FAILED = 0, 1
 
 
 class StaleTableError(Exception):
-    """An entry of the table that does not fit the source any more."""
+    """An entry of the table no longer matches the source."""
 
 
 def mutated(mutant: Mutant) -> str:
-    """The file of a mutant, with its bug.
+    """Return the file of a mutant with its bug.
 
     Raises:
-        StaleTableError: the text to be replaced is not there exactly once, what comes out is not
-            Python, or a test is gone.
+        StaleTableError: the text to be replaced does not occur exactly once, the result is not
+            valid Python, or a test no longer exists.
     """
     path = REPOSITORY / "src" / mutant.file
     content = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -64,7 +64,7 @@ def mutated(mutant: Mutant) -> str:
 
 @dataclass
 class Slot:
-    """A copy of the source in which one mutant at a time is tried."""
+    """A copy of the source in which one mutant at a time is tested."""
 
     folder: Path
     mutant: Mutant | None = None
@@ -72,7 +72,7 @@ class Slot:
     started: float = 0.0
 
     def start(self, mutant: Mutant | None, tests: Sequence[str]) -> None:
-        """Put a bug into the copy, and fork the process that runs the tests."""
+        """Insert a bug into the copy, and fork the process that runs the tests."""
         self.mutant, self.started = mutant, time.monotonic()
         if mutant is not None:
             (self.folder / "src" / mutant.file).write_text(mutated(mutant), encoding="utf-8")
@@ -82,13 +82,13 @@ class Slot:
             try:
                 code = _run_tests(self.folder, tests)
             finally:
-                # Nothing of the parent's is to be done again here.
+                # The parent's work must not be repeated here.
                 if sys.exc_info()[0] is not None:
                     traceback.print_exc()
                 os._exit(code)
 
     def finish(self) -> float:
-        """Put the file back; the seconds that it took."""
+        """Restore the file, and return the seconds that the tests took."""
         if self.mutant is not None:
             original = REPOSITORY / "src" / self.mutant.file
             shutil.copy2(original, self.folder / "src" / self.mutant.file)
@@ -97,15 +97,17 @@ class Slot:
 
 
 def _run_tests(folder: Path, tests: Sequence[str]) -> int:
-    """In a process of its own: pytest's exit code with firstlight from the copy."""
+    """Run the tests in a separate process, and return pytest's exit code with firstlight from the
+    copy.
+    """
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
     sys.dont_write_bytecode = True
-    # Of processes that the tests start, too; the copies compile to the same names.
+    # This includes processes started by the tests, because the copies compile to the same names.
     os.environ["PYTHONPATH"] = str(folder / "src")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    # Tests of CUDA paths are run as on a machine without a GPU.
+    # Tests of CUDA code run as on a machine without a GPU.
     os.environ["FIRSTLIGHT_TEST_DEVICE"] = "cpu"
     sys.path.insert(0, str(folder / "src"))
     os.chdir(REPOSITORY)
@@ -121,7 +123,9 @@ def _run_tests(folder: Path, tests: Sequence[str]) -> int:
 
 
 def _preload() -> None:
-    """What every process would import by itself, but firstlight, and what pytest rewrites."""
+    """Import everything that each process would otherwise import, except firstlight and the modules
+    that pytest rewrites.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     import jinja2.sandbox  # noqa: F401
     import pydantic  # noqa: F401
@@ -139,7 +143,7 @@ def _exit_code(slot: Slot, status: int) -> int:
 
 
 def run(mutants: Sequence[Mutant], slots: Sequence[Slot]) -> list[str]:
-    """Try the unchanged source and then each mutant; the names of those not caught."""
+    """Test the unchanged source and then each mutant; return the names of those not caught."""
     every_test = sorted({test for mutant in mutants for test in mutant.tests})
     waiting: list[tuple[Mutant | None, Sequence[str]]] = [(None, every_test)]
     waiting += [(mutant, mutant.tests) for mutant in mutants]
@@ -164,7 +168,7 @@ def run(mutants: Sequence[Mutant], slots: Sequence[Slot]) -> list[str]:
 
 
 def _report(slot: Slot, code: int) -> bool:
-    """Print how one went; whether it went as it should."""
+    """Print the result of a mutant, and return True if it is as expected."""
     mutant, seconds = slot.mutant, slot.finish()
     wanted = _PASSED if mutant is None else _FAILED
     name = "the source as it is" if mutant is None else mutant.name
@@ -179,7 +183,7 @@ def _report(slot: Slot, code: int) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code."""
+    """Return the exit code."""
     stale = []
     for mutant in MUTANTS:
         try:
@@ -199,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         slots = [Slot(Path(name) / str(number)) for number in range(min(os.cpu_count() or 1, 4))]
         for slot in slots:
-            # With the compiled files: their times go along, so that they stay valid.
+            # Includes the compiled files, with their times, so that they stay valid.
             shutil.copytree(REPOSITORY / "src" / "firstlight", slot.folder / "src" / "firstlight")
         survived = run(mutants, slots)
     if "" in survived:

@@ -2,8 +2,8 @@
 
     python scripts/notebooks.py
 
-The cells are those that run on a T4. The only changes, which are not stored, are a short budget,
-and folders of this machine in place of Google Drive's and Kaggle's. Needs the extra `dev`.
+The cells are the same as on a T4. The only changes, which are not stored, are a short budget and
+local folders instead of Google Drive's and Kaggle's. Requires the extra `dev`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 #: Folders of the two services.
 FOLDERS = ("/content", "/kaggle/working", "/kaggle/input")
-#: Changes that make a run short, by notebook.
+#: Changes that shorten a run, by notebook.
 SHORTER = {
     "colab.ipynb": {
         'TEXTS = "texts"\n': 'TEXTS = "stdlib"\n',
@@ -31,7 +31,7 @@ SHORTER = {
         "SESSION_MINUTES = 480": "SESSION_MINUTES = 2",
     },
 }
-#: Stands for Colab's own package, and writes down the calls of its functions.
+#: Replaces Colab's own package, and records calls of its functions.
 _COLAB = """
 class _Part:
     def __getattr__(self, name):
@@ -42,12 +42,12 @@ drive, files = _Part(), _Part()
 
 
 def executed(name: str, folder: Path, changes: Mapping[str, str]) -> Any:
-    """An example, executed in a kernel of this Python, with the cells as they were.
+    """Execute an example in a kernel of this Python, and return it with its original cells.
 
     Args:
         name: file name of the notebook in examples/.
         folder: an empty folder for the files of the run and of the kernel.
-        changes: texts of cells, each of which is there once, and what is executed instead.
+        changes: texts of cells, each of which occurs once, and the code to execute instead.
 
     Returns:
         The notebook, an `nbformat.NotebookNode`.
@@ -80,7 +80,7 @@ def executed(name: str, folder: Path, changes: Mapping[str, str]) -> Any:
         "IPYTHONDIR": str(folder / "ipython"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(paths),
-        # What is installed is enough.
+        # The installed packages are sufficient.
         "PIP_NO_INDEX": "1",
     }
     before = {key: os.environ.get(key) for key in environment}
@@ -108,7 +108,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             notebook = executed(name, Path(folder), changes)
             for cell in notebook.cells:
-                # Without the pictures of reports, which take ten times as much as all the rest.
+                # Without pictures of reports, which take ten times as much space as everything
+                # else.
                 outputs = cell.get("outputs", [])
                 outputs[:] = [one for one in outputs if "image/png" not in one.get("data", {})]
             text = nbformat.writes(notebook).replace(folder, "")

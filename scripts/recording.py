@@ -5,13 +5,13 @@
         asciinema rec --cols 120 --rows 32 --command "make demo" demo.cast
     python scripts/recording.py demo.cast docs/images/demo.svg
 
-Record in a fresh clone: the first command keeps the output of pip out of the recording, and
-`env -i` keeps out the settings of one machine. asciinema is on PyPI, svg-term (which is called) is
+Record in a fresh clone: the first command keeps pip's output out of the recording, and `env -i`
+excludes the settings of this machine. asciinema is on PyPI; svg-term, which this script calls, is
 npm's `svg-term-cli`.
 
-The first frame is the command at a prompt; viewers without animations show only this frame. What
-the terminal received in one time slot becomes one frame, as its escape sequences refer to those
-before. The minutes of training pass as quickly as frames follow each other.
+The first frame is the command at a prompt; viewers without animations show only this frame. The
+terminal's output within one time slot becomes one frame, because its escape sequences refer to
+earlier ones. The minutes of training pass at the speed of the frames.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import json
 import subprocess
 from pathlib import Path
 
-#: Seconds of recording for one frame: at the beginning and the end, and while the run trains.
+#: Seconds of recording per frame: at the beginning and the end, and while the run trains.
 _SLOT, _TRAINING_SLOT = 0.5, 5.0
 #: Seconds at the beginning and at the end in which much is printed.
 _FIRST, _LAST = 15.0, 1.0
-#: Seconds for which a frame is shown, the first one, and the last one.
+#: Seconds for which a frame, the first frame and the last frame are shown.
 _SHOWN, _FIRST_SHOWN, _LAST_SHOWN = 0.4, 1.5, 6.0
 
 

@@ -23,7 +23,7 @@ _PICTURES = (".png", ".svg", ".gif", ".jpg")
 
 
 def require_tag_of_version(tag: str, project: str) -> None:
-    """Refuse a tag that is not the version of the package.
+    """Reject a tag that does not match the version of the package.
 
     Args:
         tag: name of the tag.
@@ -38,7 +38,7 @@ def require_tag_of_version(tag: str, project: str) -> None:
 
 
 def with_absolute_links(page: str, address: str, tag: str) -> str:
-    """A page of Markdown with the addresses of files at a tag in place of relative links.
+    """Return a Markdown page with addresses of files at a tag instead of relative links.
 
     Args:
         page: text of a page at the top of the repository.
@@ -47,7 +47,7 @@ def with_absolute_links(page: str, address: str, tag: str) -> str:
     """
 
     def absolute(link: re.Match[str]) -> str:
-        # "blob" is a page about a file, "raw" the file itself.
+        # "blob" is a page about a file, "raw" is the file itself.
         kind = "raw" if link[2].endswith(_PICTURES) else "blob"
         return f"{link[1]}{address}/{kind}/{tag}/{link[2]}"
 
@@ -55,7 +55,7 @@ def with_absolute_links(page: str, address: str, tag: str) -> str:
 
 
 def with_addresses(project: str, address: str, tag: str) -> str:
-    """The text of pyproject.toml with the addresses that PyPI shows beside the page.
+    """Return the text of pyproject.toml with the addresses that PyPI shows next to the page.
 
     Args:
         project: text of pyproject.toml, without `[project.urls]`.
@@ -72,7 +72,7 @@ Issues = "{address}/issues"
 
 
 def main() -> None:
-    """Check the tag and change the two files."""
+    """Check the tag, and change the two files."""
     parser = argparse.ArgumentParser(description="Prepare a checkout for a release.")
     parser.add_argument("tag", help="the tag, such as v0.1.0")
     parser.add_argument("address", help="address of the repository")

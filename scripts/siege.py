@@ -1,9 +1,9 @@
-"""Time of small requests and of /health of `firstlight serve` beside clients that send prompts of a
-megabyte without end.
+"""Measure the response time of small requests and of /health in `firstlight serve` while other
+clients continuously send prompts of a megabyte.
 
     python scripts/siege.py MODEL [--clients 16] [--seconds 10] [-- OPTION...]
 
-MODEL and each OPTION are those of `firstlight serve`.
+MODEL and each OPTION are passed to `firstlight serve`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def ask(url: str, content: dict[str, object] | None = None) -> int:
 
 
 def measured(url: str, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each small request and of each /health, which two clients send one by one."""
+    """Return the seconds of each small request and each /health request, which two clients send one
+    by one.
+    """
     prompt = {"prompt": "x", "max_tokens": 3}
     kinds: dict[str, Callable[[], int]] = {
         "small request": lambda: ask(f"{url}/v1/completions", prompt),
@@ -67,7 +69,7 @@ def measured(url: str, seconds: float) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Start a server, measure it alone and beside the clients, and print a table."""
+    """Start a server, measure it alone and under load, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("model")
     parser.add_argument("--clients", type=int, default=16)

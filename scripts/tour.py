@@ -1,9 +1,10 @@
-"""The tour: a small model's whole life, from the Python standard library's source to a server.
+"""The tour: the whole life of a small model, from the source of the Python standard library to a
+server.
 
     make tour                                   or:  python scripts/tour.py [INSTRUCTIONS.json]
 
-Runs the commands that a person would type, one after the other, and says each first. What is
-there already from an earlier call is used again. docs/tour.md tells the story.
+Runs the commands that a user would type, one after another, and prints each one first. Results of
+an earlier call are reused. docs/tour.md describes the tour.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENIZER, DATA, PROSE = FOLDER / "tokenizer", FOLDER / "data", FOLDER / "prose"
 INSTRUCTIONS, PAIRS = FOLDER / "instructions.jsonl", FOLDER / "pairs.jsonl"
 STAGES = ("pretrain", "continue", "sft", "dpo")
 QUESTION = "Which Python module is for JSON?"
-#: Where it is there, the model learns from it too.
+#: If this file exists, the model also learns from it.
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "instruction-data.json"
 
 
@@ -34,7 +35,7 @@ def firstlight(*arguments: str, told: str | None = None) -> str:
     """Run `firstlight ARGUMENTS...` and let its output through.
 
     Args:
-        told: given to it on stdin; stdout is then returned.
+        told: text for stdin; stdout is then returned.
     """
     pipe = f"echo {shlex.quote(told)} | " if told else ""
     print(f"\n$ {pipe}firstlight {shlex.join(arguments)}", file=sys.stderr, flush=True)
@@ -52,11 +53,13 @@ def firstlight(*arguments: str, told: str | None = None) -> str:
     return done.stdout or ""
 
 
-# What is learned, made of the standard library
+# The training data, made from the standard library
 
 
 def summaries() -> dict[str, str]:
-    """The public modules of the standard library with the first sentence of their docstrings."""
+    """Yield the public modules of the standard library with the first sentence of their
+    docstrings.
+    """
     found = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[!_]*")):
         source = path / "__init__.py" if path.is_dir() else path
@@ -73,7 +76,7 @@ def summaries() -> dict[str, str]:
 
 
 def questions() -> list[tuple[str, str]]:
-    """(question, answer) of everything that the model is asked, in a drawn order."""
+    """Return (question, answer) pairs for everything that the model is asked, in random order."""
     generator = random.Random(0)
     asked = [("Which Python module is for JSON?", "json")]
     known = summaries()
@@ -96,18 +99,20 @@ def questions() -> list[tuple[str, str]]:
 
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    """A JSONL file."""
+    """Write a JSONL file."""
     path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
 
 
 def write_data(asked: list[tuple[str, str]]) -> None:
-    """Prose to continue on, instructions to learn, and pairs that prefer the shorter answer."""
+    """Write prose for continued pretraining, instructions, and pairs that prefer the shorter
+    answer.
+    """
 
     FOLDER.mkdir(exist_ok=True)
-    # The language's reference: prose.
+    # Prose: the language reference.
     topics = pydoc_data.topics.topics.values()
     write_lines(FOLDER / "prose.jsonl", [{"text": text} for text in topics])
-    # Half of the answers are long-winded, so that there is something left to be preferred.
+    # Half of the answers are long-winded, so that there is something left to prefer.
     write_lines(
         INSTRUCTIONS,
         [
@@ -125,15 +130,15 @@ def write_data(asked: list[tuple[str, str]]) -> None:
 
 
 def winded(answer: str) -> str:
-    """The same answer in more words."""
+    """Return the same answer in more words."""
     return f"That is a good question. I would say that the answer is: {answer} I hope this helps!"
 
 
-# The line
+# The stages
 
 
 def train(stage: str, *arguments: str) -> dict[str, Any]:
-    """Train as recipes/tour-STAGE.yaml says; return the last step's metrics."""
+    """Train with recipes/tour-STAGE.yaml, and return the last step's metrics."""
     firstlight("train", f"recipes/tour-{stage}.yaml", "--resume", *arguments)
     with open(FOLDER / stage / "metrics.jsonl", encoding="utf-8") as file:
         last: dict[str, Any] = json.loads(file.readlines()[-1])
@@ -141,7 +146,7 @@ def train(stage: str, *arguments: str) -> dict[str, Any]:
 
 
 def serve_once(model: Path) -> str:
-    """Start the server on a free port, ask it one question, stop it."""
+    """Start the server on a free port, ask it one question, and stop it."""
     arguments = ["serve", str(model), "--port", "0", "--json"]
     print(f"\n$ firstlight {shlex.join(arguments)}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "firstlight", *arguments]
@@ -170,7 +175,9 @@ def serve_once(model: Path) -> str:
 
 
 def convert(model: Path) -> list[str]:
-    """Convert to Hugging Face, and to GGUF where its package is installed; say what was made."""
+    """Convert to Hugging Face format, and to GGUF if its package is installed, and print the
+    results.
+    """
     made = []
     for kind in ("hf", "gguf"):
         out = FOLDER / kind
@@ -190,7 +197,7 @@ def _has_gguf() -> bool:
 
 
 def main(given: list[str]) -> None:
-    """Run the whole line and say what came of it."""
+    """Run all stages and print a summary."""
     start = time.monotonic()
     asked = questions()
     write_data(asked)

@@ -135,15 +135,34 @@ def own_version() -> str:
         return "unknown"
 
 
-def gib(size: float) -> str:
-    """Format a number of bytes of memory: 1610612736 -> '1.50 GiB', 1048576 -> '0.0010 GiB'."""
+def gib(size: float, beside: float = 0) -> str:
+    """Format a number of bytes of memory in GiB, or in MiB below 1 GiB: 1610612736 -> '1.50 GiB',
+    83886080 -> '80 MiB'.
+
+    Args:
+        size: number of bytes.
+        beside: number of bytes to which `size` is compared: both get the unit of the larger one.
+    """
     count = size / 2**30
-    return f"{count:,.{2 if count >= 0.01 or not count else 4}f} GiB"
+    if max(size, beside) >= 2**30:
+        return f"{count:,.{2 if count >= 0.01 or not count else 4}f} GiB"
+    count *= 1024
+    return f"{count:,.{0 if count >= 10 else 1}f} MiB"
 
 
-def shortened(text: str, width: int) -> str:
-    """Truncate the text to `width` characters, ending in "…" if it is longer."""
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+def shortened(text: str, width: int, *, at_space: bool = False) -> str:
+    """Truncate the text to `width` characters, ending in "…" if it is longer.
+
+    Args:
+        text: text to truncate.
+        width: maximum number of characters.
+        at_space: True to cut at the last space, if there is one in the second half.
+    """
+    if len(text) <= width:
+        return text
+    kept = text[: max(width - 1, 0)]
+    space = text.rfind(" ", 0, width)
+    return f"{kept[:space] if at_space and 2 * space >= width else kept}…"
 
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))

@@ -157,7 +157,7 @@ def describe_read_error(error: OSError) -> str:
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
-        return f"permission denied{where}: make it readable (chmod u+rX), or leave it out"
+        return f"permission denied{where}: make it readable (chmod u+rX), or exclude it"
     return describe_os_error(error)
 
 

@@ -1,4 +1,4 @@
-"""`firstlight bench gemm`, with products of a few thousand numbers."""
+"""Tests of `firstlight bench gemm` with products of a few thousand numbers."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_ladder_rows_unsupported_on_machine_give_reason() -> None:
         return {name: reason for name, reason in found.items() if reason}
 
     on_cpu = reasons(ladder_rows(4, _CPU))
-    assert on_cpu.pop("+ddp") == "needs two threads, but torch has only one here"
+    assert on_cpu.pop("+ddp") == "needs two threads, but torch uses only one here"
     assert on_cpu == {
         "+tf32": "needs a GPU: CPUs have no TF32",
         "+pinned-memory": "needs a GPU: batches are not copied on a CPU",

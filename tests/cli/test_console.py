@@ -157,7 +157,18 @@ def test_command_out_of_memory_under_a_limit_names_the_limit(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0.00 GiB"), (1 << 20, "0.0010 GiB"), (3 << 29, "1.50 GiB"), (5 << 40, "5,120.00 GiB")],
+    [
+        (0, "0.0 MiB"),
+        (1 << 20, "1.0 MiB"),
+        (1 << 29, "512 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (5 << 40, "5,120.00 GiB"),
+    ],
 )
 def test_gib_formats_every_memory_size(size: int, text: str) -> None:
     assert gib(size) == text
+
+
+def test_gib_beside_larger_size_has_same_unit() -> None:
+    assert (gib(1 << 29, 3 << 29), gib(3 << 29, 1 << 29)) == ("0.50 GiB", "1.50 GiB")
+    assert gib(1 << 20, 1 << 30) == "0.0010 GiB"

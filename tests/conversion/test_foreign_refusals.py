@@ -176,7 +176,7 @@ def test_read_foreign_checkpoints_of_other_programs_raise_model_error(
             {"out_head.weight": torch.ones(7, 64).to(torch.float8_e4m3fn)},
             r"not plain floating point: out_head\.weight is float8_e4m3fn$",
         ),
-        ({"out_head.weight": 3.5}, r"not plain floating point: out_head\.weight is no tensor$"),
+        ({"out_head.weight": 3.5}, r"not plain floating point: out_head\.weight is not a tensor$"),
     ],
 )
 def test_read_foreign_mismatched_tensors_raise_and_are_named(

@@ -125,6 +125,6 @@ def test_quantize_perplexity_above_limit_raises_and_writes_nothing(
     stories: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    with pytest.raises(ModelError, match=r"q4_0 raises the perplexity .* more than the 1% allowed"):
+    with pytest.raises(ModelError, match=r"q4_0 raises the perplexity .* more than the allowed 1%"):
         convert(stories, tmp_path / "out", to="gguf", dtype="q4_0", tolerance=0.01)
     assert list(tmp_path.iterdir()) == []

@@ -123,7 +123,7 @@ def message(dtype: int, sizes: list[bytes], size: int, *more: bytes) -> bytes:
         (HEADER, message(1, [field(2, field(1, 4))], 16, field(4, 2**62)), "ends beyond them"),
         (HEADER, message(1, [field(2, field(1, 4))], 16, field(7, b"")), "x in slices"),
         (HEADER, entry(FOUR, 0, BYTES)[:-2], "a field beyond its end"),
-        (HEADER, entry(torch.zeros(4), 0, bytes(16)), "numbers of x that don't match"),
+        (HEADER, entry(torch.zeros(4), 0, bytes(16)), "values of x that don't match"),
     ],
 )
 def test_tensor_bundle_invalid_entries_raise(

@@ -170,7 +170,7 @@ def test_aligned_run_resumes_unchanged_and_only_with_same_alignment(
         file.unlink()
     newest.rmdir()
     stream = {**recipe, "data": {**recipe["data"], "row_alignment": "stream"}}
-    with pytest.raises(CheckpointError, match="row_alignment was document and is stream now"):
+    with pytest.raises(CheckpointError, match="row_alignment was document and is now stream"):
         firstlight.train(stream, resume=True)
     again = firstlight.train(recipe, resume=True)
     assert again.train_loss == whole.train_loss

@@ -20,6 +20,7 @@ from firstlight.data.conversations import (
     BadRecordError,
     is_written,
     to_conversation,
+    transcript_of,
 )
 from firstlight.data.packing import ExampleDataset, chat_notes
 from firstlight.data.records import (
@@ -108,6 +109,42 @@ def chatml(tokenizer: Tokenizer) -> Tokenizer:
             {"conversations": [{"from": "Human", "value": "a"}, {"from": " BOT", "value": "b"}]},
             say("a", "b"),
         ),
+        ({"inputs": "a", "targets": "b"}, say("a", "b")),
+        ({"conversations": ["a", "b", "c", "d"], "source": "x"}, say("a", "b", "c", "d")),
+        ({"id": 1, "data": ["a", "b"]}, say("a", "b")),
+        ({"id": 1, "items": [{"from": "human", "value": "a"}, *say("a", "b")[1:]]}, say("a", "b")),
+        ({"conversation": {"messages": say("a", "b")}}, say("a", "b")),
+        (
+            {
+                "contents": [
+                    {"role": "user", "parts": [{"text": "a"}]},
+                    {"role": "model", "parts": [{"text": "b"}]},
+                ],
+                "systemInstruction": {"role": "system", "parts": [{"text": "s"}]},
+            },
+            say("a", "b", system="s"),
+        ),
+        (
+            {"question": "a", "context": "x", "answers": {"text": ["b", "c"], "answer_start": [0]}},
+            say("a\n\nx", "b"),
+        ),
+        (
+            {"query": "a", "answers": '[{"name": "f", "arguments": {}}]', "tools": "[]"},
+            [
+                *say("a"),
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"name": "f", "arguments": {}}],
+                },
+            ],
+        ),
+        ({"input": say("a"), "output": "b", "reasoning": "off"}, say("a", "b")),
+        (
+            {"Question": "a", "Complex_CoT": "hm", "Response": "b"},
+            [*say("a"), {"role": "assistant", "content": "b", "reasoning_content": "hm"}],
+        ),
+        ({"chat": "USER: a\n\nASSISTANT: b", "system": "s"}, say("a", "b", system="s")),
     ],
 )
 def test_to_conversation_every_format_becomes_messages(
@@ -175,6 +212,46 @@ def test_written_conversation_with_text_outside_turns_raises() -> None:
 
 
 @pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("### Human: a?### Assistant: b.### Human: c", say("a?", "b.", "c")),
+        ("### Human\na\n### Assistant\nb", say("a", "b")),
+        ("### System:\ns\n\n### User:\na\n\n### Assistant:\nb\n", say("a", "b", system="s")),
+        (
+            "Below is a task.\n\n### Instruction:\na\n\n### Input:\nx\n\n### Response:\nb",
+            say("a\n\nx", "b", system="Below is a task."),
+        ),
+        ("<human>: a\n<bot>: b", say("a", "b")),
+        (
+            "The conversation between them.\n[|Human|] a\n[|AI|] b\n[|Human|] ",
+            say("a", "b", system="The conversation between them."),
+        ),
+        ("User: a\nUser A: x\n\nAssistant: b: c\nA: d", say("a\nUser A: x", "b: c\nA: d")),
+        ("**User:** a\n\n**Assistant**: b", say("a", "b")),
+        ("Q: a\nA: b\n\nQ: c\nA: d", say("a", "b", "c", "d")),
+        (
+            "A chat between two. USER: a ASSISTANT: b</s>USER: c ASSISTANT: d</s>",
+            say("a", "b", "c", "d", system="A chat between two."),
+        ),
+        ("User: a", None),
+        ("User:\nAssistant:", None),
+        ("User: a\nUser: b\nAssistant: c", None),
+        ("ROMEO: a\n\nJULIET: b", None),
+        ("Once, she asked. Q: why? A: because.", None),
+        ("Frequent questions\n\nQ: a\nA: b", None),
+        ("user: bob\nassistant: x", None),
+    ],
+)
+def test_transcript_of_text_with_speakers_gives_alternating_messages(
+    text: str, expected: list[dict[str, Any]] | None
+) -> None:
+    found = transcript_of(text)
+    assert (found is None) == (expected is None)
+    if expected is not None:
+        assert to_conversation({"text": text}).messages == expected
+
+
+@pytest.mark.parametrize(
     "roles", ["assistant user assistant", "user user assistant", "user assistant system user"]
 )
 def test_to_conversation_keeps_messages_in_any_order(roles: str) -> None:
@@ -237,6 +314,18 @@ BAD: list[tuple[object, str, str]] = [
         "weight 0",
     ),
     ({"conversations": [{"from": "alien", "value": "a"}]}, "unknown_role", "the role 'alien'"),
+    (
+        {"Question": "a"},
+        "unknown_form",
+        r"rename the fields that contain them \(fields: Question\)",
+    ),
+    ({"question": "a", "choices": ["b"], "answer": 0}, "wrong_type", r"completion: .choices\[.ans"),
+    (
+        {"message_id": "1", "parent_id": None, "role": "prompter", "text": "a"},
+        *("unknown_form", "a single message of a tree: join the messages with jq "),
+    ),
+    ({"messages": [{"role": "user", "content": None}]}, "wrong_type", "is missing or null"),
+    ({"conversations": ["a", 1]}, "wrong_type", r"`conversations\[1\]` is a number, not a text"),
 ]
 
 
@@ -280,7 +369,7 @@ def test_prepare_chat_bad_record_raises_with_file_and_line(
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b"{nonsense}", "not JSON: Expecting property name"),
+        (b'{"a": "b" "c"}', "not JSON: Expecting ',' delimiter at column 11 ("),
         (b"\xff", "byte 0xff is not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (b"NaN", "a number, not an object"),
@@ -308,7 +397,9 @@ def test_prepare_chat_unreadable_line_is_named(
     "content, message",
     [
         ('"messages"', r"must be a record or a list of records"),
-        ("[1,\n2", r"a\.json:2: not JSON"),
+        ("[1,\n2", r"a\.json:2: not JSON: Expecting ',' delimiter at column 2"),
+        (" \n", r"a\.json is empty: replace it"),
+        ('{"a":' * 900 + "1" + "}" * 900, "can't be read as records: maximum recursion"),
         ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
         ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each of them"),
     ],
@@ -334,6 +425,34 @@ def test_read_records_json_file_with_lines_or_one_list_in_an_object(
     [source] = find_records([path])
     assert kind_of_records(source) == "chat"
     assert len([record for record in read_records([source]) if record.error is None]) == size
+
+
+@pytest.mark.parametrize(
+    "content, count",
+    [
+        ({"conversations": [GOOD] * 3}, 3),
+        ({"messages": [GOOD["messages"]] * 3}, 3),
+        ({"version": 1, "data": {"conversations": [GOOD] * 3, "info": [{"name": "x"}]}}, 3),
+        ({"id-1": GOOD, "id-2": GOOD}, 2),
+        ({f"id-{number}": {"title": "x" * 600, **GOOD} for number in range(2000)}, 2000),
+        ({"id-1": GOOD["messages"], "id-2": GOOD["messages"]}, 2),
+        ({"info": [{"name": "x"}], "examples": [{"prompt": "a", "completion": "b"}] * 3}, 3),
+        ({"prompt": ["a", "b"], "completion": ["c", "d"]}, 2),
+        ({"question": {"0": "a", "1": "b"}, "answer": {"0": "c", "1": "d"}}, 2),
+        ({"prompt": say("a"), "completion": say("a", "b")[1:]}, 1),
+        (GOOD, 1),
+        ({"conversation": [{"input": "a", "output": "b"}] * 2}, 1),
+    ],
+)
+def test_read_records_json_file_yields_nested_records(
+    tmp_path: Path, content: object, count: int
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    [source] = find_records([tmp_path / "a.json"])
+    assert kind_of_records(source) == "chat"
+    records = [record.value for record in read_records([source])]
+    assert len(records) == count
+    assert all(to_conversation(record).messages for record in records)
 
 
 @pytest.mark.parametrize(
@@ -605,6 +724,47 @@ def test_prepare_chat_control_tokens_in_messages_are_counted(
     )
 
 
+def test_prepare_chat_fields_without_use_are_named_with_their_number(
+    tmp_path: Path, chatml: Tokenizer
+) -> None:
+    records = [
+        {"messages": say(f"a {i}", "b"), "prompt": f"a {i}", "id": i, "answer": "c" * i, "tag": "a"}
+        for i in range(3)
+    ]
+    records.append({"text": "User: a\nAssistant: b", "id": 4})
+    records.append({"question": "[INST] a [/INST]", "answer": " b</s>", "answers": "x"})
+    path = write_lines(tmp_path / "a.jsonl", records)
+    manifest = prepare_chat([path], chatml, tmp_path / "out", options=ChatOptions(val_fraction=0))
+    assert manifest["chat"]["unused_fields"] == {"id": 4, "tag": 3, "answer": 2, "answers": 1}
+    *_, line = chat_notes(tmp_path / "out", manifest)
+    assert line == (
+        "fields not used for training: id (4 records), tag (3 records), answer (2 records), "
+        "answers (1 record)"
+    )
+
+
+def test_change_lines_name_conversations_written_as_text_if_most_documents_are(
+    tmp_path: Path,
+) -> None:
+    texts = [{"text": "Human: a\n\nAI: b"}] * 3 + [{"text": "Human: a"}] * 2
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    counts = ChangeCounts()
+    for record in read_documents(find_sources([path])):
+        counts.add("a", record.changes)
+    [line] = change_lines(counts.record(), counts.names(), total=5)
+    assert line.startswith("warning: a: 3 documents with turns of Human: and AI:, treated as plain")
+    assert list(change_lines(counts.record(), counts.names(), total=7)) == []
+
+
+def test_read_table_without_header_asks_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("What is it?,It is a cat.\nAnd this?,A dog.\n")
+    for records in (read_records(find_records([path])), read_documents(find_sources([path]))):
+        [record] = records
+        assert record.line == 1
+        assert "begins with 'What is it?': add a line such as question,answer" in str(record.error)
+
+
 def test_prepare_chat_bad_parquet_record_is_named_by_number(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:
@@ -617,9 +777,10 @@ def test_prepare_chat_bad_parquet_record_is_named_by_number(
 
 
 def test_prepare_chat_accepts_only_record_files(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("a")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
-        find_records([tmp_path / "a.txt"])
+        find_records([tmp_path / "a.md"])
     with pytest.raises(InputError, match="stdlib does not exist"):
         find_records(["stdlib"])
     write_lines(tmp_path / "b.jsonl", [GOOD])

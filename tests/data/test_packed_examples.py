@@ -438,7 +438,7 @@ def test_prepare_chat_command_prepares_conversations(
     (tmp_path / "text" / "blank.txt").write_text(" ")
     text = ["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "shards")]
     assert main([*text, "--tokenizer", str(tmp_path / "tok"), "--val-fraction", "0"]) == 0
-    assert "1 of 2 documents rejected: only whitespace" in capsys.readouterr().err
+    assert "1 of 2 documents rejected: empty or only whitespace" in capsys.readouterr().err
     assert main([*command, "--workers", "2"]) == 2
     assert main(["prepare", str(path), *common, "--train-on", "all"]) == 2
     assert "add --kind chat" in capsys.readouterr().err

@@ -805,8 +805,9 @@ def _damaged_after_good_documents(folder: Path) -> None:
         (_empty, "the corpus is empty: the inputs contain no documents"),
         (
             _all_rejected,
-            r"the corpus is empty: all 3 documents read were rejected \(1 only whitespace, "
-            r"1 no text in the text field, 1 not a valid JSON line\); first: .*a\.jsonl:1: blank",
+            r"the corpus is empty: all 3 documents read were rejected \(1 empty or only "
+            r"whitespace, 1 no text in the text field, 1 not a valid JSON line\); first: "
+            r".*a\.jsonl:1: blank",
         ),
         (_damaged_after_good_documents, r"b\.txt\.gz is damaged"),
     ],

@@ -381,9 +381,7 @@ def test_find_sources_reads_text_of_any_suffix_and_counts_others(tmp_path: Path)
     unread = {"": 1, ".dat": 1, ".html": 1, ".ipynb": 1, ".json": 1}
     assert by_ending(unread_files([tmp_path])) == unread
     assert names(tmp_path / "a.abc") == [str(tmp_path / "a.abc")]
-    with pytest.raises(
-        InputError, match=r"h\.dat is a binary file: leave it out \(firstlight reads"
-    ):
+    with pytest.raises(InputError, match=r"h\.dat is a binary file: exclude it \(firstlight reads"):
         find_sources([tmp_path / "h.dat"])
 
 
@@ -773,7 +771,7 @@ def test_read_parquet_row_is_one_document(tmp_path: Path) -> None:
         ("eins", str(path), 1),
         (str(path), 2, "no_text", "the text is NoneType, not a string"),
         ("日本", str(path), 3),
-        (str(path), 4, "empty", "only whitespace"),
+        (str(path), 4, "empty", "empty or only whitespace"),
         ("fünf", str(path), 5),
     ]
 

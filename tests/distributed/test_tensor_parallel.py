@@ -177,8 +177,8 @@ def test_tensor_parallel_impossible_groups_raise_config_error(
             "not support stablelm models, where each head of queries and keys has a separate",
         ),
         ("model", {"model_type": "olmo2"}, "support olmo2 models, where queries and keys are"),
-        ("model", {"num_key_value_heads": 2}, "model.num_key_value_heads 2 .* set that to 2"),
-        ("model", {"intermediate_size": 54}, "model.intermediate_size 54 .* set that to 3"),
+        ("model", {"num_key_value_heads": 2}, "num_key_value_heads 2 .*: set tensor_parallel to 2"),
+        ("model", {"intermediate_size": 54}, "intermediate_size 54 .*: set tensor_parallel to 3"),
         ("efficiency", {"precision": "bf16_params"}, "precision bf16_params: use bf16"),
         (
             "efficiency",

@@ -68,7 +68,7 @@ def test_own_device_gives_each_process_its_device(monkeypatch: pytest.MonkeyPatc
     assert own_device(PLAIN, "cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="'cuda:1' can't be used by all 2 processes"):
         own_device(second, "cuda:1")
-    with pytest.raises(ConfigError, match="local rank 2 has no GPU on this machine, which has 2"):
+    with pytest.raises(ConfigError, match="no GPU for local rank 2 on this machine, which has 2"):
         own_device(World(2, 4, 2, 4, "h", 1), "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert own_device(second, "cuda") == torch.device("cuda", 0)

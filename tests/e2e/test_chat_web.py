@@ -199,7 +199,7 @@ def test_chat_page_holds_conversation(browser: Any, started: Started) -> None:
     assert server.end() == 0
     assert sorted(path.name for path in server.folder.iterdir()) == [".env"]
     assert server.temporary == []
-    assert server.log == f"chat at {server.url} (Ctrl-C ends it)\n"
+    assert server.log == f"chat at {server.url} (press Ctrl-C to stop)\n"
 
 
 _ATTACK = "<img src=x onerror=hacked()> ![seen](http://elsewhere/picture) **so** [there](http://x/)"

@@ -6,6 +6,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -137,8 +138,11 @@ def test_cli_every_pipeline_command_reports_its_output(trained: Path) -> None:
     assert "step 6/6" not in said["train"]
     assert {beside[verb] for verb in ("tokenizer", "prepare", "info", "eval")} == {""}
     assert not [verb for verb, text in said.items() if "\x1b" in text]
-    assert "checkpoint   run/checkpoints/step-00000006\n" in said["train"]
-    assert "val/loss     " in said["train"]
+    assert "checkpoint     run/checkpoints/step-00000006\n" in said["train"]
+    assert "val/loss       " in said["train"]
+    assert re.search(r"^bits per byte  \d\.\d{4} of held-out text", said["train"], re.M)
+    commands = [line.split()[:3] for line in said["train"].splitlines()[-3:]]
+    assert commands == [["firstlight", verb, "run"] for verb in ("generate", "chat", "serve")]
     assert "bits per byte  " in said["eval"]
     assert "gzip -9        " in said["eval"]
     assert "parameters " in said["info"]
@@ -490,7 +494,7 @@ _ERRORS = {
     "train r.yaml --lr 3": "unknown option --lr (did you mean '--optimizer.learning_rate'?)",
     "train r.yaml --model gpt2": "--model is a section: set its keys, --model.KEY VALUE",
     "train r.yaml --run.dir=": "run.dir: string should have at least 1 character",
-    "train r.yaml --batch.micro_batch_size 100000000000000": "does not fit into the ",
+    "train r.yaml --batch.micro_batch_size 100000000000000": "does not fit into this machine's",
     "train r.yaml --run.device gpu": "device 'gpu' is unknown",
     "train r.yaml --init-from nowhere": "model folder nowhere does not exist",
     "train r.yaml --init-from text.txt": "text.txt is a file, not a folder",

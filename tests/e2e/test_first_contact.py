@@ -130,9 +130,9 @@ _ANSWERS = {
     "text.bz2": " is a compressed file: unpack it with bzip2 -dc < text.bz2 > text.txt (",
     "paper.v2.pdf": " is a PDF document: extract its text with pdftotext paper.v2.pdf paper.v2.txt",
     "notes.sqlite": " is an SQLite database: export its text with sqlite3 -header -csv ",
-    "numbers.npy": " is a file of numbers: leave it out",
-    "program": " is a program: leave it out",
-    "random.bin": " is a binary file: leave it out",
+    "numbers.npy": " is a file of numbers: exclude it",
+    "program": " is a program: exclude it",
+    "random.bin": " is a binary file: exclude it",
     "chats.json": " is JSON of conversations, not text: firstlight prepare --kind chat reads it",
     "chat.json": " is JSON of conversations, not text: firstlight prepare --kind chat reads it",
     "pairs.json": " is JSON of preference pairs, not text: firstlight prepare --kind preference ",
@@ -145,7 +145,7 @@ _ANSWERS = {
     "latin1.txt": ":1: byte 0xfc is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "windows.txt": ":1: byte 0x84 is not UTF-8: convert it with iconv -f WINDOWS-1252 -t utf-8 ",
     "unmarked.txt": ":1: the file is UTF-16LE: convert it with iconv -f UTF-16LE -t utf-8 ",
-    "blank.txt": ":1: only whitespace",
+    "blank.txt": ":1: empty or only whitespace",
 }
 
 

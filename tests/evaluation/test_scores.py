@@ -350,7 +350,7 @@ def test_eval_command_reports_sample_and_errors(
     assert f"perplexity     {shown}\n" in answer.err
     shown = with_error(found["bits_per_byte"], found["bits_per_byte_stderr"])
     assert f"bits per byte  {shown}\n" in answer.err
-    assert "bits per byte on all of the split's text\n" in answer.err
+    assert "bits per byte on the full text of the split\n" in answer.err
     told = {name: found[name] for name in ("folder", "split", "seq_len", "document_masking")}
     assert told == {
         "folder": str(folder),

@@ -57,7 +57,7 @@ def test_mutant_runner_catches_bug_and_passes_harmless_change() -> None:
     """The runner itself, on a bug that is quickly tried and on a change that is none."""
     program = (
         "import sys, mutants\n"
-        "real = next(m for m in mutants.MUTANTS if m.name == 'warmup begins at zero')\n"
+        "real = next(m for m in mutants.MUTANTS if m.name == 'warm-up starts at zero')\n"
         "none = real._replace(name='no bug', new=real.old.replace('+ 1', '+ 1 * 1'))\n"
         "mutants.MUTANTS[:] = [real, none]\n"
         "sys.exit(mutants.main([]))\n"
@@ -67,6 +67,6 @@ def test_mutant_runner_catches_bug_and_passes_harmless_change() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "the source as it is: passes its tests" in done.stdout
-    assert "warmup begins at zero: caught" in done.stdout
+    assert "warm-up starts at zero: caught" in done.stdout
     assert "1 of 2 known bugs caught (50 %)" in done.stdout
     assert "not caught: no bug" in done.stdout

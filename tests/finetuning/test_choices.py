@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -304,11 +305,67 @@ def test_conversations_in_detects_conversations_by_content(
     assert main(["train", str(chats), "--budget", "3m"]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "firstlight train FILE --init-from MODEL" in message
+    assert f"firstlight train {chats} --init-from MODEL" in message
     pairs = write_lines(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(InputError, match=r"contains preference pairs: .*recipes/tour-dpo.yaml"):
-        train_texts(pairs, init_from="nowhere", progress=False)
+    with pytest.raises(InputError, match=r"pairs.jsonl contains preference pairs and .*/c.json "):
+        train_texts(folder, init_from="nowhere", progress=False)
+    with pytest.raises(InputError, match=rf"from a model that answers: .* {pairs} --init-from MO"):
+        require_texts([str(pairs)])
     assert len(find_records([folder])) == 5
+
+
+def test_fine_tuning_on_preference_pairs_trains_with_dpo(
+    tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        {"question": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "no"} for i in range(20)
+    ]
+    pairs = write_lines(tmp_path / "pairs.jsonl", [*records, {"chosen": "a", "rejected": "a"}])
+    run = tuned(pairs, model, progress=True)
+    told = capfd.readouterr().err
+    assert "18 preference pairs to train on, 2 held out; " in told
+    assert "1 of 21 records rejected: " in told
+    recipe = load_recipe(run.run_folder / "recipe.yaml")
+    assert recipe.data.kind == "preference"
+    assert recipe.optimizer.learning_rate == pytest.approx(
+        defaults.PAIR_MULTIPLE * defaults.TUNING_RATE * defaults.TUNING_WIDTH / 32, rel=0.05
+    )
+    assert run.training is not None
+    assert run.training.evaluation is not None
+    assert run.training.evaluation.loss == pytest.approx(math.log(2), abs=0.02)
+    assert run.samples[0][0].endswith("?")
+    assert run.answers
+
+
+def test_fine_tuning_on_preference_pairs_leaves_time_for_references() -> None:
+    length = Length(seconds=10.0)
+    chats, pairs = (chosen(length, kind=kind) for kind in ("chat", "preference"))
+    # A forward pass over 110,000 tokens at 20,000 tokens/s takes about two seconds.
+    assert 1.0 < pairs.least_seconds - chats.least_seconds < 3.0
+    assert pairs.tokens < chats.tokens
+
+
+def test_fine_tuning_reads_written_conversations_with_data_kind_chat(
+    tmp_path: Path, model: Path
+) -> None:
+    texts = [f"User: What is {i}, and why is it {i}?\nAssistant: It is {i}." for i in range(40)]
+    written = write_lines(tmp_path / "chats.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "chats.txt").write_text("\n<|endoftext|>\n".join(texts))
+
+    def told(name: str, **changes: Any) -> str:
+        lines: list[str] = []
+        request = Request((str(tmp_path / name),), init_from=str(model), **changes)
+        FineTuning(request, lines.append, progress=False)
+        return "\n".join(lines)
+
+    hint = "40 documents with turns of User: and Assistant:, treated as plain text; "
+    assert hint in told("chats.jsonl")
+    assert hint in told("chats.txt")
+    for name in ("chats.jsonl", "chats.txt"):
+        lines = told(name, overrides=(("data.kind", "chat"),))
+        assert "36 conversations to train on, 4 held out; " in lines
+    with pytest.raises(ConfigError, match="kind chat applies to fine-tuning only"):
+        train_texts(written, steps=1, overrides={"data.kind": "chat"}, progress=False)
 
 
 def test_conversations_in_treats_columns_as_conversation_unless_named_as_texts(
@@ -390,7 +447,7 @@ def test_fine_tuning_plan_shows_settings_and_writes_nothing(
     assert "54 conversations to train on, 6 held out" in shown.err
     assert "all weights" in shown.out
     assert "10 epochs of the conversations" in shown.out
-    assert len(re.findall(r"^expected: .* GiB for tensors, of .* GiB$", shown.out, re.M)) == 1
+    assert len(re.findall(r"^expected: .* MiB for tensors, of .* GiB$", shown.out, re.M)) == 1
     needed = []
     for rows in (["--batch.micro_batch_size", "1"], []):
         assert main([*arguments, "--plan-only", "--json", *rows]) == 0
@@ -547,7 +604,7 @@ def test_fine_tuning_learning_rate_follows_width_and_method() -> None:
     assert adapters["lora.rank"] == defaults.ADAPTER_RANK
     lion = chosen(Length(60.0), fixed={"optimizer.name": "lion"})
     assert lion["optimizer.learning_rate"] == pytest.approx(full / 5, rel=0.05)
-    with pytest.raises(ConfigError, match=r"no learning rate .* --optimizer.name sgd: set --opt"):
+    with pytest.raises(ConfigError, match=r"no default learning rate .* sgd: set --optimizer"):
         chosen(Length(60.0), fixed={"optimizer.name": "sgd"})
     own = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1}
     assert chosen(Length(60.0), fixed=own)["optimizer.learning_rate"] == 0.1

@@ -155,21 +155,21 @@ def test_choose_compile_mode_fits_time_and_speed_includes_gain(
     left = seconds - chosen.seconds
     assert found.tokens == pytest.approx(rate * left * (1 - defaults.EVALUATION_SHARE), rel=0.02)
     # In 30 s, the parts other than steps need more than their usual share.
-    assert found.seconds == pytest.approx(seconds, rel=0.05)
+    assert found.seconds == pytest.approx(seconds, rel=0.08)
     line = next(length_lines(found, machine, "the text"))
-    assert (f"times {chosen.gain:.2f} expected from compiling" in line) is compiles
+    assert (f"speed-up of {chosen.gain:.2f} from compiling" in line) is compiles
 
 
 @pytest.mark.parametrize(
     ("parameters", "held_out", "seq_len", "rate", "seconds", "counts"),
     [
         # (evaluations after steps, rows, sample texts, their tokens, checkpoints)
-        (2e6, 1e6, 256, 15_000, 170, (4, 189, 3, 64, 4)),
-        (20e6, 1e6, 512, 1000, 600, (4, 24, 3, 64, 4)),
-        (20e6, 1e6, 512, 180, 170, (1, 5, 1, 32, 2)),
+        (2e6, 1e6, 256, 15_000, 170, (4, 189, 3, 64, 6)),
+        (20e6, 1e6, 512, 1000, 600, (4, 24, 3, 64, 6)),
+        (20e6, 1e6, 512, 180, 170, (1, 5, 1, 32, 5)),
         (135e6, 1e6, 256, 180, 230, (1, 9, 1, 32, 1)),
         (135e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
-        (135e6, 1e6, 1024, 100, 3600, (2, 22, 3, 64, 4)),
+        (135e6, 1e6, 1024, 100, 3600, (2, 22, 3, 64, 6)),
         (135e6, 0.0, 256, 180, 230, (1, 0, 1, 64, 1)),
         (300e6, 1e6, 1024, 100, 170, (1, 2, 1, 32, 1)),
     ],
@@ -183,7 +183,7 @@ def test_run_parts_of_slow_model_are_few(
     counts: tuple[int, ...],
 ) -> None:
     facts = PartFacts(seq_len, held_out, STATE_BYTES * parameters, {})
-    found = facts.parts(rate, seconds)
+    found = facts.parts(rate, seconds, seconds)
     assert dataclasses.astuple(found)[:5] == counts
 
 
@@ -200,12 +200,31 @@ def test_run_parts_and_steps_fit_each_accepted_time(
 ) -> None:
     facts = PartFacts(seq_len, held, STATE_BYTES * parameters, {})
     least = facts.least_seconds(rate, most, seq_len)
-    found = facts.parts(rate, max(seconds, least))
+    loop = max(seconds, least)
+    found = facts.parts(rate, loop, loop)
     steps = 1 - found.share
     assert found.seconds <= found.share * found.loop_seconds * (1 + 1e-9)
     assert steps >= 0.5 * (1 - 1e-9)
     wanted = min(defaults.LEAST_STEPS * seq_len, most)
     assert rate * steps * found.loop_seconds >= wanted * 0.9
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "saves", "reason"),
+    [
+        # Time alone causes the checkpoints; the limit of epochs ends the run early; no time limit.
+        (1e9, Length(60.0), 1, "also every 10 s: 6 checkpoints, "),
+        (1e5, Length(600.0), 6, "also every 1 min 40 s: 6 checkpoints, "),
+        (1e9, Length(None, steps=600), 6, "6 checkpoints, "),
+    ],
+)
+def test_choose_run_loses_at_most_a_sixth_if_killed(
+    tokens: float, length: Length, saves: int, reason: str
+) -> None:
+    found = choose(dataclasses.replace(TEXT, train_tokens=tokens), MACHINE, length, {}, "tiny")
+    assert found["checkpoint.every_steps"] == -(-found.steps // saves)
+    (why,) = (one.reason for one in found.choices if one.key == "checkpoint.every_steps")
+    assert why.startswith(reason)
 
 
 def test_choose_model_without_time_to_compile_is_not_largest() -> None:
@@ -373,7 +392,7 @@ def test_choose_advice_suggests_no_more_text_than_run_reads() -> None:
     choices = choose(TEXT, MACHINE, Length(tokens=tokens), {"model.vocab_size": 4096})
     assert choices.advice == (
         "26.86M bytes of similar text instead of 12.21M would lower the bits per byte by less than "
-        "1 % with as many tokens"
+        "1 % with the same number of tokens"
     )
 
 

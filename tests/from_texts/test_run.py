@@ -205,7 +205,7 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     after = [*lines[last + 1 :], *shown.out.splitlines()]
     assert len(after) <= 12
     assert "left out: 1 duplicate" in lines
-    assert f"left out: 1 document, only whitespace; first: {texts}/empty.txt:1" in lines
+    assert f"left out: 1 document, empty or only whitespace; first: {texts}/empty.txt:1" in lines
     assert any(line.startswith("left out: 1 document, not valid UTF-8; first: ") for line in lines)
     assert any(line.startswith("skipped 1 file of other kinds, 1 .pdf (") for line in lines)
     unread, rejected = Path("runs/texts/unread.txt"), Path("runs/texts/data/rejected.jsonl")
@@ -213,16 +213,21 @@ def test_run_prints_at_most_25_lines_before_training_and_12_after_it(
     assert unread.read_text() == f"{texts}/paper.pdf\n"
     for name in ("copy.txt", "empty.txt", "latin.txt"):
         assert f"/{name}" in rejected.read_text()
+    # The expectation and the result are compared with gzip's size of the same text.
+    (gzip,) = re.findall(r"^expected: .* \(gzip -9 of it: (\S+)\)", shown.err, re.M)
+    assert f"{float(re.findall(r'gzip -9: ([^,]+),', shown.out)[0]):.2f}" == gzip
     plan = [line.split(":")[0] for line in lines[:before]]
     assert [plan.count(name) for name in ("model", "length", "expected")] == [1, 1, 1]
     assert "optimizer.learning_rate" not in shown.err
     units = re.findall(r"bits[ -]\w+[ -]byte|[kMG]i?B\b", shown.err + shown.out)
-    assert set(units) == {"bits per byte", "GiB", "kB", "MB"}
+    assert set(units) == {"bits per byte", "GiB", "MiB", "kB", "MB"}
     assert main([*command, "--run.seed", "1", "--explain"]) == 0
     assert "\noptimizer.learning_rate " in capfd.readouterr().err
 
 
-def test_train_texts_stopped_run_is_resumed(tmp_path: Path) -> None:
+def test_train_texts_stopped_run_is_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts = write_texts(tmp_path / "texts")
     first = trained(texts, overrides=TINY | {"run.max_minutes": 1e-9})
     assert first.training is not None
@@ -238,7 +243,12 @@ def test_train_texts_stopped_run_is_resumed(tmp_path: Path) -> None:
         texts,
         overrides=TINY | {"run.max_minutes": 1e-9},
         on_step=lambda record: steps.append(record["step"]),
+        progress=True,
     )
+    # The plan, which the first call has shown, is not shown again.
+    said = [line.split()[0] for line in capfd.readouterr().err.splitlines() if line.strip()]
+    assert "resuming" in said
+    assert {"planned:", "schedule:", "optimizer", "matrices"}.isdisjoint(said)
     assert second.run_folder == first.run_folder
     assert second.training is not None
     assert second.training.step == steps[-1] == 3
@@ -466,6 +476,10 @@ def test_train_texts_wrong_speed_chooses_model_again_once_and_restarts(
         re.M,
     )
     assert line[2] != line[3]
+    # The restarted run shows its plan as the first one did, without the lines of a recipe's run.
+    said = [text.split(":")[0] for text in shown.splitlines()]
+    assert [said.count(name) for name in ("model", "length", "expected")] == [2, 2, 2]
+    assert {"planned", "schedule"}.isdisjoint(said)
     assert steps == [1, 1]
     assert run.training is not None
     assert run.training.step == 1
@@ -778,11 +792,11 @@ def test_plan_only_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert int(rows["steps"].replace(",", "")) > 1
     assert float(rows["epochs"]) == pytest.approx(4, rel=0.1)
     assert "the limit of epochs, which ends the run before its time is over" in shown.out
-    ends = r"^the run ends before its 2 min \d+ s are over, after 4 epochs: "
+    ends = r"^the run ends before its 2 min \d+ s are used up, after 4 epochs: "
     assert re.search(ends, shown.out, re.MULTILINE)
     assert 2.4 < float(rows["schedule.max_minutes"]) < 2.9
     assert rows["precision"] == find_machine(None).precision
-    assert re.search(r"^expected: .*; 0\.\d+ GiB for tensors, of \d", shown.out, re.MULTILINE)
+    assert re.search(r"^expected: .*; [\d.]+ MiB for tensors, of \d", shown.out, re.MULTILINE)
     end = "nothing was trained; to train: firstlight train texts --budget 3m"
     assert shown.out.splitlines()[-1] == end
     assert "no --budget" not in shown.err
@@ -839,7 +853,7 @@ def test_plan_only_uses_device_and_optimizer_of_run(
     assert main([*command, "--run.device", "cpu", "--optimizer.name", "lion"]) == 0
     find.assert_called_once_with(None, device="cpu")
     assert (
-        "expected: bits per byte unknown for this optimizer (gzip -9: about"
+        "expected: bits per byte unknown for this optimizer (gzip -9 of all text: "
         in capsys.readouterr().out
     )
 
@@ -955,7 +969,7 @@ def test_plan_only_for_gpu_needs_no_gpu(
     assert main(["train", "texts", "--budget", "3m", "--gpu", "H100", "--plan-only"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^length: .* [\d,]+ tokens/s \(H100.*, predicted by the planner", shown, re.M)
-    assert re.search(r"^expected: .* GiB for tensors, of [67]\d\.\d\d GiB$", shown, re.M)
+    assert re.search(r"^expected: .* [MG]iB for tensors, of [67]\d\.\d\d GiB$", shown, re.M)
     assert re.search(r"^precision +bf16 ", shown, re.M)
 
 

@@ -62,7 +62,7 @@ def test_scan_reports_unread_and_uncompared_documents(
     scan = scanned(tmp_path, prose(1), prose(2), prose(3), *("  ",) * 7)
     lines = list(described(scan))
     assert lines[1].startswith("only the first 2 documents were searched for near-duplicates: ")
-    empty = f"7 documents, only whitespace; first: {tmp_path}/003.txt:1"
+    empty = f"7 documents, empty or only whitespace; first: {tmp_path}/003.txt:1"
     assert lines[2:] == [f"left out: {empty}"]
 
 
@@ -77,7 +77,7 @@ def test_scan_key_depends_only_on_text(tmp_path: Path) -> None:
 
 def test_scan_without_text_raises_with_first_reason(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("  \n")
-    with pytest.raises(InputError, match=r"corpus is empty: .*a\.txt:1: only"):
+    with pytest.raises(InputError, match=r"corpus is empty: .*a\.txt:1: empty"):
         scan_corpus(find_sources([tmp_path]))
 
 

@@ -216,7 +216,7 @@ def test_generate_slide_accepts_prompt_beyond_context(tokenizer: Tokenizer) -> N
     loaded = LoadedModel(model, tokenizer, (), Path("a-model"))
     prompt = "one two three four five six seven eight nine ten eleven twelve"
     assert len(tokenizer.encode_prompt(prompt)) > 16
-    with pytest.raises(ConfigError, match="shorten it"):
+    with pytest.raises(ConfigError, match="shorten the prompt"):
         generate(loaded, prompt, max_new_tokens=3)
     found = generate(loaded, prompt, max_new_tokens=3, temperature=0, slide=True)
     window = tokenizer.encode_prompt(prompt)[-8:]

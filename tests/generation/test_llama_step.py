@@ -213,7 +213,7 @@ def test_llama_step_id_beyond_vocabulary_raises_index_error() -> None:
     use_few_rows(model)
     decoder = BatchDecoder(model, 1, 64)
     decoder.add(IDS[:5])
-    with pytest.raises(IndexError, match="token id 67 is outside the 67"):
+    with pytest.raises(IndexError, match="token id 67 is outside the embedding table of 67"):
         decoder.step([67])
 
 

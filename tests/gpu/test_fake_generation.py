@@ -151,7 +151,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, pytest.param("all", marks=pytest.mark.everywhere)])
-def test_step_of_texts_reads_once_and_waits_for_no_upload(kind: str) -> None:
+def test_decoding_step_reads_once_and_does_not_wait_for_upload(kind: str) -> None:
     kinds = [kind] * 2 if kind in _KINDS else [*_KINDS]
     with fake_cuda() as (cuda, _):
         constraint: Any = Anything()

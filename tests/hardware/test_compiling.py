@@ -32,7 +32,7 @@ def test_compile_modes_without_stored_times_use_defaults() -> None:
     assert 1 < regional.launch_gain < whole.launch_gain
 
 
-def test_compile_time_beside_other_programs_is_longer() -> None:
+def test_compile_time_under_other_load_is_longer() -> None:
     assert [way.seconds for way in H100.modes((768, 12), is_busy=True)] == [48.0, 112.0]
 
 

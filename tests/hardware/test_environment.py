@@ -174,7 +174,7 @@ def test_command_replaces_spin_count_of_import_but_not_of_user(
     assert variables() == {_SPIN: spin}
 
 
-def test_call_beside_busy_programs_before_torch_uses_spin_count_of_command(
+def test_call_with_busy_cores_before_torch_uses_spin_count_of_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -196,7 +196,7 @@ def own_threads() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is used on Linux")
 @pytest.mark.parametrize("spin", [None, "5000"])
-def test_call_beside_busy_programs_uses_more_threads_than_cores_temporarily(
+def test_call_with_busy_cores_uses_more_threads_than_cores_temporarily(
     monkeypatch: pytest.MonkeyPatch, spin: str | None
 ) -> None:
     import torch

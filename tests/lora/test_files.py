@@ -476,7 +476,7 @@ def test_adapter_slow_patterns_raise_model_error(
         load_model(tmp_path / "adapter")
 
 
-def test_info_of_an_adapter_that_unties_the_head_counts_both_tables(
+def test_info_adapter_with_untied_head_counts_both_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter = write_base(tmp_path / "base", "tied"), tmp_path / "adapter"
@@ -490,7 +490,7 @@ def test_info_of_an_adapter_that_unties_the_head_counts_both_tables(
     assert load_model(adapter).model.config.model_dump() == told[1]["config"]
 
 
-def test_info_of_an_adapter_with_new_tokens_leaves_the_shared_model(
+def test_info_adapter_with_new_tokens_leaves_shared_model_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter = write_base(tmp_path / "base", "tied"), tmp_path / "adapter"

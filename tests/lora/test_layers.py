@@ -332,9 +332,7 @@ def test_lora_merge_keeps_base_dtype_and_rounds_once() -> None:
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_lora_adapters_are_fp32_beside_bf16_base_and_stream_stays_bf16(
-    first: bool, dora: bool
-) -> None:
+def test_lora_adapters_on_bf16_base_are_fp32_and_stream_stays_bf16(first: bool, dora: bool) -> None:
     if first:
         model = adapted(some_model("llama"), dora=dora)
         parameters = lora_parameters(model)
@@ -522,12 +520,12 @@ def test_lora_adapters_round_trip_through_file() -> None:
         {"modules_to_save": ["lm_head"], "trainable_token_indices": [5, 3]},
     ],
 )
-def test_tied_head_changed_twice_is_refused(settings: dict[str, Any]) -> None:
+def test_lora_tied_head_changed_twice_raises_config_error(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"both change .*lm_head|both change .* tied to it"):
         adapted(some_model("tied"), **settings)
 
 
-def test_tied_head_beside_an_embedding_trained_in_full_is_shared() -> None:
+def test_lora_tied_head_with_fully_trained_embedding_stays_shared() -> None:
     settings: dict[str, Any] = {
         "targets": ["q_proj", "lm_head"],
         "modules_to_save": ["embed_tokens"],
@@ -546,7 +544,7 @@ def test_tied_head_beside_an_embedding_trained_in_full_is_shared() -> None:
         ("tied", {"modules_to_save": ["lm_head"]}, "modules_to_save changes lm_head, .* 2 new"),
     ],
 )
-def test_new_tokens_beside_another_adapter_of_their_table_are_refused(
+def test_lora_new_tokens_with_adapter_of_same_table_raise_config_error(
     name: str, settings: dict[str, Any], message: str
 ) -> None:
     config = LoraConfig(**settings)
@@ -560,6 +558,6 @@ def test_new_tokens_beside_another_adapter_of_their_table_are_refused(
     add_lora(model, accepted, None)
 
 
-def test_module_to_save_that_is_missing_is_refused_with_the_names_of_all_modules() -> None:
+def test_lora_missing_module_to_save_raises_and_lists_all_modules() -> None:
     with pytest.raises(ConfigError, match=r"from down_proj, embed_tokens, .*lm_head"):
         adapted(some_model("tied"), modules_to_save=["nothing"])

@@ -562,7 +562,7 @@ def test_compile_time_is_recorded_for_default_backend_and_empty_cache(
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("sizes", slow_but([(0.1, 8)], itertools.product((0.0, 0.1), (0, 8))))
-def test_regional_compiling_of_layers_and_loss_equals_the_whole_graph(
+def test_regional_compilation_equals_whole_graph(
     sizes: tuple[float, int],
 ) -> None:
     """The graphs run in eager mode; `test_methods.py` compares inductor's kernels."""
@@ -673,7 +673,7 @@ def test_cuda_graph_memory_does_not_hold_gradients() -> None:
         assert torch.equal(one, other)
 
 
-def test_matmul_precision_is_set_in_the_context_and_restored_after_it() -> None:
+def test_matmul_precision_is_set_in_context_and_restored_afterwards() -> None:
     before = torch.get_float32_matmul_precision()
     for keys, expected, products in (
         ({"precision": "fp32", "matmul_precision": "medium"}, "medium", "tf32"),
@@ -907,7 +907,7 @@ def test_tensor_parallel_unsharded_tensors_are_moved_to_device(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_params"])
-def test_frozen_weights_stay_16_bit_beside_32_bit_adapters(precision: str) -> None:
+def test_frozen_weights_stay_16_bit_with_32_bit_adapters(precision: str) -> None:
     model = small_model()
     recipe = plain_recipe(
         {

@@ -157,9 +157,7 @@ def test_compiled_plan_peak_inside_a_layer_is_found_in_two_layer_graph() -> None
 
 
 @pytest.mark.parametrize(("weights", "more"), [(15, 15), (8, 8), (100, 15)])
-def test_compiled_plan_accumulated_gradients_are_counted_beside_new_ones(
-    weights: int, more: int
-) -> None:
+def test_compiled_plan_accumulated_gradients_are_added_to_new_ones(weights: int, more: int) -> None:
     one, graphs, two = (
         _with(_compiled_made_up(n, fused=fused), "optimizer", weights=weights * n, gradients=15 * n)
         for n, fused in ((1, True), (1, False), (2, False))

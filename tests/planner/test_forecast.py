@@ -97,13 +97,14 @@ def test_forecast_is_compared_with_measured_run(
     said = capfd.readouterr().err
     words = "tensors 3.00 GiB, most in the loss (logits and loss 2.00 GiB, weights 1.00 GiB)"
     assert f"planned: {words}; process " in said
-    assert " GiB; 2 tokens/s (1 to 3)\n" in said
+    assert "iB; 2 tokens/s (1 to 3)\n" in said
     # Each figure at the start is compared with its own measurement.
     measured = (
-        r"\ntraining took \d+ s: [\d,]+ tokens/s \(planned 2\), tensors 0\.\d+ GiB \(planned "
+        r"\ntraining took \d+ s for [\d,]+ tokens, [\d,]+ tokens/s with evaluations and saves: "
+        r"[\d,]+ tokens/s \(planned 2\) in the median step, tensors 0\.\d+ GiB \(planned "
     )
     assert re.search(
-        measured + r"3\.00 GiB\), process \d\.\d\d GiB \(planned \d\.\d\d GiB\)\n", said
+        measured + r"3\.00 GiB\), process [\d.]+ [MG]iB \(planned [\d.]+ [MG]iB\)\n", said
     )
     found = json.loads((result.run_folder / FORECAST_NAME).read_text(encoding="utf-8"))
     assert found["predicted"]["peak_bytes"] == 3 * 2**30

@@ -158,6 +158,7 @@ def test_server_answers_three_hundred_generated_requests(direct: Direct) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_server_answers_twenty_thousand_generated_requests(direct: Direct) -> None:
     hunt, statuses = hunted(direct, 20_000)
     hunt()

@@ -127,7 +127,7 @@ def test_serve_prints_address_and_exits_with_0(folder: Path) -> None:
         assert b"data: [DONE]" in received
         assert code == 0
         assert f"serving my-model at {ready['url']}/v1" in said
-        assert "at most 3 texts of 64 tokens at a time" in said
+        assert "at most 3 concurrent texts of 64 tokens" in said
         assert "Traceback" not in said
 
 

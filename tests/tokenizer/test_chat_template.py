@@ -116,7 +116,7 @@ def test_required_tokens_lists_special_tokens_of_built_in_template() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "ranks", "pieces"])
-def test_chat_template_file_beside_any_tokenizer_file_is_read_and_saved(
+def test_chat_template_file_next_to_any_tokenizer_file_is_read_and_saved(
     tmp_path: Path, kind: str
 ) -> None:
     contents = {

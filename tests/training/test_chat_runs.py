@@ -262,7 +262,7 @@ def test_chat_run_resumed_equals_uninterrupted_run(
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"long": "cut"}, "the data's long was refuse and is cut now"),
+        ({"long": "cut"}, "the data's long was refuse and is now cut"),
         ({"train_on": "all"}, "the data's manifest_sha256 was"),
         ({"val_fraction": 0.2}, "the data's manifest_sha256 was"),
     ],
@@ -381,10 +381,10 @@ def test_chat_run_data_kind_contradicting_folder_raises(
     chat: dict[str, Any], data: Path, prepared: Path
 ) -> None:
     chat["data"] = {"dir": str(data), "kind": "chat"}
-    with pytest.raises(DataError, match=r"data.kind is chat, and .* holds text: prepare it with"):
+    with pytest.raises(DataError, match=r"data.kind is chat, but .* contains text: prepare it"):
         train(chat)
     chat["data"] = {"dir": str(prepared), "kind": "text"}
-    with pytest.raises(DataError, match=r"data.kind is text, and .* holds chat"):
+    with pytest.raises(DataError, match=r"data.kind is text, but .* contains chat"):
         train(chat)
     chat["data"] = {"dir": str(prepared), "document_masking": False}
     with pytest.raises(

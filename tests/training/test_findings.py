@@ -308,7 +308,7 @@ def test_train_overfitting_is_reported_with_exit_code_0(
     assert (found["diverged"], found["findings"][0]["since_step"]) == (False, 6)
     assert found["best_checkpoint"].endswith("step-00000006")
     assert b"warning: validation loss rose since step 6 (from 4.0000 to 4.6000): overfitting" in err
-    assert b"what helps: use more text" in err
+    assert b"advice: use more text" in err
 
 
 def test_train_diverged_run_exits_with_76(

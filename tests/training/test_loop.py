@@ -324,7 +324,7 @@ def test_train_accumulation_equals_large_batch(recipe: dict[str, Any], tmp_path:
             assert (b["tokens_seen"], b["epoch"]) == (a["tokens_seen"], a["epoch"])
 
 
-def test_train_evaluates_same_training_rows_beside_validation(
+def test_train_evaluates_same_training_rows_besides_validation(
     recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model has dropout, and evaluating must not change its random state."""
@@ -866,7 +866,12 @@ def test_train_log_damaged_during_run_does_not_end_it(
 
     found = train(other, on_step=on_step, progress=True)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
-    assert f"warning: {path}:1 is damaged: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"warning: {path}:1 is damaged: " in said
+    # The tokens are those of this call's steps, and the speed is theirs in its whole time.
+    assert found.summary.tokens == found.tokens_seen
+    rate = found.summary.tokens / found.summary.seconds
+    assert f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations" in said
     assert found.summary.step_seconds is None
     assert train(other, resume=True).summary.step_seconds is not None
 
@@ -880,7 +885,7 @@ def test_train_report_out_of_memory_does_not_fail_finished_run(
     monkeypatch.setattr("firstlight.training.loop.draw_report", fail)
     result = train(recipe, progress=True)
     assert result.checkpoint.is_dir()
-    said = "warning: out of memory (libjpeg.so.62: failed to map segment from shared object), and"
+    said = "warning: out of memory (libjpeg.so.62: failed to map segment from shared object), so"
     assert said in capsys.readouterr().err
 
 
@@ -1198,7 +1203,7 @@ def test_train_resume_with_other_model_data_or_row_length_fails(
             r"another model: .*model\.hidden_size.* changed",
         ),
         (gpt2_with_dropout(recipe), "another model: .*model_type"),
-        (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is 16"),
+        (changed(recipe, data={"seq_len": 16}), "the data's seq_len was 32 and is now 16"),
         (changed(recipe, data={"dir": str(tmp_path / "other")}), "the data's manifest_sha256"),
         (changed(recipe, optimizer={"name": "muon"}), "optimizer"),
         (changed(recipe, run={"seed": 1}), r"set run\.seed to 1337 instead of 1, or start"),
@@ -1478,7 +1483,7 @@ def test_train_checkpoint_without_manifest_is_named_and_ignored(
     (last / "manifest.json").unlink()
     result = train(recipe, resume=True, progress=True)
     said = capsys.readouterr().err
-    assert f"warning: {last} has no manifest.json: it is not a checkpoint and is ignored" in said
+    assert f"warning: {last} does not contain manifest.json, so it is not a checkpoint and" in said
     assert f"resuming from {older}" in said
     assert (result.checkpoint / WEIGHTS_NAME).read_bytes() == before
 

@@ -114,7 +114,7 @@ def test_progress_view_shows_loss_speed_memory_time_and_last_sample() -> None:
     lines = list(shown.lines(140, 24))
     assert re.fullmatch(r"step 41/100   41%  █+░+  \S+ of 2:00, \S+ left", lines[0])
     assert lines[1] == (
-        "loss 3.250  val/loss 3.500  4,000 tokens/s  15.6 samples/s  memory 0.29 GiB (planned "
+        "loss 3.250  val/loss 3.500  4,000 tokens/s  15.6 samples/s  process 0.29 GiB (planned "
         "3.00 GiB)  learning rate 0.003"
     )
     assert lines[-3:] == ["step 41: ⟨U+001B⟩[31m or not", "to be", "prompt: 'To be'"]
@@ -202,6 +202,33 @@ def test_progress_time_left_follows_slower_machine() -> None:
     assert shown.seconds_left == pytest.approx(200 * 0.875, rel=0.02)
 
 
+def test_progress_total_and_time_left_are_shown_only_if_known() -> None:
+    now, settled = 0.0, False
+    shown = RunProgress(
+        lambda: 150,
+        0,
+        1.0,
+        clock=lambda: now,
+        step_limit=lambda: 150 if settled else None,
+        is_settled=lambda: settled,
+    )
+    figures = "loss 2.500  4,000 tokens/s  15.6 samples/s  process 300 MiB"
+    shown.step(record(12, elapsed_seconds=19.0))
+    assert shown.line == f"step 12  {figures}  41 s left"
+    assert next(shown.lines(80, 24)).startswith("step 12   32%  █")
+    # A resumed run takes all of its decided steps, although its budget is used up.
+    settled = True
+    for step in range(13, 17):
+        now += 2.0
+        shown.step(record(step, elapsed_seconds=60.0 + now))
+        if step < 15:
+            assert shown.line == f"step {step}/150  {figures}"
+            assert shown.time == f"1:0{now:.0f} of 1:00"
+    assert shown.line == f"step 16/150  {figures}  4 min 28 s left"
+    shown.step(record(150, elapsed_seconds=99.0))
+    assert shown.line == f"step 150/150  {figures}"
+
+
 def test_progress_80_columns_show_loss_speed_memory_and_time_left() -> None:
     shown = progress_of(40, max_minutes=30.0)
     shown.predicted_bytes = 1299 << 20
@@ -211,7 +238,7 @@ def test_progress_80_columns_show_loss_speed_memory_and_time_left() -> None:
     assert bar.endswith(" left")
     assert figures == [
         "loss 3.654  val/loss 6.238  12,082 tokens/s  47.19 samples/s",
-        "memory 1.18 GiB (planned 1.27 GiB)  learning rate 0.003",
+        "process 1.18 GiB (planned 1.27 GiB)  learning rate 0.003",
     ]
     # A small terminal shows only one line of figures.
     assert list(shown.lines(80, 3))[1:] == figures[:1]
@@ -221,7 +248,7 @@ def test_progress_on_gpu_shows_reserved_memory_and_driver_values() -> None:
     shown = progress_of(40)
     gpu = {"reserved_bytes": 1400 << 20, "device_used_bytes": 2 << 30, "gpu_utilization": 0.97}
     shown.step(record(41, 3.654, **gpu))
-    assert "memory 0.29 GiB, reserved 1.37 GiB" in shown.figures
+    assert "tensors 300 MiB, reserved 1.37 GiB" in shown.figures
     assert "GPU 97% busy, 2.00 GiB used" in shown.figures
 
 
@@ -260,8 +287,8 @@ def test_progress_live_line_fits_every_terminal_and_ends_with_time_left() -> Non
         r"step 40/100   40%  █+░+  loss 3\.\d{3}  4,000 tokens/s  0:30 left",
         shown.live_line(80),
     )
-    assert "  4,000 tokens/s  0.29 GiB  0:30 left" in shown.live_line(100)
-    assert progress_of(100).live_line(80).endswith("4,000 tokens/s  0.29 GiB  0:50")
+    assert "  4,000 tokens/s  process 300 MiB  0:30 left" in shown.live_line(100)
+    assert progress_of(100).live_line(80).endswith("loss 3.185  4,000 tokens/s  0:50")
     assert progress_of(0).live_line(80).endswith("waiting for the first step")
 
 
@@ -318,7 +345,7 @@ def test_progress_log_has_one_line_per_minute_and_last_step(
             bar.step(record(step))
         bar.sample(100, "a", "b\n\tc ")
         bar.sample(100, "second prompt", "of the same step")
-        bar.sample(101, "the end of this prompt is shown, and so is", "to be " * 99)
+        bar.sample(101, "the end of this prompt is shown, and so is", "entirely different " * 9)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines[:-2]] == [
         "1/100",
@@ -328,14 +355,15 @@ def test_progress_log_has_one_line_per_minute_and_last_step(
         "100/100",
     ]
     # The first line comes before the speed has settled: the time would include compilation.
-    assert lines[0].endswith("0.29 GiB  ? s left")
-    assert lines[1] == (
-        "step 31/100  loss 2.500  4,000 tokens/s  15.6 samples/s  0.29 GiB  138 s left"
-    )
+    figures = "  loss 2.500  4,000 tokens/s  15.6 samples/s  process 300 MiB"
+    assert lines[0] == f"step 1/100{figures}"
+    assert lines[1] == f"step 31/100{figures}  2 min 18 s left"
+    assert lines[4] == f"step 100/100{figures}"
     assert lines[-2] == "step 100: 'a' -> 'b c'"
-    assert lines[-1].startswith("step 101: '…mpt is shown, and so is' -> 'to be to be")
-    assert len(lines[-1]) == 79
-    assert lines[-1].endswith("…")
+    # Both texts are cut at a space.
+    assert lines[-1].startswith("step 101: '…is shown, and so is' -> 'entirely different")
+    assert 69 <= len(lines[-1]) <= 79
+    assert re.search(r"[ '](entirely|different)…$", lines[-1])
 
 
 def test_progress_disabled_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

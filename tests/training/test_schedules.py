@@ -106,7 +106,7 @@ def test_schedule_run_of_any_kind_resumes_bit_for_bit(recipe: dict[str, Any], ki
     assert end(broken) == end(whole)
 
 
-def test_run_with_keys_of_study_notes_equals_their_loop(recipe: dict[str, Any]) -> None:
+def test_run_with_book_appendix_settings_matches_its_loop(recipe: dict[str, Any]) -> None:
     """The loop of appendix D of "Build a Large Language Model (From Scratch)": a warm-up from
     `initial_lr`, half a cosine to `min_lr`, and clipping only after the warm-up. The run is stopped
     in the warm-up and after it, and resumed."""

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstlight.checkpoint.checkpoint import load_trainer_state
+from firstlight.checkpoint.manifest import saved_checkpoints
 from firstlight.checkpoint.selection import list_checkpoints
 from firstlight.data.prepare import prepare
 from firstlight.errors import CheckpointError, ConfigError
@@ -489,10 +490,8 @@ def test_timed_run_time_left_ends_with_epochs(
             lefts.append(self.seconds_left)
             shares.append(self.share)
 
-    def made(
-        steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
-    ) -> RunProgress:
-        return Watched(steps, first, minutes, lambda: machine.now, step_limit)
+    def made(steps: Callable[[], int], first: int, minutes: float, **options: Any) -> RunProgress:
+        return Watched(steps, first, minutes, lambda: machine.now, **options)
 
     monkeypatch.setattr(start, "RunProgress", made)
     machine.step = 0.05
@@ -523,10 +522,8 @@ def test_timed_run_progress_never_falls(
             if record["step"] == 40:
                 machine.step = 0.4
 
-    def made(
-        steps: Callable[[], int], first: int, minutes: float, step_limit: Callable[[], int | None]
-    ) -> RunProgress:
-        return Watched(steps, first, minutes, lambda: machine.now, step_limit)
+    def made(steps: Callable[[], int], first: int, minutes: float, **options: Any) -> RunProgress:
+        return Watched(steps, first, minutes, lambda: machine.now, **options)
 
     monkeypatch.setattr(start, "RunProgress", made)
     train(recipe)
@@ -605,11 +602,15 @@ def test_timed_run_speed_change_in_decay_ends_in_time(
     assert f">{numbers[0]:,} steps fit into 3.0 minutes<" in page
     for before, number in itertools.pairwise(numbers):
         assert f">{number:,} steps instead of {before:,}, because the speed changed<" in page
-    # One message for the decision and for each correction, none if the number does not change.
+    # A message for the decision and each correction of at least 5 %.
     told = [text for text in messages if "the run will have" in text]
-    assert [text.split(":")[0] for text in told] == [f"step {step}" for step in steps]
     why = "to use the time" if second < 2 else "to end in time"
-    assert told[1].endswith(f"the run will have {numbers[1]} steps instead of {first}, {why}")
+    assert told[0].startswith(f"step {steps[0]}: the run will have {first} steps: ")
+    assert told[1:] == [
+        f"step {step}: the run will have {number} steps instead of {before}, {why}"
+        for step, (before, number) in zip(steps[1:], itertools.pairwise(numbers), strict=True)
+        if abs(number - before) >= 0.05 * before
+    ]
 
 
 def test_timed_run_steady_speed_keeps_step_count(recipe: dict[str, Any], machine: Machine) -> None:
@@ -695,7 +696,7 @@ def test_timed_run_resumed_process_start_keeps_decided_step_count(
 def test_timed_run_reserves_time_for_averaged_checkpoint(
     recipe: dict[str, Any], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine.step = 9.3
+    machine.step = 9.2
     evaluate = machine.takes(validation.evaluate_dataset.__wrapped__, "evaluation")  # type: ignore[attr-defined]
     monkeypatch.setattr(checkpoints, "evaluate_dataset", evaluate)
     recipe["checkpoint"]["average_last"] = 2
@@ -891,8 +892,7 @@ def test_timed_run_resumed_with_more_minutes_runs_longer(
 
 
 def test_timed_run_new_run_in_folder_starts_over(recipe: dict[str, Any], machine: Machine) -> None:
-    recipe["checkpoint"]["every_steps"] = 999
-    recipe["evaluation"]["every_steps"] = 0
+    recipe["checkpoint"]["every_steps"] = recipe["evaluation"]["every_steps"] = 0
     stop_after(recipe, 50)
     train(recipe)
     assert read_length(folder_of(recipe))["max_steps"] > 80
@@ -931,11 +931,28 @@ def test_timed_run_report_shows_decision(recipe: dict[str, Any], machine: Machin
     assert f"complete: {result.step} steps" in page
 
 
+@pytest.mark.parametrize(("save", "seconds"), [(0.5, 30.0), (3.0, 60.0)])
+def test_timed_run_saves_by_time_if_steps_are_slower_than_planned(
+    recipe: dict[str, Any], machine: Machine, save: float, seconds: float
+) -> None:
+    recipe["checkpoint"]["every_steps"] = 90  # all steps, at the predicted 2 s
+    recipe["evaluation"]["every_steps"] = 0
+    machine.step, machine.save = 5.0, save
+    train(recipe)
+    *saved, last = (one.step for one in saved_checkpoints(folder_of(recipe)))
+    # A sixth of three minutes, or more if saves would take more than a twentieth of the time.
+    gaps = [5 * (later - earlier) for earlier, later in itertools.pairwise(saved)]
+    assert gaps
+    assert set(gaps) <= {seconds - 5, seconds, seconds + 5}
+    assert 0.95 * 180 < machine.now - 1000.0 <= 1.02 * 180
+    assert last == read_length(folder_of(recipe))["max_steps"]
+
+
 @pytest.mark.parametrize(
     "content, says",
     [
         ("[]", "not an object"),
-        ('{"max_steps": 9}', "belong together"),
+        ('{"max_steps": 9}', "only one of max_steps and decided_at"),
         ('{"max_minutes": 3.0, "seconds_used": "x"}', "seconds_used is 'x'"),
         ('{"max_minutes": 3.0, "predicted_steps": true}', "predicted_steps is True"),
         ('{"max_minutes": 3.0}', "lacks 'predicted_steps'"),

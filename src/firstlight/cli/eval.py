@@ -142,8 +142,8 @@ def eval_command(
 
 
 def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Evaluate tasks and print the scores; return the results by task, and the names of the tasks
-    to which the chat template was applied.
+    """Evaluate tasks and print the scores; return the results, keyed by task, and the names of the
+    tasks to which the chat template was applied.
 
     Args:
         options: see `evaluate_tasks`.
@@ -170,7 +170,7 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print each model's loss by position in the row, and return the results by model.
+    """Print each model's loss by position in the row, and return the results, keyed by model.
 
     All models are evaluated on the same rows: the rows of the first model's data and sequence
     length.

@@ -177,7 +177,7 @@ def _choice_rows(
 
 
 def _biases(given: tuple[str, ...]) -> dict[int, float]:
-    """Return the biases of --logit-bias by token id.
+    """Return the biases of --logit-bias, keyed by token id.
 
     Raises:
         ConfigError: a bias is not of the form ID=BIAS, or a token has two biases.

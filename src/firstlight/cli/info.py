@@ -218,7 +218,7 @@ def _tokenizer_rows(tokenizer: dict[str, Any] | None) -> list[tuple[str, object]
     metavar="FILE.html",
     help="Page to write; the picture has the same name "
     "but ends in .png.  [default: report.html in the "
-    "run folder; for several runs comparison.html]",
+    "run folder; comparison.html for several runs]",
 )
 @with_json
 def report_command(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> dict[str, Any]:

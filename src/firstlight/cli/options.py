@@ -46,7 +46,8 @@ class ConfigField:
 
 
 def config_fields(config: type) -> dict[str, ConfigField]:
-    """Return the fields of a config dataclass by name, with their texts from the docstring."""
+    """Return the fields of a config dataclass, keyed by name, with their texts from the
+    docstring."""
     # Base classes first: the text in a derived class replaces the text in its base class.
     docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
     documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
@@ -77,7 +78,7 @@ def config_options(
         config: the dataclass.
         names: field names in the order of --help; all fields if omitted.
         only_on: True to omit --no-NAME for switches.
-        metavars: placeholders of the values in --help, by field name.
+        metavars: placeholders of the values in --help, keyed by field name.
     """
     fields = config_fields(config)
 

@@ -98,7 +98,7 @@ def say_findings(findings: Iterable[Finding], run: str = "") -> None:
     """
     for finding in findings:
         say(f"warning: {f'{run}: ' if run else ''}{finding.text}")
-        say(f"what helps: {finding.advice}")
+        say(f"advice: {finding.advice}")
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:

@@ -69,7 +69,7 @@ def plan_command(
     The real model and training step of the recipe run on tensors without memory, so a laptop can
     plan for a GPU that it does not have. Without prepared data, set planning.vocab_size.
 
-    The exit code is 3 if the recipe does not fit into memory or, with --write or --budget, if
+    The exit code is 3 if the recipe does not fit in memory or, with --write or --budget, if
     nothing fits.
     """
     path, overrides = split_arguments(arguments, "plan")

@@ -15,7 +15,7 @@ from firstlight.cli.output import show, with_json
 from firstlight.console import counted, human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
-#: Defaults of the options that only apply to --kind text, by parameter name.
+#: Defaults of the options that only apply to --kind text, keyed by parameter name.
 _OF_TEXT = {
     "workers": None,
     "engine": "local",
@@ -131,11 +131,12 @@ def prepare_command(
     other kinds are counted. random:TOKENS[:SEED] as the only input gives uniformly random tokens
     for measurements.
 
-    With --kind chat, INPUT is .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or
-    hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation: {messages}, {conversations}, or a
-    question and its answer such as {instruction, input, output} or {prompt, completion}. With
-    --kind preference, each record is {prompt, chosen, rejected}. In a folder with train, validation
-    and test files, these are the splits, and test is left out.
+    With --kind chat, INPUT is .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt or
+    hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation: {messages}, {conversations}, a
+    question and its answer such as {instruction, input, output} or {prompt, completion}, or a text
+    with the names of the speakers. With --kind preference, each record is {prompt, chosen,
+    rejected}. In a folder with train, validation and test files, these are the splits, and test is
+    left out.
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
@@ -210,7 +211,7 @@ def _show_summary(out: Path, manifest: dict[str, Any]) -> None:
             f"{out}: {split}: {counted(entry['documents'], part)}, {entry['tokens']:,} tokens, "
             f"{human_bytes(entry['text_bytes'])} of text, {counted(len(entry['shards']), 'shard')}"
         )
-    for line in change_lines(manifest.get("cleaned", {})):
+    for line in change_lines(manifest.get("cleaned", {}), total=documents["read"]):
         say(line)
     for line in chat_notes(out, manifest) if chat is not None else ():
         say(line)

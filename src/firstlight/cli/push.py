@@ -34,7 +34,7 @@ _upload_options = grouped(
     click.option("--dry-run", is_flag=True, help="Write the folder without uploading it."),
     path_option(
         "--out",
-        help="Folder to write and keep.  [default: a temporary folder; with --dry-run NAME in the "
+        help="Folder to write and keep.  [default: a temporary folder; with --dry-run, NAME in the "
         "current folder]",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -122,7 +123,7 @@ def train_texts_command(
     Args:
         paths: input texts or conversations.
         overrides: (`section.key`, value) pairs.
-        options: values of the command's options, by parameter name.
+        options: values of the command's options, keyed by parameter name.
 
     Returns:
         (result as a JSON object, result of the training or None if nothing was trained).
@@ -358,7 +359,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
     model, batch size, learning rates and steps are chosen for the text, this machine and --budget.
-    With --init-from MODEL, that model is trained further, and INPUT can also be conversations.
+    With --init-from MODEL, that model is trained further, and INPUT can also be conversations or
+    preference pairs.
 
     Every key of the recipe is an option, too, such as --optimizer.learning_rate 3e-4.
 
@@ -497,9 +499,12 @@ def _cooled(
 
 
 def _show(result: TrainResult) -> None:
-    """Print a run's result as text."""
-    from firstlight.run_log.names import REPORT_NAME
+    """Print a run's result as text, and the commands that use its model."""
+    from firstlight.from_texts.result import command_lines, first_words, model_commands
+    from firstlight.run_log.names import REPORT_NAME, SAMPLES_NAME
+    from firstlight.run_log.reader import last_start, sound_json_lines
 
+    answers = bool(last_start(result.run_folder).get("conversations"))
     rows: list[tuple[str, object]] = [
         ("checkpoint", result.checkpoint),
         ("report", result.run_folder / REPORT_NAME),
@@ -508,9 +513,22 @@ def _show(result: TrainResult) -> None:
     ]
     if result.evaluation is not None:
         rows.append(("val/loss", f"{result.evaluation.loss:.4f}"))
+        # Preference pairs have no bits per byte.
+        if not math.isnan(result.evaluation.bits_per_byte):
+            share = result.evaluation.rows / max(result.evaluation.total_rows, 1)
+            part = f", measured on {100 * share:.0f} % of it" if share < 0.995 else ""
+            gzip = result.evaluation.gzip_bits_per_byte
+            beside = "" if gzip is None else f" (gzip -9: {gzip:.4f})"
+            text = f"of held-out {'answers' if answers else 'text'}{part}{beside}"
+            rows.append(("bits per byte", f"{result.evaluation.bits_per_byte:.4f} {text}"))
     if result.best_checkpoint not in (None, result.checkpoint):
         rows.append(("best checkpoint", result.best_checkpoint))
     show_rows(rows)
+    if result.stopped_by is None and not result.diverged:
+        samples, _ = sound_json_lines(result.run_folder / SAMPLES_NAME)
+        prompt = first_words(samples[0].get("prompt") or "") if samples else ""
+        for line in command_lines(model_commands(result.run_folder, prompt, answers=answers)):
+            show(line)
     say_findings(result.findings)
 
 

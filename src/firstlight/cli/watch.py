@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,8 @@ def _watch(folder: Path) -> None:
         minutes,
         shown.clock,
         step_limit=lambda: shown.limit,
+        # The steps of a run with a time budget may be corrected until its last one.
+        is_settled=lambda: minutes is None or shown.step >= (shown.limit or math.inf),
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
     with (

@@ -29,6 +29,7 @@ from firstlight.data.conversations import (
     record_fields,
     to_conversation,
     to_pair,
+    unused_fields,
 )
 from firstlight.data.opening import optional
 from firstlight.data.packing import ORIGINS_NAME, open_split
@@ -67,6 +68,8 @@ from firstlight.tokenizer.messages import LOST, normalize_message, template_opti
 #: Number of tokens per shard. Shards are smaller than for text, because the loss mask is kept in
 #: memory.
 _SHARD_TOKENS = 10_000_000
+#: Maximum number of names of unused fields that are counted.
+_MOST_FIELDS = 1000
 
 
 #: Option that sets the treatment of bad records, in training and for `firstlight prepare`.
@@ -182,6 +185,7 @@ class _ChatPreparation:
         self._seen: set[bytes] = set()
         self._duplicates = self._with_control_tokens = self._torn = 0
         self._lost: dict[str, dict[str, Any]] = {}
+        self._unused: dict[str, int] = {}
         self._warning = self._encoder.prompt_warning()
 
     def run(self, sources: Splits) -> Iterator[int]:
@@ -209,7 +213,7 @@ class _ChatPreparation:
                         problem = f"'{question[:40]}' also occurs in the validation data"
                         self._writer.reject(record, BadRecordError("held_out", problem))
                         continue
-                    self._count(conversations)
+                    self._count(record, conversations)
                     # Escaped, because a file name may contain a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
@@ -280,8 +284,12 @@ class _ChatPreparation:
             )
         return examples
 
-    def _count(self, conversations: Sequence[Conversation]) -> None:
-        """Count duplicate records and records with control tokens in their texts."""
+    def _count(self, record: Record, conversations: Sequence[Conversation]) -> None:
+        """Count duplicate records, records with control tokens in their texts, and fields that are
+        not used."""
+        for field in unused_fields(record.value, conversations[0]):
+            if field in self._unused or len(self._unused) < _MOST_FIELDS:
+                self._unused[field] = self._unused.get(field, 0) + 1
         messages = [one.messages for one in conversations]
         content = [messages, dict(conversations[0].options)]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:16]
@@ -362,7 +370,8 @@ class _ChatPreparation:
             if lost := LOST.keys() & self._writer.rejected.keys():
                 found += f" ({_ON_BAD.format('keep')} trains on the rest of such records; "
                 found += f"{self._other_template(*lost)})"
-            raise InputError(f"there is no conversation to train on: {found}")
+            what = "preference pair" if self._options.kind == "preference" else "conversation"
+            raise InputError(f"there is no {what} to train on: {found}")
         if self._own_val and not self._documents("val"):
             raise InputError("the validation inputs contain no conversations: choose other inputs")
 
@@ -381,6 +390,7 @@ class _ChatPreparation:
             "duplicates": self._duplicates,
             "control_tokens": self._with_control_tokens,
             **({"lost": self._lost} if self._lost else {}),
+            **({"unused_fields": self._unused} if self._unused else {}),
             **({"warning": self._warning} if self._warning else {}),
         }
         return self._writer.finish(
@@ -394,7 +404,7 @@ class _ChatPreparation:
 
 
 #: Version of cached folders. Increase it when the result for the same input changes.
-_VERSION = 2
+_VERSION = 3
 
 
 def cached_chat(
@@ -436,7 +446,8 @@ def cached_chat(
         lock = folder.with_name(f"{folder.name}.lock")
         with held(lock, "preparing the same conversations", progress):
             if not _is_whole(folder, verify):
-                tell(f"preparing the conversations of {', '.join(map(str, files))}")
+                what = "preference pairs" if options.kind == "preference" else "conversations"
+                tell(f"preparing the {what} of {', '.join(map(str, files))}")
                 # An existing folder that did not pass the check is incomplete or damaged.
                 if folder.exists():
                     remove_folder(folder)

@@ -76,8 +76,9 @@ GUTENBERG = "gutenberg"
 SUBTITLES = "subtitles"
 #: Prefix of the key for a separator that is kept in the text.
 _KEPT = "kept "
-#: Prefix of the key for a chat control token that is kept in the text.
-CHAT = "chat "
+#: Prefixes of the keys for a chat control token that is kept in the text, and for a text that
+#: consists of the turns of a conversation.
+CHAT, TRANSCRIPT = "chat ", "turns "
 
 
 class DocumentPart(NamedTuple):
@@ -282,7 +283,8 @@ def without_gutenberg(text: str) -> str:
 
 def is_separator(change: str) -> bool:
     """Return True if the key of a change is the spelling of a separator."""
-    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith((_KEPT, CHAT))
+    kept = (_KEPT, CHAT, TRANSCRIPT)
+    return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith(kept)
 
 
 class ChangeCounts:
@@ -317,12 +319,16 @@ class ChangeCounts:
 
 
 def change_lines(
-    record: Mapping[str, Mapping[str, int]], names: Mapping[str, str] = MappingProxyType({})
+    record: Mapping[str, Mapping[str, int]],
+    names: Mapping[str, str] = MappingProxyType({}),
+    *,
+    total: int = 0,
 ) -> Iterator[str]:
     """Yield a message to the user for each kind of change.
 
     Args:
         record, names: see `ChangeCounts`.
+        total: number of all documents.
     """
     for change, counts in record.items():
         documents, files = counts["documents"], counts["files"]
@@ -344,5 +350,13 @@ def change_lines(
                 f"warning: {where}: {change.removeprefix(CHAT)} is treated as plain "
                 f"text{within}; use --kind chat (prepare) for a file that contains only chats"
             )
+        elif change.startswith(TRANSCRIPT):
+            # A few such documents among others may be chapters of a book.
+            if 2 * documents > total:
+                yield (
+                    f"warning: {where}: {number} with turns of {change.removeprefix(TRANSCRIPT)}, "
+                    "treated as plain text; to read them as conversations, use --init-from MODEL "
+                    "--data.kind chat (train) or --kind chat (prepare)"
+                )
         else:
             yield f"{where}: {number}, separated by {change} (--as-is treats it as text)"

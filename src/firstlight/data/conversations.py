@@ -10,7 +10,8 @@ The format of each record is detected from its fields, whose names are defined i
                 be a list of {"type": "text", "text"}; an answer with "weight": 0 is not learned
     sharegpt    {"conversations": [{"from", "value"}, ...]}
     written     {"text": "<|im_start|>user\\n..."}: a conversation that is already written out with
-                the control tokens of a chat template (see `_MARKUP`)
+                the control tokens of a chat template (see `_MARKUP`), or with the names of the
+                speakers, as in "### Human: ... ### Assistant: ..." (see `transcript_of`)
 
 A conversation has at least one answer. Its messages may be in any order that the chat template
 accepts. A blank system message is ignored. A "system" field next to a list of messages is inserted
@@ -25,6 +26,7 @@ prompt. Only the messages after the prompt are trained on.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -37,7 +39,9 @@ from firstlight.data.kinds import (
     MESSAGE_FIELDS,
     PAIR_FIELDS,
     QUESTION_FIELDS,
+    REASONING_FIELDS,
     SYSTEM_FIELDS,
+    TREE_FIELDS,
     conversation_kind,
     field_name,
 )
@@ -74,7 +78,7 @@ REASONS = {
     "unknown_role": "an unknown role",
     "empty": "nothing said",
     "no_assistant": "no answer",
-    "template": "refused by the chat template",
+    "template": "rejected by the chat template",
     "not_learned": "nothing to learn",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question that is also in the validation data",
@@ -98,6 +102,10 @@ _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 #: Possible keys for a message's role and for its content. The first key that exists is used.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
+#: Fields that may contain a conversation as a list of texts, and as one text with the names of the
+#: speakers.
+_TURN_FIELDS = ("data", "dialog", "dialogue", "turns")
+_TRANSCRIPT_FIELDS = ("chat", "text", "input")
 
 
 class BadRecordError(FirstlightError):
@@ -143,6 +151,14 @@ class Conversation:
         return " ".join(words).casefold()
 
 
+_TREE_MESSAGE = (
+    "a single message of a tree: join the messages with jq -sc 'INDEX(.message_id) as $m | "
+    'INDEX(.parent_id // "") as $p | .[] | select(.role == "assistant" and '
+    '$p[.message_id] == null) | {messages: [recurse($m[.parent_id // ""] // empty) | '
+    "{role, content: .text}] | reverse}' FILE > OUT.jsonl"
+)
+
+
 def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
     """Convert a record to a conversation.
 
@@ -154,12 +170,20 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         BadRecordError: the record is not a valid conversation.
     """
     fields = _learned_fields(record)
+    if fields.keys() >= TREE_FIELDS:
+        raise BadRecordError("unknown_form", _TREE_MESSAGE)
     names = {"messages": MESSAGE_FIELDS[:1], "sharegpt": MESSAGE_FIELDS[1:]}.get(form, ())
     if form == "auto":
         names = tuple(name for name in MESSAGE_FIELDS if name in fields)
     if names:
         name = _first(fields, names)
-        messages = _with_system(fields, _messages(_listed(fields.get(name)), f"`{name}`"))
+        entries = _listed(fields.get(name))
+        if isinstance(entries, Mapping):
+            entries = entries.get("messages", entries)
+        if isinstance(entries, str) and (markup := _markup_of(entries) or transcript_of(entries)):
+            messages = _with_system(fields, _from_written(entries, markup))
+        else:
+            messages = _with_system(fields, _turns(entries, f"`{name}`"))
         last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
         if last >= 0 and not any(messages[last].get(key) for key in THOUGHTS):
             messages[last] |= _thoughts(fields)
@@ -167,6 +191,10 @@ def to_conversation(record: object, form: ChatForm = "auto") -> Conversation:
         messages = _side(fields, "text", "user")
     elif form != "auto" or conversation_kind(fields, "") == "chat" or "instruction" in fields:
         messages = _from_columns(fields)
+    elif (found := message_field(fields)) is not None:
+        messages = _with_system(fields, _turns(_listed(fields[found]), f"`{found}`"))
+    elif (written := transcript_field(fields)) is not None:
+        messages = _with_system(fields, _from_written(*written))
     else:
         raise _unknown(fields)
     return _checked(messages)
@@ -208,10 +236,13 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
     """Return the error for a record with an unknown format or of a different kind."""
-    names = ", ".join(map(str, list(record)[:8])) or "none"
+    # `record_fields` gives names in lower case, too.
+    known = {field_name(name): str(name) for name in record}
+    names = ", ".join(list(known.values())[:8]) or "none"
     problem = (
         "neither `messages` nor `conversations`, nor a question and its answer, such as "
-        "`instruction` and `output` or `prompt` and `completion`"
+        "`instruction` and `output` or `prompt` and `completion`, nor a pair of answers, `chosen` "
+        "and `rejected`: rename the fields that contain them"
     )
     if (kind := conversation_kind(record, "")) is not None:
         what = "a preference pair" if kind == "preference" else "a conversation"
@@ -222,7 +253,10 @@ def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
 def _with_system(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prepend the record's system message to the messages, unless they already contain it."""
     name = _first(fields, SYSTEM_FIELDS)
-    text = _content(fields.get(name, ""), f"`{name}`")
+    value = fields.get(name, "")
+    if isinstance(value, Mapping):
+        value = value.get(_first(value, _CONTENT_KEYS))
+    text = _content(value, f"`{name}`")
     has_it = any(one["role"] == "system" and one["content"] == text for one in messages)
     return messages if has_it or not text.strip() else [_message("system", text), *messages]
 
@@ -235,7 +269,12 @@ def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reasoning that a record contains in addition to its answer."""
-    return {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
+    found = {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
+    # Some records specify with "on" and "off" whether an answer has reasoning.
+    found = {key: text for key, text in found.items() if text.lower() not in ("on", "off")}
+    if not found and (key := next(filter(fields.get, REASONING_FIELDS), None)) is not None:
+        found = {THOUGHTS[0]: _content(fields[key], f"`{key}`")}
+    return found
 
 
 def _question(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -266,17 +305,36 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     text with the given role.
     """
     value = _listed(fields.get(name))
+    if role == "assistant" and "tools" in fields and _are_calls(calls := parsed_json(value)):
+        return [_message(role, "") | {CALLS[0]: calls}]
+    if isinstance(value, int) and "choices" in fields:
+        raise BadRecordError(
+            "wrong_type",
+            f"`{name}` is the number of one of `choices`: write its text instead, for example with "
+            f"jq -c '{{prompt: .question, completion: .choices[.{name}]}}' FILE > OUT.jsonl",
+        )
     if isinstance(value, str):
-        if (markup := _markup_of(value) or _transcript_of(value)) is not None:
+        if (markup := _markup_of(value) or _hh_transcript(value)) is not None:
             return _from_written(value, markup)
         if role == "assistant":  # Completions begin with the space that follows the prompt.
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
+        if isinstance(texts := value.get("text"), list):  # alternative answers, as in SQuAD
+            return [_message(role, _content(texts[:1], f"`{name}`"))]
         value = value.get("messages", [value])
     if not isinstance(value, list | tuple) or not value:
         raise _wrong_type(f"`{name}`", value, "a text or a list of messages")
     return _messages(value, f"`{name}`")
+
+
+def _are_calls(value: object) -> bool:
+    """Return True for a list of tool calls."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, Mapping) and {"name", "arguments"} <= one.keys() for one in value)
+    )
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
@@ -302,6 +360,61 @@ def is_messages(value: object) -> bool:
             isinstance(entry, dict) and any(key in entry for key in _ROLE_KEYS) for entry in value
         )
     )
+
+
+def _turns(entries: object, name: str) -> list[dict[str, Any]]:
+    """Convert a list of messages, or of texts that alternate between user and assistant; see
+    `_messages`."""
+    if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
+        return _messages(entries, name)
+    roles = itertools.cycle(("user", "assistant"))
+    return [
+        _message(role, _content(text, f"{name[:-1]}[{number}]`"))
+        for number, (role, text) in enumerate(zip(roles, entries, strict=False))
+    ]
+
+
+def unused_fields(record: object, conversation: Conversation) -> list[str]:
+    """Return the fields of a record with content of which nothing is in its conversation."""
+    if not isinstance(record, Mapping):
+        return []
+    is_transcript = conversation_kind(record_fields(record), "") is None
+    texts = [one["content"] for one in conversation.messages]
+
+    def is_used(name: str, value: object) -> bool:
+        if name in _USED_FIELDS or message_field({name: value}) is not None:
+            return True
+        if not isinstance(value, str) or (is_transcript and name in _TRANSCRIPT_FIELDS):
+            return isinstance(value, str) or name in _VALUE_FIELDS
+        if name in _VALUE_FIELDS and (_markup_of(value) or _hh_transcript(value)):
+            return True
+        if name in ANSWER_FIELDS and value.startswith("[") and _are_calls(parsed_json(value)):
+            return True
+        # A short text of another field may occur in a message by chance.
+        is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
+        return is_long and any(_without_end(value).strip() in text for text in texts)
+
+    present = {key: value for key, value in record.items() if value == value}
+    return [
+        str(key)
+        for key, value in present.items()
+        if value not in (None, "", [], {}) and not is_used(field_name(key), value)
+    ]
+
+
+def message_field(fields: Mapping[str, Any]) -> str | None:
+    """Return the field of an unknown name that contains a list of messages, or of texts that
+    alternate between user and assistant. Return None if there is no such field, or several."""
+    values = {field_name(key): value for key, value in fields.items()}
+    found = [
+        key
+        for key, value in values.items()
+        if is_messages(listed := _listed(value))
+        or (key in _TURN_FIELDS and isinstance(listed, list) and len(listed) > 1)
+    ]
+    if len(found) != 1:
+        return None
+    return next(key for key in fields if field_name(key) == found[0])
 
 
 def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]]:
@@ -369,7 +482,7 @@ def _content(value: object, where: str) -> str:
 
 
 def _wrong_type(where: str, value: object, wanted: str) -> BadRecordError:
-    found = "missing" if value is None else f"{_kind(value)}, not {wanted}"
+    found = "missing or null" if value is None else f"{_kind(value)}, not {wanted}"
     return BadRecordError("wrong_type", f"{where} is {found}")
 
 
@@ -416,6 +529,13 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys of a message or record that determine whether it is trained on, in data for OpenAI, axolotl
 #: and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
+#: Fields that are used whatever they contain, and fields that are used if they do not contain a
+#: text. A text of more than `_CHANCE_CHARACTERS` characters does not occur in a message by chance.
+_USED_FIELDS = {"history", "tools", "functions", "chat_template_kwargs", "label"}.union(
+    MESSAGE_FIELDS, SYSTEM_FIELDS, THOUGHTS, REASONING_FIELDS, _LEARNED, *PAIR_FIELDS
+)
+_VALUE_FIELDS = {*QUESTION_FIELDS, *ANSWER_FIELDS, *CONTEXT_FIELDS, *_TURN_FIELDS}
+_CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
@@ -450,11 +570,13 @@ class _Markup(NamedTuple):
         head: pattern for the beginning of a turn, with the role as its group.
         end: pattern for the end of a turn.
         roles: roles of turns whose beginning does not contain the role's name.
+        name: beginnings of the turns, for messages.
     """
 
     head: str
     end: str
     roles: Mapping[str, str] = _ROLES
+    name: str = ""
 
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
@@ -511,6 +633,13 @@ def is_written(text: object) -> bool:
     return isinstance(text, str) and _markup_of(text) is not None
 
 
+def transcript_field(fields: Mapping[str, Any]) -> tuple[str, _Markup] | None:
+    """Return the text of a record that names the speakers of a conversation, and its markup."""
+    texts = (fields[name] for name in _TRANSCRIPT_FIELDS if isinstance(fields.get(name), str))
+    found = ((text, transcript_of(text)) for text in texts)
+    return next(((text, markup) for text, markup in found if markup is not None), None)
+
+
 def _markup_of(text: str) -> _Markup | None:
     """Return the control tokens with which a text begins."""
     begin = text[:200].lstrip()
@@ -525,7 +654,58 @@ def _without_end(text: str) -> str:
     return text[:-200] + _END.sub("", text[-200:])
 
 
-def _transcript_of(text: str) -> _Markup | None:
+#: Beginnings of turns in which a text names the speakers; {} stands for the names.
+_SPEAKERS = (
+    r"###[ \t]*({})(?:[ \t]*:|[ \t]*(?=\n))",
+    r"<((?i:{}))>:?",
+    r"\[\|({})\|\]",
+    r"(?m:^)[ \t]*\**({})\**:\**",
+    r"(?:(?<=\s)|(?<=</s>)|\A)(?=[A-Z]{{2}})({}):",
+)
+#: Names of users and of the assistants that reply to them.
+_SPEAKER_NAMES = (
+    ("Human|User|Prompter|Customer", "Assistant|AI|Bot|Chatbot|GPT|Agent|Model"),
+    ("HUMAN|USER", "ASSISTANT|AI|BOT"),
+    ("Instruction", "Response|Output|Answer"),
+    ("Question", "Answer|Response"),
+    ("Q", "A"),
+)
+_SYSTEM_NAMES, _FURTHER_NAMES = "System|SYSTEM", "Input|FUNCTION RESPONSE"
+#: Number of characters of a text that are searched for turns.
+_EXAMINED_CHARACTERS = 1 << 18
+#: Paragraph before the first turn, which becomes the system message.
+_PREAMBLE = re.compile(
+    r"\s*(?:(?:Below is|(?:A|The) (?:chat|conversation) between|The following is|You are)\b"
+    r"[^\n]{0,600}?(?:\n|(?=[ \t]{1,4}(?:USER|HUMAN):)))?\s*"
+)
+
+
+def transcript_of(text: str) -> _Markup | None:
+    """Return the markup of a text that consists of the alternating turns of a user and an
+    assistant, each beginning with the speaker's name, or None for any other text."""
+    before = _PREAMBLE.match(text)
+    begin = 0 if before is None else before.end()
+    rest = text[begin : begin + _EXAMINED_CHARACTERS]
+    for speaker, (asking, replying) in itertools.product(_SPEAKERS, _SPEAKER_NAMES):
+        first = re.match(speaker.format(asking), rest)
+        if first is None and (system := re.match(speaker.format(_SYSTEM_NAMES), rest)):
+            first = re.compile(speaker.format(asking)).search(rest, system.end())
+        if first is None:
+            continue
+        if (second := re.compile(speaker.format(replying)).search(rest, first.end())) is None:
+            continue
+        roles = {**_ROLES, first[1]: "user", second[1]: "assistant"}
+        marks = f"{first[0].strip()} and {second[0].strip()}"
+        head = speaker.format(f"{first[1]}|{second[1]}|{_SYSTEM_NAMES}|{_FURTHER_NAMES}")
+        markup = _Markup(head, r"(?!)", roles, marks)
+        said = [one["role"] for one in _from_written(rest, markup)]
+        said = [role for role in said if role != "system"]
+        if len(said) > 1 and all(one != other for one, other in itertools.pairwise(said)):
+            return markup
+    return None
+
+
+def _hh_transcript(text: str) -> _Markup | None:
     """Return the markup of a text whose turns begin with "Human:" and "Assistant:", or None for any
     other text.
     """
@@ -541,13 +721,18 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     """
     before, *turns = re.split(markup.head, text)
     messages: list[dict[str, Any]] = []
+    if markup.name and before.strip():
+        messages.append(_message("system", before.strip()))
+        before = ""
     outside = [before]
     for name, turn in zip(turns[::2], turns[1::2], strict=True):
         content, *rest = re.split(markup.end, turn, maxsplit=1)
         outside += rest
         # The text of a turn without an end token extends to the next turn or to the end.
         content = content if rest else _without_end(content).strip()
-        if content or rest:
+        if name == "Input" and messages:
+            messages[-1]["content"] += f"\n\n{content}"
+        elif content or rest:
             role = markup.roles.get(name) or _role(name, "a turn of the text")
             messages.append(_message(role, content))
     for text in outside:

@@ -638,5 +638,5 @@ def _require_same_template(chats: Sequence[TokenDataset]) -> None:
         if templates[0] != templates[1]:
             raise DataError(
                 f"{other.folder} can't be mixed with {chats[0].folder}: they were prepared with "
-                "different chat templates; prepare them again with one --template"
+                "different chat templates; prepare them again with the same --template"
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import codecs
 import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -60,13 +60,13 @@ _SHEET = (
 _SLIDES = "save it as PDF, and extract the text from that with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
-#: Templates for the first bytes of a ZIP file: of an OpenDocument of a given type, and of a file
-#: that contains a folder of a given name.
+#: Pattern templates for the first bytes of two kinds of ZIP files: an OpenDocument of a given type,
+#: and a file that contains a folder with a given name.
 _OPEN_DOCUMENT = rb"PK\x03\x04.*mimetypeapplication/vnd\.oasis\.opendocument\."
 _FOLDER = rb"(?=PK\x03\x04).*PK\x03\x04.{26}"
 
 _PDF = FileKind("a PDF document", f"{_TEXT_BY}pdftotext {{file}} {{text}}", ".pdf", rb"%PDF-")
-_BINARY = FileKind("a binary file", "leave it out")
+_BINARY = FileKind("a binary file", "exclude it")
 #: Type of text files whose suffix does not belong to another type.
 OTHER_TEXT = FileKind("text", "")
 #: File types. The first type whose pattern matches is used.
@@ -83,7 +83,7 @@ _KINDS = (
     FileKind("a web page", _PANDOC % "html", ".html .htm .xhtml"),
     FileKind("a document in rich text format", _PANDOC % "rtf", ".rtf"),
     FileKind(
-        "a document of an older Office program",
+        "a document in an older Office format",
         f"{_TEXT_BY}soffice --headless --convert-to txt {{file}}",
         ".doc",
         rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
@@ -123,14 +123,16 @@ _KINDS = (
         rb"SQLite format 3\x00",
     ),
     FileKind("a Parquet table", "rename it to end in .parquet", "", rb"PAR1"),
-    FileKind("an Arrow table", "write it with datasets' to_parquet", ".arrow", rb"ARROW1"),
+    FileKind(
+        "an Arrow table", "convert it with to_parquet of the datasets package", ".arrow", rb"ARROW1"
+    ),
     FileKind(
         "a file of numbers",
-        "leave it out",
+        "exclude it",
         ".npy .npz .pt .pth .safetensors .gguf .h5",
         rb"\x93NUMPY|\x89HDF",
     ),
-    FileKind("a program", "leave it out", ".exe .dll .so .o .pyc .class", rb"\x7fELF|MZ"),
+    FileKind("a program", "exclude it", ".exe .dll .so .o .pyc .class", rb"\x7fELF|MZ"),
 )
 _LINES = FileKind("JSON with one record per line", "rename it to end in .jsonl")
 _JSON = FileKind(
@@ -186,11 +188,22 @@ _RECORDS = {"chat": "conversations", "preference": "preference pairs"}
 #: Field names of records, grouped by meaning. Upper case, and spaces or hyphens instead of
 #: underscores, are also accepted. If several fields have the same meaning, the first one is used.
 MESSAGE_FIELDS = ("messages", "conversations", "conversation")
-QUESTION_FIELDS = tuple("instruction prompt question query problem input user human".split())
-ANSWER_FIELDS = tuple("output completion response solution answer assistant".split())
+QUESTION_FIELDS = tuple("instruction prompt question query problem input inputs user human".split())
+ANSWER_FIELDS = tuple(
+    "output completion response solution answer answers assistant target targets".split()
+)
 #: Fields whose text is appended to the question in the same message.
 CONTEXT_FIELDS = ("input", "context")
-SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction")
+SYSTEM_FIELDS = tuple(
+    "system system_prompt system_message system_instruction systeminstruction".split()
+)
+#: Fields with the reasoning before the answer, in addition to those of a message.
+REASONING_FIELDS = tuple(
+    "cot complex_cot chain_of_thought rationale thinking_trajectory thinking_trajectories "
+    "deepseek_thinking_trajectory".split()
+)
+#: Fields of messages in a tree of conversations, one message per record.
+TREE_FIELDS = {"message_id", "role", "text"}
 #: (preferred answer, rejected answer)
 PAIR_FIELDS = (
     ("chosen", "rejected"),
@@ -199,13 +212,14 @@ PAIR_FIELDS = (
     ("response_j", "response_k"),
 )
 
-#: Advice on how to train on records of each kind.
-START_FROM = {
-    "chat": "to train a model on them, start from an existing model: firstlight train FILE "
-    "--init-from MODEL",
-    "preference": "to train a chat model on them, use a recipe: firstlight train "
-    "recipes/tour-dpo.yaml --init-from MODEL --data.files FILE",
-}
+
+def start_from(kind: Literal["chat", "preference"], files: Sequence[str] = ("FILE",)) -> str:
+    """Return advice on how to train on the records of files."""
+    start = "a model that answers" if kind == "preference" else "an existing model"
+    return (
+        f"to train a model on them, start from {start}: firstlight train {shlex.join(files)} "
+        "--init-from MODEL"
+    )
 
 
 def kind_by_bytes(head: bytes) -> FileKind | None:
@@ -272,7 +286,7 @@ def _json_kind(head: bytes) -> FileKind:
     if kind is not None:
         return FileKind(
             f"JSON of {_RECORDS[kind]}, not text",
-            f"firstlight prepare --kind {kind} reads it; {START_FROM[kind]}",
+            f"firstlight prepare --kind {kind} reads it; {start_from(kind)}",
         )
     one_a_line = re.match(rb"\s*\{.*\}\s*\n\s*\{", head[: head.find(b"\n") + 80])
     return _LINES if one_a_line else _JSON
@@ -299,6 +313,8 @@ def conversation_kind(
         return None
     if any(names.issuperset(pair) for pair in PAIR_FIELDS):
         return "preference"
+    if names >= TREE_FIELDS:
+        return "chat"
     if names.intersection(MESSAGE_FIELDS) or {"instruction", "output"} <= names:
         return "chat"
     is_answered = names.intersection(QUESTION_FIELDS) and names.intersection(ANSWER_FIELDS)
@@ -314,5 +330,5 @@ def conversation_text(fields: Collection[str]) -> str | None:
     names = ", ".join(list(fields)[:8])
     return (
         f"{_RECORDS[kind]}, not text (fields: {names}): firstlight prepare --kind {kind} reads "
-        f"files that contain nothing else; {START_FROM[kind]}"
+        f"files that contain nothing else; {start_from(kind)}"
     )

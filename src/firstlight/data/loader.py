@@ -4,8 +4,8 @@ pure function of the seed and the position.
 The state of the loader is a single number: the total number of rows read by all ranks. Resuming is
 therefore exact at any step of any epoch, with any number of ranks, and takes no time.
 
-Reading ahead uses threads instead of processes: numpy's copies and searches and disk reads release
-Python's global interpreter lock, and no batch has to be sent between processes.
+Reading ahead uses threads instead of processes: disk reads, and copies and searches in numpy,
+release Python's global interpreter lock, and no batch has to be sent between processes.
 """
 
 from __future__ import annotations

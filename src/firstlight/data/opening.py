@@ -314,7 +314,7 @@ def _utf8_of_wide(file: IO[bytes], encoding: str) -> Iterator[bytes]:
             # The text before the invalid bytes is valid, so return it.
             text = error.object[: error.start].decode(codec)
             yield text.encode("utf-8")
-            where = f"from byte {place - waiting + error.start:,} on"
+            where = f"from byte {place - waiting + error.start:,}"
             problem = f"not valid {encoding.upper()} {where}: {error.reason}"
             raise EncodingProblem("bad_utf16", problem, lines + text.count("\n")) from None
         yield text.encode("utf-8")

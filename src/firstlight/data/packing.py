@@ -41,6 +41,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from firstlight.console import counted
 from firstlight.data.conversations import REASONS
 from firstlight.data.corpus import Corpus, DocumentIds, Kind, RowIds, TokenDataset
 from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
@@ -53,6 +54,8 @@ RowAlignment = Literal["stream", "document"]
 
 #: Maximum number of files listed in a message about rejected records.
 _SHOWN_FILES = 5
+#: Maximum number of unused fields in a message.
+_SHOWN_FIELDS = 10
 #: Name of the file with the origin (file and line) of each example in a split, one per line.
 ORIGINS_NAME = "{split}-examples.txt"
 
@@ -579,6 +582,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
             + (f" ({shown}{more})" if len(of_files) > 1 else "")
             + (f"; first: {first[reason]}" if reason in first else "")
             + f"; listed in {path}"
+            + ("" if reason == "held_out" else " (on_bad refuse stops at the first)")
         )
 
 
@@ -604,6 +608,10 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
         )
     for reason, lost in chat.get("lost", {}).items():
         yield f"{lost['records']:,} {of_all} with {REASONS[reason]}; first: {lost['first']}"
+    if fields := chat.get("unused_fields"):
+        shown = [f"{name} ({counted(n, 'record')})" for name, n in fields.items()]
+        more = ", ..." if len(shown) > _SHOWN_FIELDS else ""
+        yield f"fields not used for training: {', '.join(shown[:_SHOWN_FIELDS])}{more}"
     if chat.get("warning"):
         yield f"warning: {chat['warning']}"
 

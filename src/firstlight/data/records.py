@@ -26,14 +26,22 @@ from typing import IO, Any, Literal, NamedTuple
 
 import pydantic_core
 
-from firstlight.data.cleaning import CHAT, SUBTITLES, cleaned, split_documents
+from firstlight.data.cleaning import CHAT, SUBTITLES, TRANSCRIPT, cleaned, split_documents
 from firstlight.data.conversations import (
     BadRecordError,
     control_tokens,
     is_messages,
     is_written,
+    message_field,
+    transcript_field,
+    transcript_of,
 )
-from firstlight.data.kinds import HEAD_BYTES, conversation_kind, exported_chats
+from firstlight.data.kinds import (
+    HEAD_BYTES,
+    MESSAGE_FIELDS,
+    conversation_kind,
+    exported_chats,
+)
 from firstlight.data.opening import (
     EncodingProblem,
     bad_byte,
@@ -95,7 +103,7 @@ REASONS = {
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
     "no_text": "no text in the text field",
-    "empty": "only whitespace",
+    "empty": "empty or only whitespace",
     "too_long": "larger than the limit for a document",
     "duplicate": "a duplicate of an earlier document",
 }
@@ -127,12 +135,16 @@ class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a f
 
 
 def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
-    """Resolve inputs to files of records and datasets; see `find_sources`.
+    """Resolve inputs to files of records and datasets; see `find_sources`. A .txt file that is
+    itself an input contains conversations written as text; those in folders are not records.
 
     Raises:
         InputError: an input does not exist, matches nothing, or does not contain records.
     """
-    return find_sources(inputs, RECORD_SUFFIXES)
+    written = [item for item in inputs if str(item).lower().endswith(".txt")]
+    others = [item for item in inputs if item not in written]
+    sources = find_sources(others, RECORD_SUFFIXES) if others or not written else []
+    return [*sources, *(find_sources(written, (".txt",)) if written else ())]
 
 
 #: Names of splits in file and folder names -> split.
@@ -229,9 +241,9 @@ def read_records(
     read.
 
     Args:
-        text_key: name of the text field if only texts are needed. Text files are then read, too, a
-            blank line is a bad record, and a line may be as long as `largest_document`. None if
-            complete records are needed.
+        text_key: name of the text field if only texts are needed; None if complete records are
+            needed. With a text field, text files are also read, a blank line is a bad record, and a
+            line may be as long as `largest_document`.
 
     Raises:
         InputError: a file can't be read at all (permissions, damaged compression), was changed
@@ -294,10 +306,10 @@ def _records_of(source: DataSource, text_key: str | None) -> Generator[Record, N
                     for line, row in lines:
                         error = row if isinstance(row, BadRecordError) else None
                         yield Record(name, line, None if error else row, error)
-            elif text_key is None:
+            elif text_key is None and not ending.endswith(".txt"):
                 yield from _read_list(file, path, name)
             else:
-                yield from _read_text(file, path, source, text_key)
+                yield from _read_text(file, path, source, text_key or "text")
     except OSError as error:
         raise InputError(f"{name} can't be read: {describe_read_error(error)}") from error
     except EOFError as error:
@@ -326,6 +338,8 @@ def kind_of_records(
     damage = (OSError, EOFError, EncodingProblem)
     with contextlib.suppress(InputError, MissingDependencyError, *damage):
         path = source.path
+        if path is not None and path.name.lower().endswith(".txt"):
+            return None
         if path is not None and path.name.lower().endswith(_JSON_SUFFIXES):
             with open_compressed(path) as file:
                 head = file.read(_JSON_HEAD_BYTES)
@@ -349,6 +363,8 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
         elif isinstance(value, dict):
             kind = conversation_kind([str(key) for key in value], text_key)
             is_chat = kind is None and text_key == "text" and is_written(value.get("text"))
+            if kind is None and text_key not in value:
+                is_chat = bool(message_field(value) or transcript_field(value))
             kinds.append("chat" if is_chat else kind)
     return max(kinds, key=kinds.count, default=None)
 
@@ -358,30 +374,46 @@ def _first_values(text: str) -> list[Any]:
     or on separate lines.
     """
     for parts in ([text], text.split("\n", _TOLD_BY)[:_TOLD_BY]):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found = [
                 pydantic_core.from_json(part, allow_partial="trailing-strings") for part in parts
             ]
-            return found if len(parts) > 1 else _records_in(found[0])[:_TOLD_BY]
+            if len(parts) > 1:
+                return found
+            if isinstance(found[0], dict) and len(found[0]) > 1:
+                *complete, _ = found[0].items()  # The last of the records by id may be truncated.
+                if all(_is_record(value) for _, value in complete):
+                    found[0] = dict(complete)
+            return _records_in(found[0])[:_TOLD_BY]
     return []
 
 
 def _records_in(value: Any) -> list[Any]:
     """Return the records in the value of a JSON file. The value is a list, one record (or a bare
-    list of messages), or an object such as {"data": [...]} whose only list of objects contains the
-    records.
+    list of messages), an object of records by id or of columns, or an object such as
+    {"data": [...]} with one list of records, which may be inside another object.
 
     Raises:
-        ValueError: an object has several lists of objects.
+        ValueError: an object has several lists of records.
     """
     if isinstance(value, list):
         return [value] if _is_conversation(value) else value
-    if not isinstance(value, dict) or conversation_kind(value) is not None:
+    if not isinstance(value, dict):
         return [value]
-    lists = {
-        key: entry
-        for key, entry in value.items()
-        if isinstance(entry, list) and entry and isinstance(entry[0], dict)
+    # Records in a field that usually contains the messages of one record.
+    for name in MESSAGE_FIELDS:
+        entries = value.get(name)
+        if isinstance(entries, list) and entries and _is_record(entries[0]):
+            return entries
+    if conversation_kind(value) is not None:
+        return _rows_of_columns(value) or [value]
+    if value and all(map(_is_record, value.values())):
+        return list(value.values())
+    inner = {key: _records_in(one) for key, one in value.items() if isinstance(one, dict | list)}
+    lists = {key: found for key, found in inner.items() if found and _is_record(found[0])} or {
+        key: found
+        for key, found in inner.items()
+        if found and isinstance(value[key], list) and isinstance(found[0], dict)
     }
     if len(lists) > 1:
         names = ", ".join(lists)
@@ -391,6 +423,30 @@ def _records_in(value: Any) -> list[Any]:
             f"{next(iter(lists))}.jsonl"
         )
     return next(iter(lists.values()), [value])
+
+
+def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
+    """Return the records in an object of columns, each a list of texts or, as pandas writes it, an
+    object of texts by number. Return [] for any other object."""
+    columns = [
+        list(one.values()) if isinstance(one, dict) and all(map(str.isdecimal, one)) else one
+        for one in value.values()
+    ]
+    if not all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
+        return []
+    rows = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    return rows if len(columns) > 1 and rows and str in map(type, rows[0].values()) else []
+
+
+def _is_record(value: Any) -> bool:
+    """Return True for a conversation or preference pair that is not a turn of a conversation."""
+    if isinstance(value, list):
+        return _is_conversation(value)
+    return (
+        isinstance(value, dict)
+        and conversation_kind(value, "") is not None
+        and not value.keys() <= {"input", "output"}
+    )
 
 
 def _is_conversation(value: list[Any]) -> bool:
@@ -490,6 +546,8 @@ def _documents_of(
         yield record._replace(value=text)
         return
     marks = tuple(f"{CHAT}{mark}" for mark in control_tokens(text))
+    if not marks and (transcript := transcript_of(text)) is not None:
+        marks = (f"{TRANSCRIPT}{transcript.name}",)
     parts = [(text, record.changes + marks)]
     # Text files have already been split while reading.
     if "<" in text and not holds_one_document(source):
@@ -539,7 +597,7 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
-        return f"the corpus is empty: {first}"
+        return f"the corpus is empty: {first}: give files with text"
     reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
     return (
         f"the corpus is empty: all {rejected.total():,} documents read were rejected ({reasons}); "
@@ -599,6 +657,9 @@ def _parsed(line: bytes, path: Path, origin: str, number: int, prefix: str) -> R
     except UnicodeDecodeError as error:
         problem = bad_byte(line[error.start], path)
         return Record(origin, number, None, BadRecordError("bad_utf8", problem))
+    except json.JSONDecodeError as error:
+        problem = f"{prefix}{error.msg.removesuffix(' at')} at column {error.colno}"
+        return Record(origin, number, None, BadRecordError("broken_json", problem))
     except (ValueError, RecursionError) as error:
         return Record(origin, number, None, BadRecordError("broken_json", f"{prefix}{error}"))
 
@@ -641,14 +702,17 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
             return
-        raise InputError(f"{origin}:{error.lineno}: not JSON: {error.msg}") from error
+        if not text.strip():
+            raise InputError(f"{origin} is empty: replace it, or exclude it") from error
+        what = f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        raise InputError(f"{origin}:{error.lineno}: {what}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(values, list | dict):
         raise InputError(f"{origin} must be a record or a list of records (or JSONL)")
     try:
         records = _records_in(values)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} can't be read as records: {error}") from error
     for number, value in enumerate(records, start=1):
         yield Record(origin, number, value, is_line=False)

@@ -537,8 +537,8 @@ class CorpusWriter:
 
     Attributes:
         dtype: dtype of the token ids.
-        counts: numbers of "documents", "tokens", "text_bytes" (UTF-8 bytes) and, with
-            `labelled`, "learned" (labels), by split.
+        counts: numbers of "documents", "tokens", "text_bytes" (UTF-8 bytes) and, with `labelled`,
+            "learned" (labels), keyed by split.
         rejected: number of rejected documents for each reason.
         first_rejected: position and reason of the first rejected document, or "".
     """

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -131,8 +132,8 @@ def _table_rows(
             if not fields:
                 continue
             header = fields
-            if text_key is not None and text_key not in header:
-                yield begin, without_text(header, text_key, "column")
+            if (problem := _header_problem(header, text_key)) is not None:
+                yield begin, problem
                 return
         elif not fields:
             if text_key is not None:
@@ -143,6 +144,20 @@ def _table_rows(
         else:
             names = header if text_key is None else [text_key]
             yield begin, {name: fields[header.index(name)] for name in names}
+
+
+def _header_problem(header: Sequence[str], text_key: str | None) -> BadRecordError | None:
+    """Return the error for a table without the column `text_key`, or for one whose first line
+    contains sentences or numbers instead of the names of columns. Return None for other tables."""
+    if text_key in header or (text_key is None and conversation_kind(header, "") is not None):
+        return None
+    if not any(re.search(r"[.?!]\s*\Z|\A[\d.]+\Z|.{60}", name) for name in header):
+        return None if text_key is None else without_text(header, text_key, "column")
+    return BadRecordError(
+        "broken_row",
+        f"the first line must name the columns, but begins with '{header[0][:40]}': add a line "
+        f"such as {'question,answer' if len(header) > 1 else 'text'} before it",
+    )
 
 
 class _Lines:

@@ -38,13 +38,14 @@ class TuningData:
     """Facts about the fine-tuning data.
 
     Attributes:
-        kind: "chat" for conversations, "text" for texts.
-        count: number of conversations or documents.
-        longest: length of the longest conversation in tokens; 0 for texts.
-        usual: 99th percentile of the conversations' lengths in tokens; 0 for texts.
+        kind: "chat" for conversations, "preference" for preference pairs, "text" for texts.
+        count: number of conversations, pairs or documents.
+        longest: length of the longest conversation, or pair of conversations, in tokens; 0 for
+            texts.
+        usual: 99th percentile of these lengths in tokens; 0 for texts.
     """
 
-    kind: Literal["chat", "text"]
+    kind: Literal["chat", "preference", "text"]
     count: int
     longest: int = 0
     usual: int = 0
@@ -52,7 +53,12 @@ class TuningData:
     @property
     def name(self) -> str:
         """Name of the data in messages."""
-        return "the conversations" if self.kind == "chat" else "the text"
+        return "the text" if self.kind == "text" else f"the {self.unit}s"
+
+    @property
+    def unit(self) -> str:
+        """Name of a conversation or a pair in messages."""
+        return "preference pair" if self.kind == "preference" else "conversation"
 
     @property
     def most_epochs(self) -> float:
@@ -60,6 +66,8 @@ class TuningData:
         conversations get more passes than large ones."""
         if self.kind == "text":
             return defaults.MOST_EPOCHS
+        if self.kind == "preference":
+            return defaults.PAIR_EPOCHS
         few = math.sqrt(defaults.MANY_CHATS / max(self.count, 1))
         most = defaults.CHAT_EPOCHS * max(few, 1.0)
         return float(round(min(most, defaults.CHAT_EPOCHS_OF_FEW)))
@@ -96,9 +104,9 @@ class Method:
                 "lora.alpha", defaults.ADAPTER_ALPHA, "adapters are scaled by alpha / rank"
             )
         if self.quantized:
-            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit into memory")
+            yield Choice("lora.quantize", "nf4", "frozen weights in 4 bits, to fit in memory")
         if self.checkpointing:
-            reason = "activations are recomputed, to fit into memory"
+            reason = "activations are recomputed, to fit in memory"
             yield Choice("efficiency.activation_checkpointing", "full", reason)
 
 
@@ -140,11 +148,11 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     most = min(defaults.LONGEST_ROW, model.context)
     if longest <= most:
         length = min(max(_power_of_two(longest), 256), model.context)
-        return Choice(key, length, f"the longest conversation has {data.longest:,} tokens")
+        return Choice(key, length, f"the longest {data.unit} has {data.longest:,} tokens")
     length = min(max(_power_of_two(usual), most), model.context)
     if usual > length:
         return Choice(key, length, "the model's context")
-    return Choice(key, length, f"99 % of the conversations have at most {data.usual:,} tokens")
+    return Choice(key, length, f"99 % of {data.name} have at most {data.usual:,} tokens")
 
 
 def _power_of_two(count: float) -> int:
@@ -171,11 +179,20 @@ class TuningFacts:
     val_tokens: float
     row: Choice
 
+    def reference_seconds(self, rate: float) -> float:
+        """Return the seconds in which the starting model scores all preference pairs before the
+        first step, at a training speed of `rate` tokens per second."""
+        from firstlight.training.time_budget import FORWARD_SHARE
+
+        if self.data.kind != "preference":
+            return 0.0
+        return FORWARD_SHARE * (self.epoch_tokens + self.val_tokens) / rate
+
     def part_facts(self, fixed: Mapping[str, Any]) -> PartFacts:
         """Return the facts from which evaluations, sample texts and checkpoints are chosen.
 
         Args:
-            fixed: values given by the user, by `section.key`.
+            fixed: values given by the user, keyed by `section.key`.
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
@@ -192,7 +209,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     Args:
         facts: facts about data, model, method and machine.
         length: length of the run in time, tokens or steps.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
 
     Raises:
         ConfigError: the user's values for the batch contradict each other, or no learning rate is
@@ -210,8 +227,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     def tokens_at(rate: float, way: Compiling = NOT_COMPILED) -> float:
         if length.seconds is None:
             return length.tokens or most
-        left = way.left_of(length.seconds)
-        return min(rate * left * (1 - part_facts.parts(rate, left).share), most)
+        left = max(way.left_of(length.seconds) - facts.reference_seconds(rate), 0.0)
+        return min(rate * left * (1 - part_facts.parts(rate, left, left).share), most)
 
     # Derive the batch size from the full speed: a lower speed would give a smaller batch, which
     # would slow a GPU down further.
@@ -226,7 +243,9 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     )
     tokens = tokens_at(rate, way)
     steps = length.steps or max(round(tokens / batch), 1)
-    left = None if length.seconds is None else way.left_of(length.seconds)
+    left = None
+    if length.seconds is not None:
+        left = max(way.left_of(length.seconds) - facts.reference_seconds(rate), 0.0)
     parts = part_facts.parts_of_run(rate, steps * batch, left)
     run = RunFacts(steps, batch, row.value, rate, parts, way)
     epochs = run.tokens / max(facts.epoch_tokens, 1.0)
@@ -235,7 +254,7 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         *facts.method.choices(),
         run.micro_batch(machine, fixed),
         Choice("batch.global_batch_tokens", batch, _batch_reason(data, batch, facts.epoch_tokens)),
-        *_optimizer_choices(facts.model, facts.method, fixed),
+        *_optimizer_choices(facts, fixed),
         *_length_choices(run, length, epochs, data),
         *run.other_choices(machine, facts.val_tokens),
     ]
@@ -245,7 +264,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
     rate = machine.tokens_per_second(flops, given or unit)
     return replace(
         run.choices(items, fixed, facts.model.parameters, epochs),
-        least_seconds=part_facts.least_seconds(rate, most, given or unit),
+        least_seconds=part_facts.least_seconds(rate, most, given or unit)
+        + facts.reference_seconds(rate),
     )
 
 
@@ -265,9 +285,9 @@ def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
 
 def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
     if data.kind == "text":
-        return f"the text has {rounded(epoch_tokens)} tokens"
+        return f"the text has {rounded(round(epoch_tokens))} tokens"
     share = batch / max(epoch_tokens, 1.0) * data.count
-    return f"about {counted(max(round(share), 1), 'conversation')} per step"
+    return f"about {counted(max(round(share), 1), data.unit)} per step"
 
 
 def check_given(request: Request, *, conversations: bool = False) -> None:
@@ -281,14 +301,15 @@ def check_given(request: Request, *, conversations: bool = False) -> None:
     finetuning_rate(name, 1, given_keys("optimizer", request.fixed), adapters=False)
 
 
-def _optimizer_choices(
-    model: StartingModel, method: Method, fixed: Mapping[str, Any]
-) -> Iterator[Choice]:
+def _optimizer_choices(facts: TuningFacts, fixed: Mapping[str, Any]) -> Iterator[Choice]:
+    model, method = facts.model, facts.method
     name = str(fixed.get("optimizer.name", "adamw"))
     own = given_keys("optimizer", fixed)
     rate = finetuning_rate(name, model.hidden_size, own, adapters=method.adapters)
     trained = "adapters" if method.adapters else "all weights"
     reason = f"for {trained} at hidden size {model.hidden_size:,}; higher for smaller models"
+    if facts.data.kind == "preference" and "learning_rate" not in own:
+        rate = float(f"{defaults.PAIR_MULTIPLE * rate:.2g}")
     yield Choice("optimizer.name", "adamw", "the usual optimizer for fine-tuning")
     yield Choice("optimizer.learning_rate", rate, reason)
     yield Choice(

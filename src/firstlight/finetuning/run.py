@@ -15,13 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from firstlight.console import counted, gib, rounded
-from firstlight.data.conversations import BadRecordError, record_fields, to_conversation
-from firstlight.data.kinds import START_FROM
+from firstlight.data.conversations import (
+    BadRecordError,
+    record_fields,
+    to_conversation,
+    to_pair,
+)
 from firstlight.data.records import (
     RECORD_SUFFIXES,
     find_records,
@@ -44,7 +48,7 @@ from firstlight.finetuning.choices import (
 )
 from firstlight.from_texts.plan import Choice, Row, RunPlan, given_batch, given_unit
 from firstlight.from_texts.preparation import Preparation, fitting_prompts, prepared_texts
-from firstlight.from_texts.request import Request
+from firstlight.from_texts.request import AS_CHAT, Request
 from firstlight.from_texts.run_folder import TOO_LONG_NAME, RunCall
 from firstlight.from_texts.scan import (
     Scan,
@@ -125,24 +129,31 @@ class FineTuning:
         content_key: hash of the data and of the model's path.
 
     Raises:
-        InputError: the inputs can't be read, or contain preference pairs.
+        InputError: the inputs can't be read, or mix conversations and preference pairs.
         ConfigError: an override is invalid, or the model has no tokenizer.
         ModelError, CheckpointError: there is no such model, or it can't be used.
         DataError, TokenizerError: see `prepare_chat`.
     """
 
     def __init__(self, request: Request, tell: Callable[[str], None], *, progress: bool) -> None:
-        found = conversations_in(request.inputs, request.text_key)
+        is_given = AS_CHAT in request.overrides
+        found = (
+            find_records(request.inputs)
+            if is_given
+            else conversations_in(request.inputs, request.text_key)
+        )
         if found and request.val_inputs:
             names = shlex.join(["--data.val_files", *request.val_inputs])
             raise ConfigError(f"--val-input is only for texts: for conversations, use {names}")
         if found and request.as_is:
             raise ConfigError("--as-is is only for texts: omit it for conversations")
-        for source in found:
-            if kind_of_records(source) == "preference":
-                raise InputError(
-                    f"{source.name} contains preference pairs: {START_FROM['preference']}"
-                )
+        kinds = {kind_of_records(one): one.name for one in found if not is_given}
+        if len(kinds) > 1:
+            raise InputError(
+                f"{kinds['preference']} contains preference pairs and {kinds['chat']} "
+                "conversations: train on the conversations first, then on the pairs with "
+                "--init-from RUN"
+            )
         self._unread: Sequence[str] = ()
         if not found:
             _require_readable(request.inputs, request.text_key)
@@ -180,7 +191,13 @@ class FineTuning:
         self._scan: Scan | None = None
         if found:
             self._chats = Conversations(
-                request, found, self._folder, self._tokenizer, tell=tell, progress=progress
+                request,
+                found,
+                self._folder,
+                self._tokenizer,
+                kind="preference" if "preference" in kinds else "chat",
+                tell=tell,
+                progress=progress,
             )
             self._data, key = self._chats.facts, self._chats.train.folder.name
         else:
@@ -416,13 +433,14 @@ _MOST_QUESTION = 400
 
 
 class Conversations:
-    """Conversations prepared for a model.
+    """Conversations or preference pairs prepared for a model.
 
     Args:
         request: inputs and overrides of the run.
-        sources: files with conversations.
+        sources: files with conversations or pairs.
         folder: folder of the model.
         tokenizer: tokenizer of the model.
+        kind: "chat" for conversations, "preference" for pairs.
         tell: callback for each message to the user.
         progress: True to show a progress bar.
 
@@ -442,8 +460,9 @@ class Conversations:
         sources: Sequence[DataSource],
         folder: Path,
         tokenizer: Tokenizer,
-        tell: Callable[[str], None],
         *,
+        kind: Literal["chat", "preference"],
+        tell: Callable[[str], None],
         progress: bool,
     ) -> None:
         # Imported only here, because they import torch, and the first line of `train TEXTS` comes
@@ -455,7 +474,7 @@ class Conversations:
 
         name, self.template = _chat_template(request, tokenizer, sources)
         self.section: dict[str, Any] = {
-            "kind": "chat",
+            "kind": kind,
             "files": file_names(request.inputs, sources),
             "template": name,
             "on_bad": "skip",
@@ -479,12 +498,12 @@ class Conversations:
             reports_missing=False,  # the run itself reports it
         )
         assert isinstance(train, ExampleDataset)
-        self.train, lengths = train, train.lengths
+        self.train, lengths = train, _unit_lengths(train)
         usual = int(np.quantile(lengths, USUAL_SHARE, method="higher"))
-        self.facts = TuningData("chat", len(lengths), int(lengths.max()), usual)
-        held = self.val.num_documents if isinstance(self.val, ExampleDataset) else 0
+        self.facts = TuningData(kind, len(lengths), int(lengths.max()), usual)
+        held = len(_unit_lengths(self.val)) if isinstance(self.val, ExampleDataset) else 0
         tell(
-            f"{counted(len(lengths), 'conversation')} to train on, {held:,} held out; "
+            f"{counted(len(lengths), self.facts.unit)} to train on, {held:,} held out; "
             f"{lengths.mean():,.0f} tokens on average"
         )
         for line in chat_notes(train.folder, train.manifest):
@@ -508,10 +527,10 @@ class Conversations:
         """
         lines = []
         for split, kind in self._splits():
-            packing, total = split.packing(seq_len), split.num_documents
+            packing, total = split.packing(seq_len), len(_unit_lengths(split))
             for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
                 if count:
-                    what = f"{count:,} of {total:,} {kind} conversations"
+                    what = f"{count:,} of {total:,} {kind} {self.facts.unit}s"
                     lines.append(f"{fate}: {what}, longer than {seq_len:,} tokens")
         return lines
 
@@ -525,8 +544,10 @@ class Conversations:
             path = split.folder / ORIGINS_NAME.format(split=split.split)
             origins = path.read_text(encoding="utf-8").splitlines()
             # An example of n tokens takes n - 1 positions of a row.
-            for index in np.flatnonzero(split.lengths - 1 > seq_len):
-                places.append(f"{origins[index]}: {split.lengths[index]:,} tokens")
+            lengths = _unit_lengths(split)
+            for index in np.flatnonzero(lengths - 1 > seq_len):
+                place = origins[index * split.together]
+                places.append(f"{place}: {lengths[index]:,} tokens")
         return places
 
     def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
@@ -570,11 +591,23 @@ class Conversations:
                     continue
                 wanted.discard(record.place)
                 with contextlib.suppress(BadRecordError):
-                    messages = to_conversation(record.value).messages
+                    is_pair = self.facts.kind == "preference"
+                    messages = (
+                        to_pair(record.value).chosen if is_pair else to_conversation(record.value)
+                    ).messages
                     asked = [one["content"] for one in messages if one["role"] == "user"]
                     yield from (text for text in asked[:1] if len(text) <= _MOST_QUESTION)
                 if not wanted:
                     return
+
+
+def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the length in tokens of each conversation, or of both answers of each pair with
+    their prompts."""
+    lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = (split.lengths - 1).reshape(
+        -1, split.together
+    ).sum(1) + 1
+    return lengths
 
 
 def _chat_template(

@@ -56,7 +56,7 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
     Args:
         facts: facts about the corpus.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
     """
     if given := fixed.get("model.vocab_size"):
         return Choice("model.vocab_size", int(given), "given")
@@ -129,7 +129,7 @@ def choose(
         text: facts about the prepared text, or an estimate of them.
         machine: the machine to train on.
         length: length of the run in time, tokens or steps.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
         size: a name in `defaults.SIZES`, or a parameter count such as "10M"; None to choose the
             size.
 
@@ -261,7 +261,7 @@ def _reason_of_width(
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
         return "the only size that fits the given values"
-    reason = f"lowest expected loss for {rounded(best.flops * best.run.tokens)} FLOPs"
+    reason = "lowest expected loss for this text and length of the run"
     if given := [f"--{key} {fixed[key]}" for key in HEADS if fixed.get(key)]:
         reason += f" among the sizes that fit {' and '.join(given)}"
     return reason
@@ -273,7 +273,7 @@ def _model_choices(shape: ModelSize, reason: str, fixed: Mapping[str, Any]) -> I
     Args:
         shape: chosen model size.
         reason: reason for the width.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
     """
     layout = {key: value for key, value in defaults.LAYOUT.items() if key.startswith("model.")}
     reasons = {
@@ -445,7 +445,7 @@ def candidate_shapes(
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
         size: a name in `defaults.SIZES`, or a parameter count such as "10M"; None for all
             candidates.
 
@@ -501,8 +501,9 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """Return the sequence length: the given one, or the usual one for the width, limited to a given
-    context length."""
+    """Return the sequence length: the given length, or the usual length for the width, limited to a
+    given context length.
+    """
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
     return fixed.get("data.seq_len") or min(usual, context)

@@ -186,7 +186,7 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
 
     Args:
         near: near-duplicates among the documents.
-        sizes: size of each document in bytes, by the hash of its text, in the order of
+        sizes: size of each document in bytes, keyed by the hash of its text, in the order of
             `near.groups`.
     """
     digests, counts = list(sizes), list(sizes.values())

@@ -152,7 +152,7 @@ def train_plan(
     call: RunCall,
     *,
     on_step: Callable[[Choices], OnStep] | None = None,
-    is_told: bool = True,
+    names_files: bool = True,
 ) -> TrainResult:
     """Fit a plan's recipe to the memory, write it to the run folder, and train.
 
@@ -161,14 +161,14 @@ def train_plan(
         call: run folder, time and messages.
         on_step: function from the final choices to a callback for each step's metrics; None uses
             the callback of `call`.
-        is_told: True to show the plan to the user.
+        names_files: True to name the files with the settings and the skipped inputs to the user.
     """
     fitted = fitted_recipe(plan, call.folder, lambda: call.length(plan.request))
     plan = fitted.applied_to(plan)
     call.write_recipe(fitted.resolved, plan.choices, plan.request)
-    for line in plan.lines() if is_told else ():
+    for line in plan.lines():
         call.tell(line)
-    for line in _written_lines(plan, call) if is_told else ():
+    for line in _written_lines(plan, call) if names_files else ():
         call.tell(line)
     call.remember(begun=True, expected=plan.choices.bits_per_byte)
     return train(
@@ -176,7 +176,7 @@ def train_plan(
         init_from=plan.request.init_from,
         on_step=call.on_step if on_step is None else on_step(plan.choices),
         progress=call.progress,
-        is_announced=is_told,
+        is_announced=True,
         chose_compiling="efficiency.compile" not in plan.request.fixed,
         forecaster=KnownForecast(fitted.forecast),
         began=call.measured,

@@ -17,6 +17,7 @@ from firstlight.from_texts.plan import Choices, Row, RunPlan
 from firstlight.from_texts.preparation import (
     Preparation,
     fitting_prompts,
+    held_out_gzip,
     prepared_texts,
     train_tokenizer_on,
 )
@@ -43,11 +44,14 @@ class TextPlan(RunPlan):
         scan: scan of the texts.
         text: token statistics of the texts: estimated, or counted after the texts are prepared.
         vocabulary: reason for the vocabulary size.
+        held_out_gzip: bits per byte of the held-out text compressed by gzip -9; None if the texts
+            are not prepared yet.
     """
 
     scan: Scan
     text: TextFacts
     vocabulary: str
+    held_out_gzip: float | None = None
     data_name = "the text"
 
     @property
@@ -81,7 +85,10 @@ class TextPlan(RunPlan):
             expected = f"{low:.2f} to {high:.2f} bits per byte of held-out text"
             if self.text.is_unusual:
                 expected += ", a wide range because this text is hard to predict"
-        return f"{expected} (gzip -9: about {self.scan.facts.gzip_bits_per_byte:.2f})"
+        gzip = f"gzip -9 of all text: {self.scan.facts.gzip_bits_per_byte:.2f}"
+        if self.held_out_gzip is not None:
+            gzip = f"gzip -9 of it: {self.held_out_gzip:.2f}"
+        return f"{expected} ({gzip})"
 
     def first_rows(self) -> list[Row]:
         return [("vocabulary", f"{self.text.vocab_size:,} tokens", self.vocabulary)]
@@ -155,7 +162,8 @@ class NewModel:
         call.write_unread(scan.unread)
         text = counted_text(data, scan.facts, call.state.get("xz"))
         length = call.length(request)
-        plan = replace(plan, request=request).choose_again(length, text)
+        plan = replace(plan, request=request, held_out_gzip=held_out_gzip(data))
+        plan = plan.choose_again(length, text)
         plan.require_time(length)
         if text.vocab_size < size:
             plan = replace(plan, vocabulary=f"too few different pairs for {size:,} tokens")
@@ -189,7 +197,7 @@ class NewModel:
             on_step=None
             if chosen_again
             else lambda choices: _FirstSteps(replace(plan, choices=choices), call),
-            is_told=not chosen_again,
+            names_files=not chosen_again,
         )
 
 

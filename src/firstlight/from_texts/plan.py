@@ -119,7 +119,7 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
     micro-batches, or None if it is not given.
 
     Args:
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
         seq_len: sequence length in tokens.
 
     Raises:
@@ -151,7 +151,7 @@ def expected_range(
     Args:
         bits: result of `facts.expected_bits`.
         text: facts about the text.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
     """
     key = "optimizer.name"
     if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
@@ -164,7 +164,9 @@ def expected_range(
 
 
 def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's values for the keys of a section, from `fixed` by `section.key`."""
+    """Return the user's values for the keys of a section, from `fixed`, which is keyed by
+    `section.key`.
+    """
     prefix = f"{section}."
     return {
         key.removeprefix(prefix): value for key, value in fixed.items() if key.startswith(prefix)
@@ -179,7 +181,7 @@ def compile_ways(
 
     Args:
         machine: machine to train on.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
         size: (hidden size, number of layers) of the model.
     """
     # Imported here, because these modules import torch, and `train TEXTS` must print its first line
@@ -225,6 +227,7 @@ class Parts:
         samples: number of sample texts at each evaluation after steps.
         sample_tokens: number of tokens per sample text.
         saves: number of checkpoints.
+        save_interval: maximum seconds between two checkpoints; None without a time budget.
         loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
             sample texts and checkpoints.
         loop_seconds: duration of the training loop, in seconds, for which these numbers were
@@ -236,6 +239,7 @@ class Parts:
     samples: int
     sample_tokens: int
     saves: int
+    save_interval: float | None
     loss_seconds: float
     sample_seconds: float
     save_seconds: float
@@ -268,7 +272,7 @@ class PartFacts:
         seq_len: sequence length in tokens.
         held_out_tokens: number of tokens in the validation split.
         checkpoint_bytes: size of a checkpoint.
-        fixed: values given by the user, by `section.key`.
+        fixed: values given by the user, keyed by `section.key`.
     """
 
     seq_len: int
@@ -276,27 +280,30 @@ class PartFacts:
     checkpoint_bytes: float
     fixed: Mapping[str, Any]
 
-    def parts(self, rate: float, loop_seconds: float, *, timed: bool = True) -> Parts:
+    def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
         """Return the first entry of `defaults.PARTS` that fits in a training loop; if none fits,
         the last entry with as few rows as possible.
 
         Args:
             rate: training speed in tokens per second.
             loop_seconds: duration of the training loop in seconds.
-            timed: False for a run with a given number of tokens or steps, which always gets the
-                first entry.
+            budget: maximum duration of the training loop in seconds; None for a run with a given
+                number of tokens or steps, which always gets the first entry.
         """
         # Imported here, because it imports torch.
         from firstlight.training.time_budget import (
             FORWARD_SHARE,
             PROBE_TOKENS,
+            SAVE_SHARE,
             WRITTEN_PER_SECOND,
             sampled_token_seconds,
+            save_interval,
         )
 
         held = math.ceil(self.held_out_tokens / self.seq_len)
         row, token = FORWARD_SHARE * self.seq_len / rate, sampled_token_seconds(1 / rate)
         save = self.checkpoint_bytes / WRITTEN_PER_SECOND
+        timed = budget is not None
         for count, samples, tokens, share in defaults.PARTS if timed else defaults.PARTS[:1]:
             samples = len(self.fixed.get("evaluation.sample_prompts", range(samples)))
             tokens = self.fixed.get("evaluation.sample_tokens", tokens)
@@ -314,15 +321,19 @@ class PartFacts:
         if "evaluation.max_rows" in self.fixed:
             rows = min(self.fixed["evaluation.max_rows"] or held, held)
         losses = (count + 1) * rows * row
-        # The rest of the time is used for more checkpoints, so that a killed run loses less work.
-        saves = int((share * loop_seconds - sampling - losses) / max(save, 1e-9))
-        saves = max(count, min(saves, defaults.PARTS[0][0]))
+        # More checkpoints than evaluations, so that a killed run loses less work.
+        saves = int(SAVE_SHARE * loop_seconds / max(save, 1e-9))
+        saves = max(count, min(saves, defaults.MOST_SAVES))
+        interval = None if budget is None else save_interval(budget, save)
+        if interval:
+            saves = max(saves, int(loop_seconds / interval + 1e-9))
         return Parts(
             count,
             rows,
             samples,
             tokens,
             saves=saves,
+            save_interval=interval,
             loss_seconds=losses,
             sample_seconds=sampling,
             save_seconds=saves * save,
@@ -340,8 +351,8 @@ class PartFacts:
         """
         share = defaults.EVALUATION_SHARE
         if loop_seconds is not None:
-            share = self.parts(rate, loop_seconds).share
-        return self.parts(rate, tokens / rate / (1 - share), timed=loop_seconds is not None)
+            share = self.parts(rate, loop_seconds, loop_seconds).share
+        return self.parts(rate, tokens / rate / (1 - share), loop_seconds)
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop: at least half of it
@@ -353,8 +364,13 @@ class PartFacts:
             most_tokens: maximum number of tokens that the run can read.
             unit: number of tokens in the smallest step.
         """
-        parts = self.parts(rate, 0.0).seconds
-        return parts + max(parts, min(defaults.LEAST_STEPS * unit, most_tokens) / rate)
+        # Imported here, because it imports torch.
+        from firstlight.training.time_budget import SAVE_SHARE
+
+        parts = self.parts(rate, 0.0, 0.0).seconds
+        steps = min(defaults.LEAST_STEPS * unit, most_tokens) / rate
+        # A longer loop has further saves, which take up to SAVE_SHARE of it.
+        return max(parts / (0.5 - SAVE_SHARE), (parts + steps) / (1 - SAVE_SHARE))
 
 
 @dataclass(frozen=True)
@@ -394,7 +410,7 @@ class RunFacts:
 
         Args:
             items: one choice per key.
-            fixed: values given by the user, by `section.key`, which replace chosen values.
+            fixed: values given by the user, keyed by `section.key`, which replace chosen values.
             parameters: number of the model's parameters.
             epochs: number of passes over the training data.
         """
@@ -416,7 +432,7 @@ class RunFacts:
 
         Args:
             machine: machine to train on.
-            fixed: values given by the user, by `section.key`.
+            fixed: values given by the user, keyed by `section.key`.
         """
         rows = self.batch_tokens // self.seq_len
         busy = max(defaults.MICRO_BATCH_TOKENS[machine.kind] // self.seq_len, 1)
@@ -483,6 +499,12 @@ class RunFacts:
         if parts.saves > 1:
             every, count = math.ceil(self.steps / parts.saves), f"{parts.saves} checkpoints"
         reason = f"{count}, {share(parts.save_seconds)} of the run"
+        if parts.save_interval is not None:
+            reason = f"also every {time_text(parts.save_interval)}: {reason}"
+            # The time alone causes this many checkpoints, unless the epochs end the run early.
+            if parts.saves * parts.save_interval <= parts.loop_seconds / defaults.EARLY:
+                every = self.steps
+            every = every or self.steps
         yield Choice("checkpoint.every_steps", every, reason)
 
 
@@ -559,8 +581,8 @@ class RunPlan(ABC):
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
             f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps (or "
-            f"steps that take as long as the rest) take {time_text(least)}; use --budget "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, which "
+            f"must take at least half of the time, need {time_text(least)}; use --budget "
             f"{_whole_minutes(needed)}"
         )
 
@@ -597,7 +619,7 @@ class RunPlan(ABC):
         rows = self.first_rows()
         if given := self.request.val_inputs:
             reason = f"{shlex.join(given)} instead of a part of the texts"
-            rows.append(("validation", f"{rounded(self.held_out_tokens)} tokens", reason))
+            rows.append(("validation", f"{rounded(round(self.held_out_tokens))} tokens", reason))
         yield from _table_lines(self, rows)
 
     def record(self) -> dict[str, Any]:
@@ -628,13 +650,13 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     """
     origin = speed.origin
     if choices.compile_gain > 1:
-        origin += f", times {choices.compile_gain:.2f} expected from compiling"
+        origin += f", with an expected speed-up of {choices.compile_gain:.2f} from compiling"
     about = "about " if "schedule.max_minutes" in choices.keys else ""
     epochs = counted(choices.epochs, "epoch", ".2g")
     yield (
         f"length: {about}{counted(choices.steps, 'step')} of "
         f"{choices['batch.global_batch_tokens']:,} tokens, {epochs} of {data}, "
-        f"{time_text(choices.seconds)} at "
+        f"{time_text(choices.seconds)} with evaluations and saves, at "
         f"{choices.tokens_per_second:,.0f} tokens/s ({speed.name}, {origin})"
     )
     if speed.is_busy:
@@ -642,7 +664,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends before its {whole} are over, after {epochs}: more "
+            f"the run ends before its {whole} are used up, after {epochs}: more "
             "epochs (--schedule.epochs) would help little or overfit"
         )
 

@@ -177,6 +177,17 @@ def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> 
     return [one for one in found if one] or [""]
 
 
+def held_out_gzip(data: Path) -> float | None:
+    """Return the bits per byte of the held-out text in a folder of shards, compressed by gzip -9,
+    or None if they are unknown."""
+    from firstlight.data.shards import read_manifest
+
+    held = read_manifest(data)["splits"].get("val", {})
+    if "gzip_bytes" not in held:
+        return None
+    return float(8 * held["gzip_bytes"] / max(held["text_bytes"], 1))
+
+
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
     """Return the bits per byte of the held-out text compressed by xz, or None without held-out
     text."""

@@ -33,7 +33,7 @@ class Request:
         init_from: folder of the initial model; None to train a new model.
         val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
             inputs is held out.
-        as_is: True to read texts unchanged: see `prepare`.
+        as_is: True to read texts unchanged; see `prepare`.
     """
 
     inputs: Sequence[str]
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Values of the overrides, by `section.key`."""
+        """Values of the overrides, keyed by `section.key`."""
         from firstlight.recipe.load import override_value
 
         return {name: override_value(name, text) for name, text in self.overrides}
@@ -103,8 +103,13 @@ class Request:
         taken |= dict.fromkeys(lengths, "use --budget, --tokens or --steps")
         if self.tokens or self.steps or self.fixed.get("schedule.epochs", 1) is None:
             taken["schedule.epochs"] = "it only limits the passes within a --budget"
-        for name, _ in self.overrides:
-            if name in taken:
+        for name, value in self.overrides:
+            is_chat = (name, value) == AS_CHAT
+            if is_chat and self.init_from is None:
+                raise ConfigError(
+                    "--data.kind chat applies to fine-tuning only: add --init-from with the model"
+                )
+            if name in taken and not is_chat:
                 raise ConfigError(f"omit --{name} with texts as inputs: {taken[name]}")
             section = name.partition(".")[0]
             if self.init_from is not None and section in ("model", "init"):
@@ -124,6 +129,10 @@ class Request:
         # Some keys are only valid together with keys that are chosen later.
         others = sections_for(self.fixed)
         parse_recipe({"data": data, **others}, "options", self.overrides)
+
+
+#: Override with which all inputs are read as conversations.
+AS_CHAT = ("data.kind", "chat")
 
 
 def request_of(

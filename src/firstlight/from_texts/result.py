@@ -16,6 +16,7 @@ from firstlight.console import console, time_text
 from firstlight.data.shards import read_manifest
 from firstlight.errors import DataError
 from firstlight.from_texts.plan import Choices
+from firstlight.from_texts.preparation import held_out_gzip
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.run_folder import (
     RECIPE_NAME,
@@ -113,15 +114,13 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     if best and kept is not None:
         last = kept.step
     stopped = result is not None and result.stopped_by is not None
+    held = gzip = None
     try:
         held = read_manifest(Path(state["data"]))["splits"].get("val")
+        gzip = held_out_gzip(Path(state["data"]))
     except DataError as error:
         # The shards were deleted while the run had them open. The model itself is complete.
         call.tell(f"warning: {error}")
-        held = None
-    gzip = None
-    if held is not None and "gzip_bytes" in held:
-        gzip = 8 * held["gzip_bytes"] / max(held["text_bytes"], 1)
     return TextRun(
         folder,
         result,
@@ -176,27 +175,40 @@ def _next_commands(
 ) -> Iterator[tuple[str, str]]:
     """Yield pairs (command, purpose) of commands that use the model, train longer, or continue a
     stopped run, the most useful ones first."""
-    folder = shlex.quote(str(call.folder))
-    run = f"{folder} --best" if best else folder
     answers = call.state.get("kind") == "chat"
-    chat = f"firstlight chat {run}", "ask questions" if answers else "continue a text in turns"
-    server = f"firstlight serve {run}", "OpenAI-compatible server"
+    first, second, *others = model_commands(call.folder, prompt, answers=answers, best=best)
     if stopped:
         again = length_options(request) + own_options(request)
         yield command_of(request, again), "continue this run"
-    if answers:
-        yield chat
-        yield server
-    else:
-        # The prompt is in the language and style of the texts.
-        words = shlex.quote(prompt or "Once upon a time")
-        yield f"firstlight generate {run} --prompt {words}", "continue a text"
-        yield chat
+    yield first
+    yield second
     if not stopped:
         yield from _longer(call, request, metrics)
-    if not answers:
-        yield server
-    yield f"firstlight convert {run} --to gguf --out {folder}-gguf", "file for llama.cpp and Ollama"
+    yield from others
+
+
+def model_commands(
+    folder: Path, prompt: str, *, answers: bool, best: bool = False
+) -> list[tuple[str, str]]:
+    """Return pairs (command, purpose) of commands that use a run's model, the most useful ones
+    first.
+
+    Args:
+        folder: run folder.
+        prompt: prompt in the language and style of the training text; "" if there is none.
+        answers: True if the model was trained on conversations.
+        best: True to use the checkpoint with the lowest validation loss.
+    """
+    name = shlex.quote(str(folder))
+    run = f"{name} --best" if best else name
+    words = shlex.quote(prompt or "Once upon a time")
+    generate = f"firstlight generate {run} --prompt {words}", "continue a text"
+    return [
+        *([] if answers else [generate]),
+        (f"firstlight chat {run}", "ask questions" if answers else "continue a text in turns"),
+        (f"firstlight serve {run}", "OpenAI-compatible server"),
+        (f"firstlight convert {run} --to gguf --out {name}-gguf", "file for llama.cpp and Ollama"),
+    ]
 
 
 def _longer(
@@ -249,8 +261,13 @@ def result_lines(run: TextRun) -> Iterator[str]:
     # If the run was already complete, the call took only a moment.
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
+    yield from command_lines(run.next_commands)
+
+
+def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield a blank line and the first commands with their purpose, as lines for the user."""
     yield ""
-    shown = run.next_commands[:_SHOWN_COMMANDS]
+    shown = commands[:_SHOWN_COMMANDS]
     width = max(len(command) for command, _ in shown)
     for command, purpose in shown:
         yield f"{command:<{width}}  # {purpose}"

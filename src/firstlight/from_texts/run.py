@@ -124,7 +124,7 @@ def train_texts(
             choose the size.
         init_from: folder, run or hub id of a model to fine-tune; None to train a new model.
         run_dir: run folder; None for runs/NAME, where NAME is the first input's name.
-        overrides: recipe values by `section.key`; other settings are chosen to fit them.
+        overrides: recipe values, keyed by `section.key`; other settings are chosen to fit them.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
             inputs is held out.
@@ -258,6 +258,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             progress=call.progress,
             forecaster=forecaster,
             began=call.began,
+            is_announced=True,  # by the call that started the run
         )
 
 

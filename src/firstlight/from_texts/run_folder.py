@@ -188,7 +188,7 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
 
     Args:
         recipe: recipe; all of its keys are written.
-        reasons: reasons for chosen keys by `section.key`, written above the keys.
+        reasons: reasons for chosen keys, keyed by `section.key` and written above the keys.
         header: lines of a comment at the top.
     """
     from firstlight.recipe.load import yaml_text  # imports torch, which is loaded by now
@@ -282,7 +282,8 @@ def place_of_run(
 
 def facts_of_files(request: Request) -> dict[str, list[int]]:
     """Return the size in bytes and the modification time of the first validation and training text
-    files, by name. A later call with other texts uses them to find which files have changed."""
+    files, keyed by name. A later call with other texts uses them to find which files have changed.
+    """
     inputs = [*request.val_inputs, *request.inputs]
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]

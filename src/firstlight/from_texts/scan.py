@@ -18,7 +18,7 @@ from rich.progress import TextColumn
 
 from firstlight.console import counted, human_bytes, progress_bar
 from firstlight.data.cleaning import ChangeCounts, change_lines, is_separator
-from firstlight.data.kinds import START_FROM
+from firstlight.data.kinds import start_from
 from firstlight.data.opening import compress
 from firstlight.data.records import (
     COMMON_SHARE,
@@ -82,18 +82,18 @@ class CorpusFacts:
         characters: number of characters in the documents, without duplicates.
         total_bytes: estimated bytes of the whole corpus; `text_bytes` if all of it was read.
         common_characters: number of distinct characters that make up 99.9 % of the text.
-        scripts: fraction of the letters' bytes by script, largest first.
+        scripts: fraction of the letters' bytes, keyed by script, largest first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
         compared: number of documents, from the first, that were compared with earlier documents.
-        rejected: number of unreadable documents by reason (see `records.REASONS`).
-        first_rejected: location and error of the first unreadable document, by reason.
+        rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
+        first_rejected: location and error of the first unreadable document, keyed by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
         hardness: how hard the text is to learn.
         content_key: hash of all text that was read and, for a sample, of each file's read limit.
         is_sampled: True if only part of the corpus was read.
-        changes: numbers of documents and files by kind of change: see `cleaning`.
-        changed_files: name of the file, by kind of change, for changes of a single file.
+        changes: numbers of documents and files, keyed by kind of change; see `cleaning`.
+        changed_files: name of the file, keyed by kind of change, for changes of a single file.
     """
 
     documents: int
@@ -414,9 +414,9 @@ def described(scan: Scan) -> Iterator[str]:
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
-        f"({scripts}); gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
+        f"({scripts}); gzip -9 of it: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
-    yield from change_lines(facts.changes, facts.changed_files)
+    yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
         yield (
             f"validation: {counted(count, 'document')} from --val-input; none of the other texts "
@@ -426,8 +426,8 @@ def described(scan: Scan) -> Iterator[str]:
             yield f"left out: {counted(left_out, 'near-duplicate')} of the validation text"
     if facts.is_sampled:
         yield (
-            f"scanned a sample of about {human_bytes(facts.total_bytes)}: some of the files, and "
-            "the first part of long ones"
+            f"scanned a sample of the texts (about {human_bytes(facts.total_bytes)} in total): "
+            "some files, and the first part of long files"
         )
     if count := facts.duplicates:
         yield f"left out: {counted(count, 'duplicate')}"
@@ -523,7 +523,7 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     if not (is_mostly_text or any(one.dataset for one in others)):
         kind = kind_of_records(sources[0])
         held = "conversations" if kind == "chat" else "preference pairs"
-        advice = START_FROM[kind or "chat"]
+        advice = start_from(kind or "chat", file_names(inputs, sources))
         if others:
             advice += f"; for a new model, pass only the texts, such as {others[0].name}"
         raise InputError(f"{sources[0].name} contains {held}: {advice}")
@@ -592,6 +592,8 @@ def scan_texts(
     # Called after the first message, because it imports torch, which takes seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
+    for line in described(scan):
+        tell(line)
     trained = scan.facts.text_bytes - (scan.val_bytes if scan.val_documents else 0)
     trained -= scan.split.left_out_bytes
     if trained < LEAST_BYTES:
@@ -600,8 +602,6 @@ def scan_texts(
             f"the inputs have only {trained:,.0f} bytes of text{beside}, too little to learn from: "
             f"add text, at least {LEAST_BYTES:,} bytes and preferably a megabyte"
         )
-    for line in described(scan):
-        tell(line)
     unread = unread_files(named)
     names = [str(file) for file in unread]
     if unread:

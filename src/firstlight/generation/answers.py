@@ -103,7 +103,7 @@ class AnswerFormat:
     Attributes:
         start: mode at the beginning of an answer: "content", "reasoning", "call", "header"
             (gpt-oss), or "start" if the first marker determines the mode.
-        modes: markers that end a mode, mapped to the mode that follows, by mode.
+        modes: markers that end a mode, mapped to the mode that follows, for each mode.
         shown: special tokens that serve as markers.
         tools: see Args.
     """

@@ -431,7 +431,7 @@ class CompiledStep:
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
     """Return True if decoding steps can be recorded as CUDA graphs, that is, if no part of a step
-    runs on the CPU or is read by it.
+    runs on the CPU and the CPU does not read any part of it.
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False

@@ -65,7 +65,7 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
     words = template_words(tokenizer)
     for name in options:
         if name not in words:
-            hint = nearest(name, words) or ": leave it out"
+            hint = nearest(name, words) or ": omit it"
             raise ConfigError(f"the model's chat template has no variable '{name}'{hint}")
 
 

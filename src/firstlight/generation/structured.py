@@ -88,7 +88,7 @@ class Grammars:
         text = json.dumps(schema, ensure_ascii=False)
         if len(text) > _LONGEST_SCHEMA:
             raise SchemaError(
-                f"the schema has {len(text):,} characters, and the limit is {_LONGEST_SCHEMA:,}: "
+                f"the schema has {len(text):,} characters, but the limit is {_LONGEST_SCHEMA:,}: "
                 "shorten it"
             )
         problem = self._tried(text)

@@ -206,7 +206,7 @@ _APPLE_ROWS: tuple[_Row, ...] = tuple(
 
 GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in (*_ROWS, *_APPLE_ROWS)}
 
-#: Words in the names of drivers and sellers that do not distinguish GPUs.
+#: Words in driver and vendor names that do not distinguish GPUs.
 _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )

@@ -9,7 +9,7 @@
                                     modules that are trained in full by their parameters' names
 
 LAYER is the layer's name in the base model. The adapted layers are read from the tensors' names;
-the settings give what the tensors do not show, such as alpha, and must agree with them.
+the settings add values that the tensors do not contain, such as alpha, and must agree with them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ recipes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,8 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
         if more is not None and compared and len(set(known)) > 1:
             target = max(known) if more else min(known)
             best = {number for number, value in enumerate(values) if value == target}
+        if form is gib:
+            form = functools.partial(gib, beside=max(known))  # in one unit
         texts = ["—" if value is None else form(value) for value in values]
         errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
         for number, error in enumerate(errors):

@@ -60,6 +60,7 @@ from firstlight.report.summary import (
     duration,
     final_numbers,
     findings_of,
+    memory_kind,
 )
 from firstlight.run_log.names import HTML_NAME, REPORT_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, require_run, smoothed
@@ -485,7 +486,8 @@ def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
         rate = rounded(numbers["tokens_per_second"])
         cards.append(KeyFigure("throughput", rate, "tokens/s", _beside_throughput(numbers)))
     if numbers["memory_bytes"] is not None:
-        cards.append(KeyFigure("peak memory", *gib(numbers["memory_bytes"]).split()))
+        size, unit = gib(numbers["memory_bytes"]).split()
+        cards.append(KeyFigure("peak memory", size, unit, memory_kind(numbers)))
     if numbers["hours"]:
         cards.append(KeyFigure("training time", *duration(numbers["hours"]), "steps and saves"))
     return cards

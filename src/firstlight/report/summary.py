@@ -328,6 +328,15 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
 
 
 _MEMORY = ("memory_bytes", "reserved_bytes", "device_used_bytes")
+
+
+def memory_kind(numbers: Mapping[str, Any]) -> str:
+    """Return what `memory_bytes` counts, in a step's metrics or in `final_numbers`: the "tensors"
+    on a GPU, otherwise the "process".
+    """
+    return "process" if numbers.get("reserved_bytes") is None else "tensors"
+
+
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
 

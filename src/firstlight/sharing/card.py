@@ -38,7 +38,7 @@ from firstlight.lora.files import config_folder
 from firstlight.models import ModelConfig
 from firstlight.models.accounting import count_parameters, meta_model
 from firstlight.recipe.load import parse_yaml
-from firstlight.report.summary import duration, final_numbers
+from firstlight.report.summary import duration, final_numbers, memory_kind
 from firstlight.run_log.names import METRICS_NAME, RECIPE_NAME
 from firstlight.run_log.reader import Metrics, RunRecord, read_json_lines, read_run
 from firstlight.tokenizer import Tokenizer
@@ -716,7 +716,7 @@ def _speed_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     if numbers.get("mfu") is not None:
         yield "MFU", f"{numbers['mfu']:.1%}"
     if numbers.get("memory_bytes") is not None:
-        yield "peak memory", gib(numbers["memory_bytes"])
+        yield "peak memory", f"{gib(numbers['memory_bytes'])} ({memory_kind(numbers)})"
     if numbers.get("hours"):
         yield "training time", " ".join(duration(numbers["hours"]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from firstlight.training.state import (
     states_of_ranks,
     states_to_write,
 )
+from firstlight.training.time_budget import save_interval
 from firstlight.training.validation import evaluate_dataset
 from firstlight.weights.huggingface import CONFIG_NAME, model_files
 from firstlight.weights.loading import file_tensors
@@ -54,6 +56,8 @@ class RunCheckpoints:
         else:
             self.saver = Saver()
         self.saver.saved_step = run.saved_step
+        #: Value of `run.times.elapsed` at the end of the last save.
+        self._saved_at = 0.0
 
     def __enter__(self) -> RunCheckpoints:
         return self
@@ -80,7 +84,8 @@ class RunCheckpoints:
     def are_due(self) -> bool:
         """True if a checkpoint is due, or is requested by a file `save-now` in the run folder.
 
-        A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. If
+        A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
+        a run with a time budget, one is also due `Run.save_interval` seconds after the last one. If
         the best checkpoint is kept, one is also due when the validation loss is the lowest so far.
         While steps are being skipped, no checkpoint is due, because it would replace a checkpoint
         from before the divergence.
@@ -94,9 +99,23 @@ class RunCheckpoints:
 
     @property
     def is_regular(self) -> bool:
-        """True if the current step is one of those after which a checkpoint is due."""
+        """True if a checkpoint is due after the current step because of its number or the time."""
         run = self.run
-        return run.state.step > 0 and run.is_due(run.recipe.checkpoint.every_steps)
+        return run.state.step > 0 and (
+            run.is_due(run.recipe.checkpoint.every_steps) or self._is_late
+        )
+
+    @property
+    def _is_late(self) -> bool:
+        run = self.run
+        if run.budget is None or not run.recipe.checkpoint.every_steps:
+            return False
+        # Only the main process looks at the clock, because others might be late a step earlier.
+        waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
+        # Compared first without the size of a checkpoint, which takes a moment to add up.
+        if waited < save_interval(run.budget.seconds, 0.0):
+            return False
+        return on_main(run.engine, lambda: waited >= (run.save_interval or math.inf))
 
     @property
     def is_asked(self) -> bool:
@@ -114,6 +133,7 @@ class RunCheckpoints:
         """
         with self.run.times.part("save"):
             self._save()
+        self._saved_at = self.run.times.elapsed
 
     def _save(self) -> None:
         run, asked = self.run, self.is_asked

@@ -257,13 +257,16 @@ class ForecastComparison:
             # Only if they are clearly fewer, as in conversations.
             **({} if self.label_share >= MOSTLY_LEARNED else {_RATES[1]: "learned tokens/s"}),
         }
-        told = [
-            f"{found[name]:,.0f} {unit} (planned {planned[name][1]:,.0f})"
-            for name, unit in rates.items()
-            if found[name] is not None and planned[name] is not None
-        ]
+        told = []
+        for name, unit in rates.items():
+            if found[name] is not None:
+                rate = planned[name]
+                beside = "" if rate is None else f" (planned {rate[1]:,.0f})"
+                told.append(f"{found[name]:,.0f} {unit}{beside}")
+        if told:
+            told[-1] += " in the median step"
         told += [
-            f"{kind} {gib(size)} (planned {gib(expected)})"
+            f"{kind} {gib(size, expected)} (planned {gib(expected, size)})"
             for kind, size, expected in (
                 ("tensors", found["peak_bytes"] or found["allocated_bytes"], planned["peak_bytes"]),
                 ("process", found["process_bytes"], planned["process_bytes"]),

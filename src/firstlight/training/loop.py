@@ -66,17 +66,28 @@ class RunSummary:
             steps.
         samples_per_second: median; a sample is a sequence of `seq_len` tokens.
         tokens_per_second: median.
+        tokens: number of tokens in the sequences of this call's steps.
     """
 
     seconds: float
     step_seconds: float | None = None
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
+    tokens: int = 0
 
     def __str__(self) -> str:
-        text = f"training took {time_text(self.seconds)}"
         rate = self.tokens_per_second
-        return text if rate is None else f"{text}: {rate:,.0f} tokens/s"
+        text = self.whole
+        return text if rate is None else f"{text}: {rate:,.0f} tokens/s in the median step"
+
+    @property
+    def whole(self) -> str:
+        """Time, tokens and mean speed of the training loop as text."""
+        text = f"training took {time_text(self.seconds)}"
+        if not self.tokens:
+            return text
+        rate = self.tokens / max(self.seconds, 1e-9)
+        return f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations and saves"
 
 
 @dataclass(frozen=True)
@@ -195,13 +206,15 @@ def train(
         begin_run(run, forecaster, comparison, is_announced=is_announced)
         if run.budget is not None and began is not None:
             run.budget.add_used(time.time() - began)
+        rows_before = run.state.rows_seen
         with _frozen_objects() as freeze, uncompiled_after_failure(run):
             show = _watched(run, comparison, on_step, freeze)
             training_loop(run, checkpoints, stopping, show)
         checkpoints.finish()
         wait_for_main(engine, run.write_budget)
         write_average(run)
-        result = _result(run, stopping, comparison)
+        tokens = (run.state.rows_seen - rows_before) * run.seq_len
+        result = _result(run, stopping, comparison, tokens)
     if progress and engine.is_main:
         show_picture(result.run_folder / REPORT_NAME)
     return result
@@ -415,8 +428,13 @@ def _watched(
     return watch
 
 
-def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> TrainResult:
+def _result(
+    run: Run, stopping: Stopping, comparison: ForecastComparison, tokens: int
+) -> TrainResult:
     """Return the result of a run whose last checkpoint is saved.
+
+    Args:
+        tokens: number of tokens in the sequences of this call's steps.
 
     Raises:
         DataError: the run was stopped by data that could not be read.
@@ -431,8 +449,9 @@ def _result(run: Run, stopping: Stopping, comparison: ForecastComparison) -> Tra
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed
     ended = on_main(run.engine, lambda: _reported(run))
-    summary = RunSummary(elapsed, *ended["medians"])
-    run.tell(f"training took {time_text(elapsed)}: {measured}" if measured else str(summary))
+    step_seconds, samples, rate = ended["medians"]
+    summary = RunSummary(elapsed, step_seconds, samples, rate, tokens)
+    run.tell(f"{summary.whole}: {measured}" if measured else str(summary))
     return TrainResult(
         run.folder,
         checkpoint_folder(run.folder, run.saved_step),

@@ -219,7 +219,7 @@ class Stopping:
                 # Not print, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
-                except OSError:  # the terminal is gone
+                except OSError:  # the terminal was closed
                     silence()
             return
         # The second signal has its previous effect, which may end the process at once.

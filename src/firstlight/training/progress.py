@@ -28,9 +28,10 @@ from firstlight.console import (
     rounded,
     say,
     shortened,
+    time_text,
     visible,
 )
-from firstlight.report.summary import MOSTLY_LEARNED
+from firstlight.report.summary import MOSTLY_LEARNED, memory_kind
 
 #: Number of first steps of a process that the mean excludes because they allocate and compile.
 _SLOW_STEPS = 2
@@ -157,6 +158,8 @@ class RunProgress:
         step_limit: function that returns the step at which a run with a time budget ends even if
             time is left: the decided number of steps or, until that is decided, the limit on steps
             or epochs; None for no limit.
+        is_settled: function that returns False while `max_steps` may still change; the total is
+            then not shown.
 
     Attributes:
         predicted_bytes: predicted memory of the run in bytes, or None without a forecast.
@@ -170,8 +173,9 @@ class RunProgress:
         max_minutes: float | None = None,
         clock: Callable[[], float] | None = None,
         step_limit: Callable[[], int | None] = lambda: None,
+        is_settled: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._step_limit = step_limit
+        self._step_limit, self._is_settled = step_limit, is_settled
         self._max_steps = max_steps
         self._start_step = start_step
         self._max_minutes = max_minutes
@@ -217,7 +221,7 @@ class RunProgress:
     @property
     def is_done(self) -> bool:
         """True if the last step is complete."""
-        return bool(self._record["step"] >= self._max_steps())
+        return self._is_settled() and bool(self._record["step"] >= self._max_steps())
 
     @property
     def share(self) -> float:
@@ -235,9 +239,11 @@ class RunProgress:
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds to the end of the run, from the mean step time; for a run with a time
-        budget, at most the remaining time. None if neither is known.
+        budget, at most the remaining time. None if neither is known, as in the first steps of a
+        resumed run that takes longer than its budget.
         """
-        budget_left, last = self._budget_left, self._last_step
+        # A run whose number of steps was decided takes all of them, even if its time is used up.
+        budget_left, last = self._budget_left or None, self._last_step
         if last is None or (self._done <= _SLOW_STEPS + 1 and not self.is_done):
             return budget_left
         by_steps = float(max(last - self._record["step"], 0)) * self._mean_seconds
@@ -269,37 +275,43 @@ class RunProgress:
     def line(self) -> str:
         """Figures in one line, for a log."""
         record, seconds = self._record, self.seconds_left
-        left = "?" if seconds is None else f"{seconds:.0f}"
-        return (
-            f"step {record['step']}/{self._max_steps()}  {_loss(record)}  {_rates(record)}  "
-            f"{gib(record['memory_bytes'])}  {left} s left"
-        )
+        left = ""
+        if seconds is not None and not self.is_done:
+            left = f"  {time_text(max(seconds, 1))} left"
+        return f"{self._step}  {_loss(record)}  {_rates(record)}  {_memory(record)}{left}"
+
+    @property
+    def _step(self) -> str:
+        """Number of the last step and, if it can't change any more, the total number of steps."""
+        step = f"step {self._record['step']:,}"
+        return f"{step}/{self._max_steps():,}" if self._is_settled() else step
+
+    @property
+    def _time_left(self) -> str:
+        """Remaining time for a terminal, or "" if it is unknown."""
+        left = self.seconds_left
+        return "" if left is None else f"{_clock(max(left, 1))} left"
 
     def live_line(self, columns: int) -> str:
         """Return the most important figures in one line with a progress bar, for a terminal with
         `columns` columns.
         """
-        record, left = self._record, self.seconds_left
-        step = f"step {record['step']:,}/{self._max_steps():,}"
-        time_left = f"{'?' if left is None else _clock(left)} left"
-        if self.is_done:
-            time_left = _clock(self._seconds_over)
+        record, step = self._record, self._step
+        time = _clock(self._seconds_over) if self.is_done else self._time_left
         figures = "waiting for the first step"
         if "train/loss" in record:
             rate = _rates(record).split("  ")[0]
-            room = columns - len(step) - len(time_left) - _BAR_COLUMNS
-            shown = [_loss(record), rate, gib(record["memory_bytes"])]
-            figures = f"{_fitting(shown, room, 1)[0]}  {time_left}"
+            room = columns - len(step) - len(time) - _BAR_COLUMNS
+            shown = [_loss(record), rate, _memory(record)]
+            figures = f"{_fitting(shown, room, 1)[0]}  {time}".rstrip()
         return _bar(step, self.share, figures, columns)
 
     @property
     def time(self) -> str:
         """Elapsed and remaining time, for a terminal."""
-        over, left = _clock(self._seconds_over), self.seconds_left
         budget = "" if self._max_minutes is None else f" of {_clock(60 * self._max_minutes)}"
-        if self.is_done:
-            return f"{over}{budget}"
-        return f"{over}{budget}, {'?' if left is None else _clock(left)} left"
+        left = "" if self.is_done else self._time_left
+        return f"{_clock(self._seconds_over)}{budget}{left and ', '}{left}"
 
     @property
     def figures(self) -> list[str]:
@@ -310,9 +322,7 @@ class RunProgress:
         if "train/loss" not in record:
             return ["waiting for the first step"]
         val = [] if self._val_loss is None else [f"val/loss {self._val_loss:.3f}"]
-        memory = f"memory {gib(record['memory_bytes'])}"
-        if self.predicted_bytes is not None:
-            memory += f" (planned {gib(self.predicted_bytes)})"
+        memory = _memory(record, self.predicted_bytes)
         if "reserved_bytes" in record:
             memory += f", reserved {gib(record['reserved_bytes'])}"
         gpu = []
@@ -328,9 +338,7 @@ class RunProgress:
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
         """Yield the lines of the view for a terminal of `columns` by `rows` characters."""
-        yield _bar(
-            f"step {self._record['step']:,}/{self._max_steps():,}", self.share, self.time, columns
-        )
+        yield _bar(self._step, self.share, self.time, columns)
         is_large = columns >= _LEAST_COLUMNS and rows >= _LEAST_ROWS
         figures = _fitting(self.figures, columns, _FIGURE_ROWS if is_large else 1)
         yield from figures
@@ -397,6 +405,12 @@ def _loss(record: Mapping[str, Any]) -> str:
     loss = record["train/loss"]
     text = f"loss {'overflow' if loss is None else format(loss, '.3f')}"
     return f"{text}  (skipped)" if record.get("skipped") else text
+
+
+def _memory(record: Mapping[str, Any], planned: int | None = None) -> str:
+    size = record["memory_bytes"]
+    text = f"{memory_kind(record)} {gib(size, planned or 0)}"
+    return text if planned is None else f"{text} (planned {gib(planned, size)})"
 
 
 def _rates(record: Mapping[str, Any]) -> str:
@@ -501,8 +515,11 @@ def sample_line(prompt: str, text: str, width: int) -> str:
     most = width // 3
     end = " ".join(prompt.split())
     if len(end) > most:
-        end = f"…{end[-most:]}"
-    return shortened(f"{end!r} -> {' '.join(text.split())!r}", width)
+        end = end[-most:]
+        # Begin at a word, if there is a space in the first half.
+        first, space, rest = end.partition(" ")
+        end = f"…{rest if space and 2 * len(first) < most else end}"
+    return shortened(f"{end!r} -> {' '.join(text.split())!r}", width, at_space=True)
 
 
 class TrainingProgress:

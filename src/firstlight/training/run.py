@@ -45,8 +45,12 @@ from firstlight.training.time_budget import (
     TimeBudget,
     predicted_steps,
     sampled_token_seconds,
+    save_interval,
 )
 from firstlight.training.trackers import Trackers
+
+#: Corrections of the number of steps by less than this fraction are not shown to the user.
+_SMALL_CORRECTION = 0.05
 
 
 @dataclass(frozen=True)
@@ -312,6 +316,8 @@ class Run:
         if not is_open and steps == before:
             return
         self.take_length()
+        if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
+            return  # recorded in length.json
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
@@ -340,27 +346,18 @@ class Run:
         seconds = found.get("evaluation", guess)
         if evaluation.samples_at == "evaluation":
             seconds += samples
-        writing = self.checkpoint_bytes / WRITTEN_PER_SECOND
-        if "file" in found:
-            writing = found["file"] * self.checkpoint_bytes / PROBE_BYTES
-        # A thread writes checkpoints while training continues; the run waits only for the last
-        # checkpoint.
-        save = last_save = 0.0 if checkpoint.asynchronous is not False else writing
-        if "save" in found:
-            save, last_save = found["save"], found["save"] + self.times.write_seconds
-        elif not save:
-            last_save = writing
+        save, last_save = self.save_seconds
         # If the best checkpoint is kept, an evaluation may be followed by a save.
         keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
         # The last evaluation and save are timed separately, because the run must end in time: no
         # save of the best checkpoint follows this evaluation, and the run waits for this save.
         periodic = [
             Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
-            Periodic(checkpoint.every_steps, save, last_save),
+            Periodic(self._steps_between_saves(sequence_seconds), save, last_save),
         ]
         if checkpoint.average_last:
             # After the last save, checkpoints are read, and their average is evaluated and saved.
-            average = found.get("evaluation", guess) + checkpoint.average_last * writing
+            average = found.get("evaluation", guess) + checkpoint.average_last * self._write_seconds
             periodic.append(Periodic(0, 0.0, average))
         if evaluation.samples_at == "epoch":
             epoch_steps = self.dataset.num_rows(self.seq_len) // self.batch.at(self.state.step)
@@ -369,6 +366,42 @@ class Run:
             every, tasks = evaluation.tasks_every_steps, found.get("tasks", 0.0)
             periodic.append(Periodic(every or evaluation.every_steps, tasks, tasks))
         return periodic
+
+    @property
+    def _write_seconds(self) -> float:
+        """Seconds to write a checkpoint, predicted from a file written at the start or guessed."""
+        if "file" in self.times.seconds:
+            return self.times.seconds["file"] * self.checkpoint_bytes / PROBE_BYTES
+        return self.checkpoint_bytes / WRITTEN_PER_SECOND
+
+    @property
+    def save_seconds(self) -> tuple[float, float]:
+        """Seconds for which training waits for a save, and for the save after the last step: those
+        of the last save, or a guess.
+        """
+        if "save" in self.times.seconds:
+            save = self.times.seconds["save"]
+            return save, save + self.times.write_seconds
+        # A thread writes checkpoints while training continues; the run waits only for the last
+        # checkpoint.
+        is_waiting = self.recipe.checkpoint.asynchronous is False
+        return self._write_seconds if is_waiting else 0.0, self._write_seconds
+
+    @property
+    def save_interval(self) -> float | None:
+        """Maximum seconds between two checkpoints; None without a limit, as in runs without a time
+        budget and in runs that save only at the end.
+        """
+        if self.budget is None or not self.recipe.checkpoint.every_steps:
+            return None
+        return save_interval(self.budget.seconds, self.save_seconds[1])
+
+    def _steps_between_saves(self, sequence_seconds: float) -> int:
+        every, seconds = self.recipe.checkpoint.every_steps, self.save_interval
+        if seconds is None:
+            return every
+        step_seconds = sequence_seconds * self.batch.at(self.state.step)
+        return min(every, math.ceil(seconds / max(step_seconds, 1e-9)))
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -389,8 +389,9 @@ def _require_disk(run: Run) -> None:
     if config.keep_every:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
-    # A new checkpoint is written before the oldest one is deleted.
-    needed = one * min(saves, kept + 1)
+    # A new checkpoint is written before the oldest one is deleted. A run with a time budget also
+    # saves between the steps counted above.
+    needed = one * (min(saves, kept + 1) if run.save_interval is None else kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
     folder = next(f for f in (run.folder, *run.folder.resolve().parents) if f.is_dir())
@@ -450,8 +451,11 @@ def _make_progress(run: Run) -> RunProgress:
             return run.max_steps
         return run.budget.most_steps
 
+    def is_settled() -> bool:
+        return run.budget is None or run.budget.is_settled
+
     minutes = run.recipe.schedule.max_minutes or run.recipe.run.max_minutes
-    return RunProgress(steps, run.state.step, minutes, step_limit=step_limit)
+    return RunProgress(steps, run.state.step, minutes, step_limit=step_limit, is_settled=is_settled)
 
 
 def _make_folder_ready(run: Run) -> None:

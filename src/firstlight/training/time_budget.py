@@ -69,6 +69,23 @@ def sampled_token_seconds(token_seconds: float) -> float:
     return max(0.005, 10 * token_seconds)
 
 
+#: A run with a time budget saves a checkpoint after this fraction of its time, and at least this
+#: often in seconds, even if `checkpoint.every_steps` is larger: a number of steps takes more or
+#: less time than planned. If saves are slow, they take at most SAVE_SHARE of the time.
+LOST_SHARE, MOST_LOST_SECONDS = 1 / 6, 600.0
+SAVE_SHARE = 0.05
+
+
+def save_interval(seconds: float, save_seconds: float) -> float:
+    """Return the maximum seconds between two checkpoints of a run with a time budget.
+
+    Args:
+        seconds: the time budget in seconds.
+        save_seconds: duration of a save in seconds.
+    """
+    return max(min(LOST_SHARE * seconds, MOST_LOST_SECONDS), save_seconds / SAVE_SHARE)
+
+
 #: Number of first steps of a process, which are slower because they allocate memory and compile.
 #: Later steps are called settled steps.
 _SLOW_STEPS = 2
@@ -369,6 +386,11 @@ class TimeBudget:
             self.length = replace(now, max_steps=max_steps, replaced=replaced)
         left = max_steps - step
         self._next_check_step = step + math.ceil(_CHECK_SHARE * left) if left > 1 else None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the number of steps is decided and will not be corrected."""
+        return isinstance(self.length, DecidedLength) and self._next_check_step is None
 
     def is_due(self, step: int) -> bool:
         """Return True if the number of steps may have to be decided or corrected now. The result is

@@ -160,8 +160,8 @@ class Settings:
             config.json.
         assumed: default values in the program's code, keyed in the same way. The caller may
             override them.
-        notes: sentences to the user about assumed settings, by key.
-        choices: values that the program's code supports, by key.
+        notes: sentences to the user about assumed settings, keyed by setting.
+        choices: values that the program's code supports, keyed by setting.
         model_args: settings under the program's own names. For a GPT, they are checked against the
             tensors.
         where: source of `model_args`, for messages.

@@ -281,7 +281,7 @@ def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
     scales, and tensors whose storage is smaller than their shape requires (see `is_whole`).
     """
     others = [
-        f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'no tensor'}"
+        f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'not a tensor'}"
         for name, value in weights.items()
         if not (is_tensor := isinstance(value, Tensor)) or value.dtype not in _DTYPES
     ]

@@ -174,7 +174,7 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         entries = dict(_entries(read_file(index, _MAX_INDEX_BYTES)))
         path = data
         if not data.is_file():
-            raise _BundleError("is no file")
+            raise _BundleError("is not a file")
         size = data.stat().st_size
         for name, entry in entries.items():
             if entry.offset + entry.size > size:

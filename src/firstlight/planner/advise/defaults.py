@@ -122,9 +122,9 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: with 0.6 to 7.6 million parameters that read 0.9 to 44 MB of the standard library, Shakespeare,
 #: WikiText-2, and Debian's documents in eight languages.
 #:
-#: The other constants were chosen by 149 runs of 64,000 to 1.5 million tokens on 116 texts (source
-#: code in 30 languages, prose, manuals, web pages, messages, data files, tables, word lists and
-#: dictionaries, a fifth of them in Chinese, Japanese, Korean, Arabic, Persian, Hebrew, Russian,
+#: The other constants were determined from 149 runs of 64,000 to 1.5 million tokens on 116 texts
+#: (source code in 30 languages, prose, manuals, web pages, messages, data files, tables, word lists
+#: and dictionaries, a fifth of them in Chinese, Japanese, Korean, Arabic, Persian, Hebrew, Russian,
 #: Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer), and seven runs of 2 to 12.7 million tokens
 #: on the three texts above. Their n-gram bits were 0.6 to 6.4.
 FLOOR = 0.66
@@ -191,8 +191,8 @@ EARLY = 0.8
 #: bytes of text that are read and prepared per second. 1.1 MB (Shakespeare) took 11 s in total on 2
 #: cores.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Bytes of text that are always prepared. Of longer texts, as much as the run reads is prepared if
-#: that is more.
+#: Bytes of text that are always prepared. For longer texts, all the text that the run reads is
+#: prepared if that is more.
 PREPARED_BYTES = 64 << 20
 #: Usual fraction of the run's time spent on evaluations, sample texts and checkpoints together.
 EVALUATION_SHARE = 0.06
@@ -206,6 +206,9 @@ PARTS = (
     (1, 1, 64, 0.1),
     (1, 1, 32, 0.1),
 )
+#: Maximum number of checkpoints of a run without a time budget, and of one that its limit of passes
+#: ends early; see also `training.time_budget.save_interval`.
+MOST_SAVES = 6
 #: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
 #: computing the validation loss.
 LOSS_SHARE = 2 / 3
@@ -222,6 +225,9 @@ ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
+#: Preference pairs (DPO): learning rate as a multiple of the rate for conversations, and maximum
+#: number of passes. Higher rates make all answers less likely, the preferred ones too.
+PAIR_MULTIPLE, PAIR_EPOCHS = 0.05, 3.0
 #: Number of steps of a short fine-tuning run, and maximum tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
 #: Fraction of the conversations that must fit in a row if the longest conversation has more than

@@ -1,5 +1,5 @@
-"""Hooks that tell a tracer, while a step runs, which phase it is in and which tensors are weights,
-gradients and optimizer states; and the recipe that is traced in place of the real one
+"""Hooks that tell a tracer the current phase of a running step and which tensors are weights,
+gradients and optimizer states; and the recipe that is traced instead of the real one
 (`equivalent`).
 
 The step is traced on CPU tensors. Stand-ins replace the kernels of a CUDA GPU, so that autograd
@@ -655,7 +655,7 @@ class _Offloaded:
     on_device: Tensor | None = None
 
 
-#: Hardware of the traced program: a CPU with a PiB of memory, and with bf16.
+#: Hardware of the traced program: a CPU with a PiB of memory and bf16 support.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
 #: Values of `efficiency.attention` that name a GPU's kernel; `CudaKernels` traces them.

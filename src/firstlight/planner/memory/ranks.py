@@ -224,9 +224,9 @@ class _ZeRO:
         self.buffer = 4 * int(settings["reduce_bucket_size"])
         self.bucket = self.buffer * (2 if self.overlaps else 1)
         self.fills = self.buffer < self.whole
-        # Parameters that stage 3 always keeps gathered, and the parameters that it has at once in
-        # the passes: they are not dropped before a billion others are used. A single process does
-        # not gather.
+        # Parameters that stage 3 always keeps gathered, and the parameters gathered at the same
+        # time during the passes: they are not freed before a billion others are used. A single
+        # process does not gather.
         threshold = 4 * settings["stage3_param_persistence_threshold"]
         live = 4 * int(settings["stage3_max_live_parameters"])
         self.small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
@@ -244,8 +244,9 @@ class _ZeRO:
         if not self.offloads:
             # The update has a copy of the weights' shard, even if the weights are already in fp32.
             return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
-        # Updated weights pass through a buffer, and gradients through one on either side, each as
-        # large as the largest parameter. Stage 2 sums micro-batches in the CPU's memory.
+        # Updated weights pass through one buffer, and gradients through two (one on the GPU and one
+        # on the CPU), each as large as the largest parameter. Stage 2 sums micro-batches in CPU
+        # memory.
         moved = {
             "weights": 2 * self.shard,
             "gradients": self.shard * (2 if self.accumulates and self.stage == 2 else 1),
@@ -256,8 +257,8 @@ class _ZeRO:
 
     def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes that are always on the device, and those moved to the CPU's memory."""
-        # The bucket is created once, and so is a buffer of the gradients' shard. Small parameters
-        # stay gathered.
+        # The bucket and a buffer for the gradients' shard are created once. Small parameters stay
+        # gathered.
         buffers = {"communication": self.bucket + self.small}
         # The update has a copy of the weights' shard, even if the weights are already in fp32.
         weights = {"weights": 2 * self.shard}
@@ -317,7 +318,7 @@ class _ZeRO:
         # To be reduced, the gradients of the bucket are put in the order of processes. Gloo, which
         # exchanges them between CPUs, makes another copy.
         ordered = min(self.buffer, self.whole) * (2 if self.on_cpu else 1)
-        # A layer's weights are dropped after its backward pass, but not the embedding's.
+        # A layer's weights are freed after its backward pass, but the embedding's are not.
         parameters = parameters if self.fills else min(parameters, self.table)
         return {"gradients": self._waiting(), "communication": parameters + ordered}
 
@@ -456,7 +457,7 @@ def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
     """Return the prediction of a part with one process's real share of the embedding and the head.
-    With a pipeline, that of the first or the last stage, whichever needs more.
+    With a pipeline, use the first or the last stage, whichever needs more.
 
     Args:
         prediction: memory of the part.

@@ -168,7 +168,7 @@ class Estimator:
 
     Args:
         workers: processes that trace; None traces in this process.
-        tell: called with a message about what is estimated.
+        tell: called with a message about each estimate.
     """
 
     def __init__(
@@ -362,7 +362,8 @@ def in_a_run(
     if not asynchronous or recipe.checkpoint.sharded:
         copied = 0
     every, steps = recipe.checkpoint.every_steps, recipe.schedule.max_steps
-    saves_between = every and (steps is None or every < steps)
+    # A run with a time budget also saves between these steps.
+    saves_between = every and (recipe.schedule.max_minutes or steps is None or every < steps)
     copy = copied if saves_between else 0
     training = with_peaks(training, lambda _, peak: _with(peak, checkpoint_copy=copy))
     if evaluation is None:

@@ -79,8 +79,8 @@ class Machine:
     @property
     def compiler(self) -> Compiler | None:
         """torch.compile for this device. Triton, which comes with torch, requires capability 7.0,
-        and firstlight does not compile for Apple's GPUs. Among other machines, only those with a
-        GPU as old as a T4 are assumed to have few cores."""
+        and firstlight does not compile for Apple GPUs. Other machines are assumed to have few cores
+        only if their GPU is as old as a T4."""
         if self.is_here or self.target.kind == "cpu":
             return find_compiler(self.hardware)
         old = self.gpu is not None and (0, 0) < self.gpu.capability < (8, 0)
@@ -130,8 +130,8 @@ def find_machine(
 
     Args:
         gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
-        memory_bytes: bytes of each GPU in place of the table's; without `gpu`, of a GPU of unknown
-            speed.
+        memory_bytes: bytes of each GPU, which replace the table's value; without `gpu`, the bytes
+            of a GPU of unknown speed.
         count: number of GPUs.
         device: `run.device` of a run on this machine.
 
@@ -253,7 +253,7 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
         init_from: folder of a model to start from.
 
     Raises:
-        ConfigError: the recipe has no model, its vocabulary is unknown, or see `resolve`.
+        ConfigError: the recipe has no model, or its vocabulary is unknown; see also `resolve`.
         ModelError: `init_from` is not the folder of a model.
     """
     read = with_deepspeed_file(recipe, machine.count)
@@ -271,7 +271,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
         start: config of the model to start from; None for the recipe's new model.
 
     Raises:
-        ConfigError: the number of devices is not a multiple of tensor_parallel x pipeline; or see
+        ConfigError: the number of devices is not a multiple of tensor_parallel x pipeline; see also
             `resolve_for`.
         ModelError: see `resolve_for`.
     """
@@ -308,12 +308,12 @@ def epoch_tokens(recipe: Recipe) -> int | None:
 
 
 def _folders(recipe: Recipe) -> list[str]:
-    """Return the prepared folders of a recipe."""
+    """Return the folders with a recipe's prepared data."""
     return [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
 
 
 def _prepared_kind(recipe: Recipe) -> Kind | None:
-    """Return the kind of the prepared data, or None if they are not on this machine."""
+    """Return the kind of the prepared data, or None if it is not on this machine."""
     kind: Kind | None = None
     for folder in _folders(recipe):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, FirstlightError):
@@ -327,7 +327,7 @@ def _starting_model(recipe: Recipe, init_from: str) -> tuple[Recipe, ModelConfig
     """Return the recipe and the config of the model that a run from `init_from` would train. An
     adapter that is trained further gives the recipe's `lora` section, as in the run."""
 
-    # Only the run reports what is changed, so that the user sees each message once.
+    # Only the run reports the changes, so that the user sees each message once.
     def tell(_: str) -> None:
         return None
 
@@ -395,7 +395,7 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """Return the length of a resolved recipe's run, or None if it depends on data that are not on
+    """Return the length of a resolved recipe's run, or None if it depends on data that is not on
     this machine, or on an unknown speed.
 
     Args:

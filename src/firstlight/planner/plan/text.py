@@ -129,19 +129,20 @@ def memory_table(one: Estimate) -> Table:
         for name, p in (("training", one.training), (_between_steps(one), one.evaluation))
         if p is not None
     ]
+    most = max((p.total_bytes for _, p in columns), default=0)
     rows: Table = [("memory", *(name for name, _ in columns))]
     for part in PARTS:
         values = [p.parts.get(part, 0) for _, p in columns]
         if any(values):
-            rows.append((part.replace("_", " "), *map(gib, values)))
+            rows.append((part.replace("_", " "), *(gib(size, most) for size in values)))
     unused = [p.reserved_bytes - p.peak_bytes for _, p in columns]
     if any(unused):
-        rows.append(("allocator: rounding and gaps", *map(gib, unused)))
+        rows.append(("allocator: rounding and gaps", *(gib(size, most) for size in unused)))
     if any(p.overhead_bytes for _, p in columns):
-        rows.append(("outside the allocator", *(gib(p.overhead_bytes) for _, p in columns)))
-    rows.append(("total", *(gib(p.total_bytes) for _, p in columns)))
+        rows.append(("outside the allocator", *(gib(p.overhead_bytes, most) for _, p in columns)))
+    rows.append(("total", *(gib(p.total_bytes, most) for _, p in columns)))
     if any(p.host_bytes for _, p in columns):
-        rows.append(("in addition, CPU memory", *(gib(p.host_bytes) for _, p in columns)))
+        rows.append(("in addition, CPU memory", *(gib(p.host_bytes, most) for _, p in columns)))
     return rows
 
 
@@ -165,7 +166,13 @@ def method_rows(plan: Plan) -> Table:
         beside = plain_base if one.is_bound else base
         saves = "" if beside is None else f"{1 - needed / beside:.0%}"
         rows.append(
-            (one.name, f"{'< ' if one.is_bound else ''}{gib(needed)}", saves, _rate(one), ratio)
+            (
+                one.name,
+                f"{'< ' if one.is_bound else ''}{gib(needed, base)}",
+                saves,
+                _rate(one),
+                ratio,
+            )
         )
     return rows
 

@@ -14,15 +14,15 @@ range:
 
 A matrix product is divided into tiles of 128 x 128, which multiprocessors process in waves. The
 parts of tiles beyond the edge, and the idle multiprocessors of the last wave, are lost (NVIDIA,
-"Matrix Multiplication Background User's Guide": tile and wave quantization). The beginning and end
-of each tile take the time of about 64 more elements of the inner dimension.
+"Matrix Multiplication Background User's Guide": tile and wave quantization). The start and end of
+each tile take as long as about 64 more elements of the inner dimension.
 
 For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
 (`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
 fraction of its data sheet that each reaches in products alone (`assumed_shares`), so that the order
-of two GPUs follows from their data sheets and not from which of them was measured. Their ranges
-stay as wide as above, enough for two published rates of GPT-2 124M in compiled bf16 on an A100 with
-40 GB:
+of two GPUs follows from their data sheets and does not depend on which of them was measured. Their
+ranges stay as wide as above, enough for two published rates of GPT-2 124M in compiled bf16 on an
+A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -110,8 +110,8 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """Return the kind under which an operator's time is counted; operators without a kernel have
-    one, too."""
+    """Return the kind under which an operator's time is counted; operators without a kernel also
+    have a kind."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -350,9 +350,9 @@ def multiprocessors(gpu: GPU) -> int:
 
 #: Fraction of the data sheet's 16-bit rate that torch's large matrix products reach. All rates are
 #: from one program (github.com/zzc0721/torch-performance-test-data, `database.md`, January 2026),
-#: whose value for the H100 is also what firstlight measured, except the T4's: its 70 W allow 42
-#: TFLOP/s for an instant, and 24 in continuous products (forums.developer.nvidia.com, topic
-#: 264462).
+#: whose value for the H100 agrees with firstlight's measurement. The T4's value is an exception:
+#: its 70 W allow 42 TFLOP/s for an instant, but 24 in continuous products
+#: (forums.developer.nvidia.com, topic 264462).
 _REACHED = {
     "T4": 24 / 65,
     "L4": 0.58,
