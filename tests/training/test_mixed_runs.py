@@ -162,7 +162,7 @@ def test_mixed_run_resumed_with_other_weights_raises(mixed: dict[str, Any]) -> N
         train(turned, resume=True)
     alone = copy.deepcopy(mixed)
     alone["data"] = {"dir": mixed["data"]["mix"][0]["dir"], "seq_len": 32}
-    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is None now"):
+    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is now None"):
         train(alone, resume=True)
     # The same ratio with other numbers is the same data.
     assert train(with_weights(mixed, 70, 30), resume=True).step == 12
