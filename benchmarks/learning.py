@@ -876,8 +876,8 @@ Each run is a separate `firstlight train` process; each recipe runs with several
   with 2,048 tokens, this lowers bits per byte by 2.6%.
 - **seconds to the baseline**: training time until a recipe reaches the baseline's final bits per
   byte, measured on 32,768 held-out tokens or an eighth of the number in the heading.
-- **gain**: reduction in bits per byte: mean and standard deviation over pairs of runs with the same
-  seed, and therefore the same text order.
+- **gain**: reduction in bits per byte, as mean and standard deviation over pairs of runs with the
+  same seed, and therefore the same text order.
 
 A change is kept if it gains more than two standard deviations on two corpora and at two model sizes
 with three seeds, and never loses as much. If tokens are bytes, one nat is 1.4427 bits per byte.
