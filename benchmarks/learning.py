@@ -856,8 +856,12 @@ def page(result: Mapping[str, Any], picture: str) -> str:
         failed = [f"- {title}: {problem}" for title, problem in result["problems"].items()]
         parts.append("\n".join(["## Runs that failed", "", *failed, ""]))
     if decided:
-        parts.append("## Changes that are kept, and those that did not help\n")
-        parts.append("\n".join(f"- `{name}`: {one}" for name, one in decided.items()) + "\n")
+        parts.append("## Verdict on each change\n")
+        alike: dict[str, list[str]] = {}
+        for name, verdict in decided.items():
+            alike.setdefault(verdict, []).append(f"`{name}`")
+        lines = [f"- {', '.join(names)}: {verdict}" for verdict, names in alike.items()]
+        parts.append("\n".join(lines) + "\n")
     parts.append(f"![held-out bits per byte by tokens and by seconds]({picture})\n")
     return "\n".join(parts)
 
