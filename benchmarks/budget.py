@@ -527,8 +527,8 @@ decay fraction and epochs; firstlight chooses all other settings. Bits per byte 
 whole held-out text. "Seconds" is the duration of the command with the chosen settings.
 
 A random run is stopped early if its bits per byte are too far above those of the run with chosen
-settings at the same share of the steps: {limits} of the steps. Before the first evaluation,
-training losses are compared. Circles in the plot mark the last value of stopped runs.
+settings at the same share of the steps. The limits are {limits} of the steps. Before the first
+evaluation, training losses are compared. Circles in the plot mark the last value of stopped runs.
 
 Machine: {machine}.
 """

@@ -776,7 +776,7 @@ def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
     return f"{'kept' if len(corpora) > 1 and len(sizes) > 1 else 'open'}: {gained}"
 
 
-HEADER = ("recipe", "bits per byte", "seconds to the baseline", "gain over", "gain")
+HEADER = ("recipe", "bits per byte", "seconds to baseline", "gain over", "gain")
 
 
 def row_cells(row: RowFigures) -> tuple[str, ...]:
@@ -878,7 +878,7 @@ Each run is a separate `firstlight train` process; each recipe runs with several
 - **bits per byte**: mean over seeds at the end of a run, on the held-out text or on as many of its
   tokens as the heading states. All rows share a tokenizer trained on the full text. For Shakespeare
   with 2,048 tokens, this lowers bits per byte by 2.6%.
-- **seconds to the baseline**: training time until a recipe reaches the baseline's final bits per
+- **seconds to baseline**: training time until a recipe reaches the baseline's final bits per
   byte, measured on 32,768 held-out tokens or an eighth of the number in the heading.
 - **gain**: reduction in bits per byte, as mean and standard deviation over pairs of runs with the
   same seed, and therefore the same text order.
