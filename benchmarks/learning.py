@@ -873,7 +873,7 @@ _HEAD = """\
     python -m benchmarks learning --out DIR --page PAGE.md    # a page of your own rows and corpora
 
 This page compares the settings of new models (`new`) with nanoGPT, nanochat and earlier defaults.
-Each run is a separate `firstlight train` process; each recipe runs with several seeds.
+Each run is a separate `firstlight train` process.
 
 - **bits per byte**: mean over seeds at the end of a run, on the held-out text or on as many of its
   tokens as the heading states. All rows share a tokenizer trained on the full text. For Shakespeare
