@@ -342,7 +342,7 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """Return the settings with one value changed by the command `name`.
+    """Return the settings with one value changed by the `name` command.
 
     Args:
         settings: current settings.

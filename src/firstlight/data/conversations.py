@@ -375,7 +375,7 @@ def _turns(entries: object, name: str) -> list[dict[str, Any]]:
 
 
 def unused_fields(record: object, conversation: Conversation) -> list[str]:
-    """Return the fields of a record with content of which nothing is in its conversation."""
+    """Return the fields of a record that have content, but none that is in its conversation."""
     if not isinstance(record, Mapping):
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
@@ -641,7 +641,7 @@ def transcript_field(fields: Mapping[str, Any]) -> tuple[str, _Markup] | None:
 
 
 def _markup_of(text: str) -> _Markup | None:
-    """Return the control tokens with which a text begins."""
+    """Return the control tokens at the beginning of a text."""
     begin = text[:200].lstrip()
     while edge := _EDGES.match(begin):
         begin = begin[edge.end() :].lstrip()

@@ -277,7 +277,7 @@ class FineTuning:
         self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
         """Return the first method of `_methods` that fits in memory with a micro-batch of one
-        sequence, and the resolved recipe with which it was tried.
+        sequence, and the resolved recipe of that trial.
 
         Raises:
             ConfigError: no method fits.
@@ -416,9 +416,9 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """Return the overrides that influence the run's memory, except its length, and except the
-    number of micro-batches: it would be wrong for the micro-batch of one sequence with which
-    methods are tried."""
+    """Return the overrides that influence the run's memory, without the run's length and the number
+    of micro-batches. Methods are tried with a micro-batch of one sequence, for which the given
+    number of micro-batches would be wrong."""
     left_out = ("schedule.", "run.", "batch.gradient_accumulation_steps")
     return [one for one in request.overrides if not one[0].startswith(left_out)]
 

@@ -220,7 +220,7 @@ class _FirstSteps:
 
     Args:
         plan: plan of the run.
-        call: call of `train_texts`.
+        call: the call to `train_texts`.
     """
 
     def __init__(self, plan: TextPlan, call: RunCall) -> None:

@@ -131,7 +131,7 @@ class Request:
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
 
-#: Override with which all inputs are read as conversations.
+#: Override that makes all inputs be read as conversations.
 AS_CHAT = ("data.kind", "chat")
 
 

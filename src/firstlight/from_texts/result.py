@@ -94,7 +94,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     """Return the result of a call, read from the run folder's files.
 
     Args:
-        call: call of `train_texts`.
+        call: the call to `train_texts`.
         result: result of the training; None if the run was already complete.
         request: inputs, length and overrides of the run.
     """

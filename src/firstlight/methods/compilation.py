@@ -276,7 +276,7 @@ def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
     """Context manager for bitwise reproducible computations: always on a CPU; on a CUDA GPU only
-    with `deterministic`, which requires an earlier call of `require_same_bits`.
+    with `deterministic`, which requires an earlier call to `require_same_bits`.
 
     Without this context, the order of sums is not fixed: on a CPU, in compiled code (the gradient
     of the embedding); on a GPU, in the backward passes of attention and of a compiled embedding.

@@ -34,9 +34,9 @@ BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
-    """Return the L2 distance of trained weights from exact ones, relative to the distance by which
-    training moved the exact ones. All arguments have the same tensors [...] of a model, on the
-    CPU."""
+    """Return the L2 distance between trained weights and exact weights, divided by the distance
+    that training moved the exact weights. All arguments have the same tensors [...] of a model, on
+    the CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
         apart += float((one.double() - other.double()).square().sum())

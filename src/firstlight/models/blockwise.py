@@ -193,9 +193,10 @@ class _Part:
         of_queries = self._scale
         of_keys = 1.0
         self._of_scores = 1.0
-        # In fp32 the result must match transformers bit for bit. transformers applies the scale at
-        # another point: with value heads of another size, torch's math kernel applies its square
-        # root to queries and keys; with sinks or a soft cap, the family's class scales the scores.
+        # In fp32 the result must match transformers bit for bit, and transformers applies the scale
+        # elsewhere. If value heads differ in size from key heads, torch's math kernel multiplies
+        # queries and keys by the square root of the scale. With sinks or a soft cap, the family's
+        # class scales the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)

@@ -158,8 +158,7 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Return the angle in radians by which each pair of dimensions rotates per position, fp32
-    [R/2].
+    """Return the rotation of each pair of dimensions per position, in radians, fp32 [R/2].
 
     Args:
         rotary_dim: R, the rotated dimensions of a head.
@@ -172,7 +171,8 @@ def rope_frequencies(
     # The same operations in the same order as in transformers: others would change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
-        # All positions of a text must use the same set, because cached keys were rotated with it.
+        # All positions of a text must use the same divisors, because cached keys have already been
+        # rotated.
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Return True if the tensor is a DTensor, of which this process holds one shard."""
+    """Return True if the tensor is a DTensor: this process then holds one shard of it."""
     # DTensor is not imported here: the import takes most of a second, and if the module has not
     # been imported, no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
@@ -203,8 +203,8 @@ def _lengths(length: int, processes: int) -> list[int]:
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Exchange values with the other processes of the group.
 
-    Send `given[i]` values of `sent` [sum(given)] to process i. Return [sum(taken)], of which
-    `taken[i]` values come from process i. Both tensors are in the order of the ranks.
+    Send `given[i]` values of `sent` [sum(given)] to process i. Return the received values,
+    [sum(taken)]: `taken[i]` values from each process i. Both tensors are in the order of the ranks.
     """
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)

@@ -105,7 +105,7 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create the optimizer `bitsandbytes.optim.KIND`, and test it on the parameters' device."""
+    """Create a `bitsandbytes.optim.KIND` optimizer, and test it on the parameters' device."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer

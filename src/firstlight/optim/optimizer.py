@@ -223,7 +223,7 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: Parameter -> the list with which it is updated in the backward pass.
+        #: Parameter -> the list of parameters that are updated together in the backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }

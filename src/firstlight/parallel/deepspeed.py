@@ -369,7 +369,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     """Compile DeepSpeed's library for offloading into files, unless an earlier run has compiled it:
     this takes minutes, once on each machine. All processes have to call it.
 
-        local_rank: this process's number on its machine.
+    Args:
         local_rank: this process's number on its machine.
 
     Raises:

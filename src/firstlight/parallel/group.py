@@ -56,8 +56,8 @@ _DECIDE_SECONDS = 0.25
 #: Seconds without a heartbeat after which a rank has failed, once an exchange has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
-#: Seconds that the main thread has to notice a known failure and to unwind. A thread that waits in
-#: a collective operation can't do so, because no Python exception reaches it there.
+#: Time limit in seconds for the main thread to notice a known failure and to unwind. A thread that
+#: waits in a collective operation can't do so, because no Python exception reaches it there.
 _GRACE_SECONDS = 3.0
 
 

@@ -240,7 +240,7 @@ class Pipeline:
         return next(self._model.parameters()).dtype
 
     def take(self, hidden: Tensor) -> None:
-        """Set the previous stage's output, with which the next call of `forward` begins.
+        """Set the previous stage's output, which is the input of the next call to `forward`.
 
         Args:
             hidden: hidden states [batch, seq_len, hidden_size].

@@ -3,8 +3,7 @@
 The processes connect to torch's key-value store (TCPStore). torch elastic's agent hosts the store;
 without an agent, rank 0 does. Each process writes a `RankInfo` there and reads those of the others:
 world sizes and recipes must be equal, and ranks must differ. This happens before
-`init_process_group`, in which ranks of different worlds would wait for each other until the
-timeout.
+`init_process_group`, where ranks of different worlds would wait for one another until the timeout.
 """
 
 from __future__ import annotations

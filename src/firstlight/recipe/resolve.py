@@ -207,8 +207,9 @@ def resolve(
 ) -> ResolvedRecipe:
     """Return the recipe with every open key resolved.
 
-    A resumed run must compute as before, but choices that depend on the machine or on a measurement
-    could turn out differently. The earlier choices (`facts.earlier`) therefore take precedence.
+    A resumed run must continue with the same choices, but choices that depend on the machine or on
+    a measurement could turn out differently. The earlier choices (`facts.earlier`) therefore take
+    precedence.
 
     Args:
         recipe: the recipe as written.

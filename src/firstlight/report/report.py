@@ -67,7 +67,7 @@ from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, requ
 
 #: Element that identifies an HTML report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Number of bytes at the beginning of a file that are searched for the mark of a report.
+#: Number of bytes at the beginning of a file that are searched for `GENERATOR`.
 _HEAD_BYTES = 2000
 #: Default file name for the comparison of several runs.
 COMPARISON_NAME = "comparison.html"

@@ -172,13 +172,13 @@ class ResponseFormat:
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
             prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: True if the last event contains the token counts; the field `usage` of the
+        includes_usage: True if the last event contains the token counts; the `usage` field of the
             other events is then null.
 
     Attributes:
         prefix: beginning of the response's id.
         kind: response model of the complete response.
-        event_object: field `object` of an event.
+        event_object: `object` field of an event.
     """
 
     prefix: str
@@ -445,7 +445,7 @@ class TokenTexts:
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
-        """Return the field `logprobs` of a chat choice."""
+        """Return the `logprobs` field of a chat choice."""
         content = [
             ChosenChatToken.model_construct(
                 **self._chat_token(entry.token_id, entry.logprob),
@@ -474,7 +474,7 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the field `logprobs` of one completion choice, either for the complete choice or event
+    """Writes the `logprobs` field of one completion choice, either for the complete choice or event
     by event.
 
     Args:

@@ -437,7 +437,7 @@ def corpus_card(
     """Return the text of a corpus card.
 
     Args:
-        facts: names of the corpus's inputs, its splits, and the options with which it was prepared.
+        facts: names of the corpus's inputs, its splits, and the options used to prepare it.
         manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
         licence: the hub's id of the licence, such as "cc-by-4.0", or None if no licence was

@@ -98,7 +98,7 @@ def render_chat(
 
     Args:
         template: the template, in Jinja.
-        messages: objects with the strings `role` and `content`. Additional entries must be plain
+        messages: objects whose `role` and `content` are strings. Additional entries must be plain
             JSON; the template may use them.
         variables: additional variables of the template, such as `bos_token`.
         add_generation_prompt: True to end the text with the beginning of the assistant's next turn.
@@ -326,8 +326,8 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
     that calls tools may have None as its content.
 
     Raises:
-        InputError: the messages are not a list of objects with the strings `role` and `content`, or
-            are not JSON.
+        InputError: the messages are not a list of objects whose `role` and `content` are strings,
+            or are not JSON.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(

@@ -183,8 +183,8 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return advice for a device that computes wrong values, beginning with a setting with which it
-    passes, if there is one.
+    """Return advice for a device that computes wrong values. If the device passes the check with
+    another setting, that setting comes first.
     """
     remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):

@@ -48,8 +48,8 @@ _KEPT_OF_DATA = {
 }
 
 
-#: Relative difference of two learning rates that causes no warning, as a fraction of the higher
-#: one.
+#: Maximum difference between two learning rates that causes no warning, as a fraction of the higher
+#: rate.
 _SAME_RATE = 0.01
 
 

@@ -431,8 +431,8 @@ class Run:
         return self._read.batches
 
     def read_early(self) -> list[Batch]:
-        """Read the micro-batches of the step after the current one. The next call of `read_batches`
-        returns the same."""
+        """Read the micro-batches of the step after the current one. The next call to `read_batches`
+        returns the same micro-batches."""
         self._read_early = self._next_read()
         return self._read_early.batches
 

@@ -318,8 +318,8 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
 
 
 def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> FirstModel:
-    """Load the base model of a resumed run, with its weights. If the start gave the run's `lora`
-    section, only dropout and quantisation are read from the recipe's.
+    """Load the base model of a resumed run, with its weights. If the starting model provided the
+    run's `lora` section, only dropout and quantisation are read from the recipe's section.
 
     Raises:
         CheckpointError: the run had no `lora` section, or its base model is missing or has changed.
@@ -598,7 +598,7 @@ def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], No
     found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
     if _token_ids(lora) <= _token_ids(found):
-        # The start may have completed the rows, and files name their tables in full.
+        # Rows may have been added when the run started, and files name their tables in full.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")

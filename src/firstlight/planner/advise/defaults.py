@@ -5,8 +5,8 @@ Constants without another source were measured with models of 0.8 to 5 million p
 trained on the source code of Python's standard library (`python -m benchmarks learning`). For
 larger models they are extrapolated by the published scaling laws that are named here.
 
-Learning rates do not depend on the batch size: they were measured together with the rule by which
-the batch size grows with the run (`model.batch_tokens`).
+Learning rates do not depend on the batch size: they were measured with batch sizes that grow with
+the length of the run, as in `model.batch_tokens`.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates
 #: Learning rates of new models by optimizer, for a hidden_size of `RATE_WIDTH`. AdamW's rate comes
-#: from the setting `nanogpt-tuned` in `python -m benchmarks learning`. Lion uses a third to a tenth
+#: from the `nanogpt-tuned` setting in `python -m benchmarks learning`. Lion uses a third to a tenth
 #: of AdamW's rate (Chen et al. 2023). Adafactor's steps are relative to the size of the parameters.
 NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "muon": {

@@ -203,7 +203,7 @@ class Suggestion:
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Return facts about a text of which only the number of tokens is known.
+    """Return facts about a text if only its number of tokens is known.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.

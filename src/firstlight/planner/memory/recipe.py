@@ -71,7 +71,7 @@ class TraceJob:
     """A prediction to make.
 
     Attributes:
-        calls: (function that traces, arguments) tuples, independent of each other.
+        calls: (function that traces, arguments) tuples; no call depends on another.
         join: function from the results of all calls to the prediction.
     """
 

@@ -227,8 +227,8 @@ class Range:
     """An expected value and its range, from the slowest to the fastest run.
 
     Attributes:
-        slow, expected, fast: seconds, of which `slow` is the largest; or rates or fractions, of
-            which `slow` is the smallest.
+        slow, expected, fast: durations in seconds, rates or fractions. `slow` is the longest
+            duration, but the lowest rate or fraction.
     """
 
     slow: float
@@ -273,7 +273,7 @@ class Shares:
         attention, attention_backward: fractions of the peak that the fused kernels reach.
         bandwidth: fraction of the memory's bandwidth that kernels reach.
         link: fraction of the bandwidth of the link between GPUs.
-        overlap: fraction of the computation with which communication overlaps.
+        overlap: fraction of the computation that can overlap with communication.
         kernel_seconds: duration of the shortest kernel.
         launch_seconds: host time to launch an operator from Python.
         compiled_launch_seconds: host time to launch a compiled kernel.

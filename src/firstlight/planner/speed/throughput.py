@@ -126,7 +126,7 @@ def exchange_seconds(
     Args:
         exchange: communication of the step.
         link: bytes per second between GPUs, in one direction, unless `exchange` has a rate.
-        beside: seconds of computation with which communication can overlap.
+        beside: seconds of computation that can overlap with communication.
         shares: fractions of the links' rates and of the overlap that are reached.
     """
     rate = exchange.link or link
@@ -597,8 +597,8 @@ def _timed(
     """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
     sequences.
 
-    No further step is begun after `most_seconds`: on a CPU, steps in some precisions are much
-    slower than their matrix products, by which the size of the step was chosen.
+    No further step is begun after `most_seconds`. The size of the step was chosen from the speed of
+    matrix products, but on a CPU, steps in some precisions are much slower than that.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}

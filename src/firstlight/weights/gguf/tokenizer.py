@@ -27,7 +27,7 @@ from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_sh
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns with which llama.cpp splits texts into pieces that are merged separately.
+    """Patterns that llama.cpp uses to split texts into pieces, each of which is merged separately.
 
     Attributes:
         names: values of tokenizer.ggml.pre, separated by spaces; the first one is written.
@@ -507,8 +507,8 @@ _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """Build a tokenizer from a GGUF file's metadata that gives the same ids as llama.cpp. Return
-    None if the file does not contain one.
+    """Build a tokenizer from a GGUF file's metadata. It gives the same ids as llama.cpp. Return
+    None if the file does not contain a tokenizer.
 
     Raises:
         TokenizerError: the vocabulary is damaged, or its kind is not supported.
