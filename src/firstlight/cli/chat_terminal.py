@@ -320,7 +320,7 @@ class Terminal:
                 ("last prompt", counted(stats.prompt_tokens, "token")),
                 ("last answer", f"{counted(stats.new_tokens, 'token')} ({stats.finish_reason})"),
                 ("speed", f"{stats.tokens_per_second:.1f} tokens/s, {first}"),
-                ("context", f"{used:,} of {session.context:,} tokens used ({share:.0f} %)"),
+                ("context", f"{used:,} of {session.context:,} tokens used ({share:.0f}%)"),
                 ("left out", counted(stats.dropped, "turn" if session.has_template else "token")),
                 ("seed", stats.seed),
             ]

@@ -261,7 +261,7 @@ class Parts:
     def share_text(self, seconds: float) -> str:
         """Return the fraction of the training loop's time that `seconds` take, as text."""
         share = seconds / max(self.loop_seconds, 1e-9)
-        return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+        return "less than 1%" if share < 0.005 else f"{100 * share:.0f}%"
 
 
 @dataclass(frozen=True)
@@ -451,16 +451,16 @@ class RunFacts:
         )
 
     def warmup(self, percent: int) -> Choice:
-        """Choose the warm-up: a percentage of the run, at least ten steps, but at most 10 % of a
+        """Choose the warm-up: a percentage of the run, at least ten steps, but at most 10% of a
         short run.
 
         Args:
             percent: length of the warm-up in a long run, in percent of the run.
         """
         steps = max(self.steps * percent // 100, min(10, self.steps // 10))
-        share = f"{percent} % of the run, at least 10 steps"
+        share = f"{percent}% of the run, at least 10 steps"
         if self.steps < 100:
-            share = "10 % of a short run"
+            share = "10% of a short run"
         return Choice("schedule.warmup_steps", steps, share)
 
     def other_choices(self, machine: MachineFacts, held_out_tokens: float) -> Iterator[Choice]:

@@ -249,7 +249,7 @@ def result_lines(run: TextRun) -> Iterator[str]:
         compared = f" ({', '.join(beside)})" if beside else ""
         kind = "answers" if run.answers else "text"
         share = run.held_out_share
-        part = f", measured on {100 * share:.0f} % of it" if share < 0.995 else ""
+        part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
     if run.best:
         yield (

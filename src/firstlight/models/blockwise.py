@@ -28,7 +28,7 @@ from firstlight.models.ops import (
 
 #: Queries per block; number of scores, and minimum number of query heads, computed at a time. On an
 #: AMD EPYC in bf16 with 256 to 8,192 tokens, halving or doubling any of these made attention up to
-#: 20 % slower.
+#: 20% slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -169,7 +169,7 @@ class _Part:
     key-value heads over all rows, with G query heads each.
 
     Scores are computed in fp32, as in fused kernels: in bf16, a score of 10 would have an error of
-    up to 0.03, and its weight an error of up to 3 %. torch does not have a CPU matrix product with
+    up to 0.03, and its weight an error of up to 3%. torch does not have a CPU matrix product with
     bf16 inputs and an fp32 result.
 
     Attributes:

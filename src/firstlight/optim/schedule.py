@@ -249,7 +249,7 @@ class ScheduleConfig(Section):
     begin; cosine and linear: after the warm-up), and corrected if the speed changes later.
     max_steps or epochs, if also set, are upper limits."""
     warmup_steps: int | None = Field(None, ge=0)
-    """steps over which the learning rate rises; null is 5 % of decay_steps."""
+    """steps over which the learning rate rises; null is 5% of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """tokens over which the learning rate rises, instead of warmup_steps, rounded down to full
     steps: 375,000,000 tokens at 524,288 per step are 715 steps."""

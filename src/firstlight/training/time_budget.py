@@ -443,7 +443,7 @@ class TimeBudget:
         self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
     ) -> int:
         """Return the number of steps of the run, checked again after a part of its decided steps.
-        The number changes if the run would miss the end of its time by more than 2 % because the
+        The number changes if the run would miss the end of its time by more than 2% because the
         machine has become slower or faster.
 
         At least half of the remaining steps are kept, so that the learning rate does not drop

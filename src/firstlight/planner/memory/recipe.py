@@ -412,13 +412,13 @@ _FEW = 2
 
 #: Number of layers of a fully compiled model that are traced through inductor, by activation
 #: checkpointing mode. With "full", the peak is often at a layer that is neither first nor last: a
-#: prediction with two layers was up to 4 % too low. With "selective" and "budget", a layer that is
-#: both first and last saves additional tensors: a prediction with one layer was up to 7 % too high.
+#: prediction with two layers was up to 4% too low. With "selective" and "budget", a layer that is
+#: both first and last saves additional tensors: a prediction with one layer was up to 7% too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
 #: The same with blockwise attention, which allocates much memory internally. Inductor does not know
 #: about this memory, and orders the surrounding operators differently in a layer that is both first
-#: and last: a prediction with one layer was 3 % too low.
+#: and last: a prediction with one layer was 3% too low.
 _FEW_BLOCKWISE = 2
 
 #: Phases that run no compiled code.

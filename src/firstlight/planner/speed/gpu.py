@@ -6,8 +6,8 @@ range:
 
 - large matrix products: 0.45 to 0.85 of the dense peak, 0.65 expected;
 - flash attention: 0.35 to 0.70 forward, 0.30 to 0.60 backward. FlashAttention-2 (Dao 2023) measured
-  50-73 % forward and up to 63 % backward on A100; FlashAttention-3 (Shah et al. 2024) reports
-  35-40 % for FlashAttention-2 on H100;
+  50-73% forward and up to 63% backward on A100; FlashAttention-3 (Shah et al. 2024) reports
+  35-40% for FlashAttention-2 on H100;
 - memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, as STREAM-like programs reach;
 - every kernel: at least 2 to 6 microseconds, and 4 to 16 to launch it from Python, which is hidden
       as long as the GPU is busy.
@@ -518,7 +518,7 @@ class MeasuredGpu:
 
     Attributes:
         constants: values by the names in `BOUNDS`.
-        error: relative error (unsigned) that 95 % of the held-out configurations do not exceed.
+        error: relative error (unsigned) that 95% of the held-out configurations do not exceed.
         fitted: number of configurations to which the constants were fitted.
         held_out: number of configurations on which the error was measured.
         torch: torch version that was measured.
