@@ -435,7 +435,7 @@ def test_read_table_stopped_early_raises_no_late_error(
     "encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be"]
 )
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
-def test_read_unicode_with_byte_order_mark_from_every_file_type(
+def test_read_unicode_with_byte_order_mark_returns_text_for_every_file_type(
     tmp_path: Path, encoding: str, suffix: str
 ) -> None:
     # Longer than a block of bytes, with characters that span two blocks.

@@ -412,8 +412,8 @@ def _report_lock(name: str) -> None:
     lock = Path(_get_build_directory(name, verbose=False)) / "lock"
     if lock.exists():
         say(
-            f"waiting for {lock}: another process compiles DeepSpeed's library; if there is none, "
-            "it was killed: delete that file"
+            f"waiting for {lock}: another process is compiling DeepSpeed's library (if no such "
+            "process is running, it was killed: delete the file)"
         )
 
 

@@ -418,7 +418,7 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
         relation = "larger" if wanted > tokenizer.vocab_size else "smaller"
         raise DataError(
             f"model.vocab_size {wanted} is {relation} than the vocabulary of the data's tokenizer, "
-            f"{tokenizer.vocab_size}: remove model.vocab_size to use the tokenizer's"
+            f"which has {tokenizer.vocab_size} tokens: remove model.vocab_size to use this number"
         )
     config = recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     stages = engine.config.pipeline
@@ -582,8 +582,8 @@ def _continued(
     """
     if adapter.changes_base:
         raise ConfigError(
-            f"{init_from} contains an embedding that differs from its base's but is not trained: "
-            "merge it "
+            f"{init_from} contains an embedding that is not trained, but differs from the base "
+            "model's embedding: merge the adapter "
             f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
         )
     found = adapter.config

@@ -622,7 +622,7 @@ class Trackers:
         began = time.monotonic()
         if running := self._running_at(began + min(limit, _SECONDS_UNSAID)):
             names = ", ".join(thread.name for thread in running)
-            self._tell(f"waiting for {names}, {limit:.0f} s at most")
+            self._tell(f"waiting for {names}, at most {limit:.0f} s")
         for thread in self._running_at(began + limit):
             self._reported.add(thread.name)
             self._tell(
@@ -643,4 +643,5 @@ class Trackers:
 def _has(thread: _TrackerThread) -> str:
     """Describe which steps a tracker has received, as text for messages."""
     done = read_progress(thread.state).done
-    return f"it has {'no step' if done < 0 else f'the steps to {done:,}'}; --resume adds the others"
+    steps = "no step" if done < 0 else f"the steps up to {done:,}"
+    return f"it has {steps}; --resume adds the others"
