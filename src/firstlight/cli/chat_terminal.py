@@ -231,7 +231,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def _stopping_at_interrupt(self) -> Iterator[None]:
-        """Context in which the first Ctrl-C ends the answer after the current token, and the second
+        """In the context, the first Ctrl-C ends the answer after the current token, and the second
         ends it immediately."""
         if not self._interactive:
             yield

@@ -75,8 +75,8 @@ class EfficiencyConfig(Section):
     empty_cache_steps: int = Field(0, ge=0)
     """number of steps after which the GPU's unused cached memory is released; 0 is never."""
     vocab_multiple: int = Field(1, ge=1)
-    """multiple to which the number of rows of the embedding and the head is padded (64 suits tensor
-    cores); 1 adds none. Rows beyond the vocabulary do not produce logits and are not exported."""
+    """embedding and head are padded to a multiple of this number of rows (64 suits tensor cores);
+    1 adds no rows. Rows beyond the vocabulary do not produce logits and are not exported."""
     compile: bool | Literal["auto"] = "auto"
     """compile the training step's forward and backward pass with torch.compile, which reduces
     memory accesses and memory use. Compilation takes seconds to a minute at the start and requires

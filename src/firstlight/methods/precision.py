@@ -78,7 +78,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Context manager in which matrix products run in `dtype`. Does nothing for fp32."""
+    """Run matrix products in `dtype` in the context. Do nothing for fp32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     # torch's cache of rounded weights is off: a forward pass uses each weight once, and with
@@ -156,7 +156,7 @@ def packet_note(
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """Context manager in which fp32 matrix products use `config.matmul_precision`. With precision
+    """Compute fp32 matrix products with `config.matmul_precision` in the context. With precision
     "tf32" they use TF32 if the hardware supports it (inputs with 10 bits of mantissa). torch's
     global setting is restored at the end."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision

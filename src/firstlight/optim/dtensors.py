@@ -215,8 +215,8 @@ def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: Process
 def full_parameters(
     model: nn.Module, *, changed: bool = False, keep: bool = True
 ) -> Iterator[None]:
-    """Context in which sharded parameters are full tensors on the CPU of every rank, for reading
-    and writing but not for computing. A collective operation: every rank has to enter it.
+    """Replace sharded parameters by full tensors on the CPU of every rank in the context, for
+    reading and writing but not for computing. A collective operation: every rank has to enter it.
 
     Args:
         model: model whose modules hold the full parameters inside the context.

@@ -37,7 +37,7 @@ _SMALLEST = 4096
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Context that suppresses warnings and log messages. Both libraries log kernels that they can't
+    """Suppress warnings and log messages in the context. Both libraries log kernels that they can't
     load, and torch's compiler warns about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

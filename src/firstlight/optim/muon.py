@@ -97,7 +97,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which `orthogonalised` multiplies matrices on a device."""
+    """Return the dtype that `orthogonalised` uses for matrix products on a device."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16

@@ -103,7 +103,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Context in which the master weights replace the parameters: reads and writes are fp32.
+        """Replace the parameters by the master weights in the context: reads and writes are fp32.
 
         Afterwards the parameters use their former memory again, and hold the rounded master
         weights.
@@ -441,7 +441,7 @@ class Optimizer:
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model's parameters are their fp32 master weights.
+        """Replace the model's parameters by their fp32 master weights in the context.
 
         For reading and writing checkpoints, not for computing. Afterwards the parameters hold the
         rounded master weights in their former memory. Without master weights, this does nothing.

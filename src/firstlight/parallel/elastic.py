@@ -362,7 +362,8 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without logging, because torch elastic logs each failure as a page of tables."""
+    """Disable logging in the context, because torch elastic logs each failure as a page of
+    tables."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -168,7 +168,7 @@ class Engine:
 
         Args:
             config: the architecture.
-            vocab_multiple: multiple to which the vocabulary is padded.
+            vocab_multiple: the vocabulary is padded to a multiple of this number.
             generator: source of the random initial values; None leaves them uninitialized.
             init: see `LanguageModel.init_weights`.
 

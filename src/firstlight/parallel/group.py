@@ -265,7 +265,7 @@ def process_group(
     *,
     fingerprint: str = "",
 ) -> Iterator[None]:
-    """Context in which torch.distributed's default group is open; does nothing in a world of one.
+    """Open torch.distributed's default group for the context; do nothing in a world of one.
 
     All ranks have to enter and to leave it. A failure of one rank inside ends the block on all
     ranks, with an error that names the failed rank (see `Heartbeat`). If the main thread waits in
@@ -319,7 +319,7 @@ def process_group(
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """Context in which torch's default group contains only this process, for libraries that need a
+    """Open a default group of torch that contains only this process, for libraries that need a
     group (DeepSpeed)."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

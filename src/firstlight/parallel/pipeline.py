@@ -89,7 +89,7 @@ def stage_model(
 
     Args:
         config: a config for which `unstageable` gives no reasons.
-        vocab_multiple: multiple to which the vocabulary is padded.
+        vocab_multiple: the vocabulary is padded to a multiple of this number.
         stage, stages: number of this process's stage, and the number of stages.
         generator: source of the whole model's random initial values; None leaves values
             uninitialized, except zeros in the rows that pad the vocabulary.

@@ -309,8 +309,8 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Context in which torch.compile generates CPU code that allocates through torch's operators,
-    with kernels that do nothing. Compiled functions are discarded on entry and exit."""
+    """Make torch.compile generate CPU code that allocates through torch's operators, with kernels
+    that do nothing, in the context. Compiled functions are discarded on entry and exit."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -359,8 +359,8 @@ class Graphs:
 
 @contextlib.contextmanager
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
-    """Context in which the graphs of compiled code are stored, and can run instead of the compiled
-    code.
+    """Store the graphs of code that is compiled in the context, so that they can run instead of the
+    compiled code.
 
     The graphs already determine which tensors are saved for the backward pass, so each layer of a
     model adds the same memory with the graphs as with inductor's code.
@@ -401,9 +401,9 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context without Python's cyclic garbage collector, which takes a tenth of the time because of
-    the compiler's millions of live objects. Without it, the storages in a trace also do not depend
-    on when the collector runs."""
+    """Disable Python's cyclic garbage collector in the context. The collector takes a tenth of the
+    time, because the compiler has millions of live objects. Without it, the storages in a trace
+    also do not depend on when it runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -415,7 +415,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Context in which an attribute of `owner` has another value."""
+    """Set an attribute of `owner` to another value in the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -440,7 +440,7 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Context in which new tensors do not have memory; see also `tables_put_back`."""
+    """Create new tensors without memory in the context; see also `tables_put_back`."""
     # Real tensors, such as tables that a library created earlier, may be used inside.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -472,8 +472,8 @@ def mark_weights(model: nn.Module, tracer: Tracer) -> None:
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """Context in which the step of every torch optimizer is the phase "optimizer", and its
-    gradients and states are marked."""
+    """In the context, trace the step of every torch optimizer as the phase "optimizer", and mark
+    its gradients and states."""
     before = ["setup"]
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -307,7 +307,7 @@ def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
 
 @contextlib.contextmanager
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
-    """Context in which everything is traced: the tracer, the recipe's program, and a batch."""
+    """Trace everything in the context. Yield the tracer, the recipe's program, and a batch."""
     recipe, tracer = planned.recipe, Tracer()
     lists = (lambda _: spec.LIST_VALUES) if target.kind == "cuda" else spec.list_values
     with (

@@ -159,7 +159,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which nothing is traced; it must not leave any tensors behind."""
+        """Pause tracing in the context, which must not leave any tensors behind."""
         self._is_paused = True
         try:
             yield
@@ -168,7 +168,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Context in which created storages get this part."""
+        """Assign this part to the storages created in the context."""
         before, self._part = self._part, part
         try:
             yield
