@@ -116,7 +116,7 @@ def plain_recipe(
     changes.
 
     Gradients are not clipped, because an optimizer that updates inside the backward pass never
-    holds all gradients at once, and all rows must compute the same.
+    holds all gradients at once, and all rows must compute the same update.
     """
     return {
         "run": {"device": device},
@@ -512,7 +512,7 @@ def choose_rows(
     """Return the rows chosen by name or by the name of their table, or all rows if there are no
     names.
 
-    A row of the table "alone" also selects the plain run, with which it is compared. A row of the
+    A row of the "alone" table also selects the plain run, which is its baseline. A row of the
     ladder also selects the rows before it, whose methods it includes.
 
     Args:

@@ -177,8 +177,8 @@ class FineTuning:
             return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
-        # Keep a run folder's path, not its checkpoint's, which the run may delete meanwhile. A hub
-        # model is local by now.
+        # Keep the path of a run folder, not of its checkpoint, which the run may delete in the
+        # meantime. A hub model is local by now.
         is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(

@@ -92,7 +92,8 @@ class Choices:
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """Return the choices with another value for a key; unchanged if the key was not chosen."""
+        """Return the choices with a different value for a key, or unchanged if the key was not
+        chosen."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -201,7 +202,7 @@ def compile_ways(
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     """Return True if the user sets an alternative to `key`, such as warmup_ratio for
-    warmup_steps, or a kind of schedule to which it does not apply."""
+    warmup_steps, or a kind of schedule that does not have `key`."""
     from firstlight.optim.schedule import ALTERNATIVES, KINDS_OF_KEYS
 
     section, _, name = key.partition(".")
@@ -562,7 +563,7 @@ class RunPlan(ABC):
 
     @abstractmethod
     def choose_again(self, length: Length) -> Self:
-        """Return the plan for another length of the run."""
+        """Return the plan for a different length of the run."""
 
     def require_time(self, length: Length) -> None:
         """Reject a time budget that does not leave enough time for steps.

@@ -138,7 +138,7 @@ _WORTHWHILE = 1.2
 
 @functools.cache
 def bf16_is_faster(device: torch.device) -> bool:
-    """Return True if a device multiplies bf16 matrices faster than fp32 matrices.
+    """Return True if matrix products on a device are faster in bf16 than in fp32.
 
     On CPUs this is measured, because support does not imply speed: a CPU with bf16 instructions
     (avx512_bf16, but no AMX) ran bf16 at half the rate of fp32.

@@ -82,7 +82,7 @@ def set_at_import() -> None:
 
 def takes_expandable_segments(root: Path = Path("/")) -> bool:
     """Return True if torch's allocator can use expandable segments, which let a tensor reuse freed
-    GPU memory of another size.
+    GPU memory of a different size.
 
     They use virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
     the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);

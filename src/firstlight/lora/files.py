@@ -306,7 +306,7 @@ def _adapted_layer(name: str) -> tuple[str, str] | None:
 
 def adapter_settings(folder: Path) -> str:
     """Return the settings that affect an adapter's output, as JSON text: adapters with the same
-    tensors and the same text compute the same.
+    tensors and the same text give the same outputs.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -516,7 +516,7 @@ def _require_rank(
     before memory is allocated according to the settings.
 
     Raises:
-        ModelError: A is missing, or has another shape.
+        ModelError: A is missing, or has a different shape.
     """
     base = model.get_submodule(layer)
     if base is model.embedding:

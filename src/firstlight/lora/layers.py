@@ -723,7 +723,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
         where: name of the tensors' source for error messages.
 
     Raises:
-        ModelError: a tensor is missing, unexpected or of another shape.
+        ModelError: a tensor is missing, unexpected or has a different shape.
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):

@@ -247,7 +247,8 @@ def require_same_bits(hardware: Hardware) -> None:
     the environment variable only once.
 
     Raises:
-        ConfigError: the environment has another size, or a matrix product was computed without it.
+        ConfigError: the environment sets a different size, or a matrix product was computed without
+        it.
     """
     if hardware.device.type != "cuda":
         return

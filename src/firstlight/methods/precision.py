@@ -59,8 +59,8 @@ def has_only_fp16_units(hardware: Hardware) -> bool:
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
-    """Return the dtype of matrix products. "auto" is bf16 if this hardware multiplies it faster
-    than fp32, otherwise fp32."""
+    """Return the dtype of matrix products. "auto" is bf16 if products are faster in bf16 than in
+    fp32 on this hardware, otherwise fp32."""
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
         return torch.bfloat16 if worth_it else torch.float32
@@ -227,9 +227,9 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers that precision "fp8" multiplies in fp8, by name: large ones whose sizes are
-    multiples of 16, as fp8 tensor cores require. The head is excluded, because its errors would
-    directly affect the loss, and so are routers."""
+    """Return the layers whose products are in fp8 with precision "fp8", by name: large layers whose
+    sizes are multiples of 16, as fp8 tensor cores require. The head is excluded, because its errors
+    would directly affect the loss, and so are routers."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
         name: module

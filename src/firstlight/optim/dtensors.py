@@ -72,7 +72,7 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
 
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
     """Shard a full tensor, which every rank holds, in the same way as `example`. Return the tensor
-    itself if `example` is not sharded or has another shape.
+    itself if `example` is not sharded or has a different shape.
 
     Args:
         tensor: full tensor with the same values on every rank.
@@ -102,7 +102,7 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     `parameters[i]`, and a process without a parameter receives None.
 
     A collective operation. All n processes together receive as much data as each of them would
-    receive from n calls of `gather`.
+    receive from n calls to `gather`.
 
     Args:
         shards: this process's shard of a tensor for each parameter, with the parameter's shape; all

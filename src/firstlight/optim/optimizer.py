@@ -509,7 +509,8 @@ class Optimizer:
         because the schedule sets them at every step.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
+            CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the
+                message names it.
         """
         layouts = self._layouts()
         require_fitting_state(layouts, tensors)
@@ -545,7 +546,6 @@ def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     torch's fused SGD reads it as well, but leaves its momentum uninitialised if the first update is
     skipped. torch's other optimizers and the 8-bit optimizers do not read it.
-    is skipped. torch's other optimizers and the 8-bit optimizers do not read it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
@@ -574,7 +574,8 @@ def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, T
         tensors: saved tensors by `<parameter name>.<state name>`.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
+        CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the
+            message names it.
     """
     expected = {
         f"{name}.{key}": entry for name, layout in layouts.items() for key, entry in layout.items()

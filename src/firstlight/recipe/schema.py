@@ -37,8 +37,8 @@ class RunConfig(Section):
     check_device: bool = True
     """true compares the results of a GPU with the CPU before a run, unless the GPU has passed
     `firstlight info --check`. This takes a second or two, and wrong results stop the run. A GPU
-    that has passed is checked again with another driver, torch version, precision or attention
-    backend."""
+    that has passed is checked again if the driver, torch version, precision or attention backend
+    changes."""
     deterministic: bool = False
     """true gives bit-identical results on a CUDA GPU, so that a resumed run equals an uninterrupted
     run. It is slower, especially in attention's backward pass. On a CPU, results are always

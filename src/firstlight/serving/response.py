@@ -285,7 +285,7 @@ class Echo:
 
 
 class CompletionFormat(ResponseFormat):
-    """The format `text_completion`, for complete responses and events.
+    """The `text_completion` format, for complete responses and events.
 
     Args:
         echoes: prompt of each choice; empty without `echo`.
@@ -321,7 +321,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The formats `chat.completion` and `chat.completion.chunk`.
+    """The `chat.completion` and `chat.completion.chunk` formats.
 
     Args:
         answers: format of the answers' parts.

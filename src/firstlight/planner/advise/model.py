@@ -332,7 +332,7 @@ def _other_parameters(model: Any, config: ModelConfig) -> int:
 
 
 def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
-    """Return the suggestion with another number of steps, and with all values that depend on it
+    """Return the suggestion with a different number of steps, and with all values that depend on it
     except `global_batch_tokens` and `seconds`.
 
     Args:

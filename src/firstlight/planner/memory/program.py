@@ -215,11 +215,12 @@ class CudaKernels(TorchFunctionMode):
         return found[0]
 
     def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
-        """Return torch's choice (sdp_utils.cpp). cuDNN and flash attention need half precision and
-        compute capability 8.0. cuDNN needs heads of a multiple of 8, at most 128, and dropout in
-        steps of 1/16; flash no mask and heads of at most 256. The memory-efficient kernel needs
-        heads of a multiple of 16 bytes, does not take `enable_gqa` before torch 2.14, and needs
-        capability 8.0 for bf16."""
+        """Return torch's choice (sdp_utils.cpp). cuDNN and flash attention require half precision
+        and compute capability 8.0. cuDNN also requires a head dimension that is a multiple of 8 and
+        at most 128, and a dropout that is a multiple of 1/16. Flash attention supports no mask, and
+        head dimensions of at most 256. The memory-efficient kernel requires heads whose size is a
+        multiple of 16 bytes, and capability 8.0 for bf16; it does not support `enable_gqa` before
+        torch 2.14."""
         half, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
         capability = self._target.capability
         # Evaluation and generation run without cuDNN's kernel (`varying_lengths`).

@@ -256,7 +256,6 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
         trace: a finished trace.
         first, last: first and last tick of the part. Storages that are alive at `first` start at
             tick 0 of the part.
-            at tick 0 of the part.
     """
     storages = [
         replace(
@@ -645,7 +644,7 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 
 
 def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
-    """Return the recipe with another number of layers of its model."""
+    """Return the recipe with a different number of layers of its model."""
     return recipe.with_keys("model", num_hidden_layers=count)
 
 

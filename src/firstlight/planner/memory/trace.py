@@ -151,7 +151,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of a forward pass; storages alive on exit are saved for the backward pass."""
+        """Trace a forward pass in the context. Storages that are alive on exit are saved for the
+        backward pass."""
         first = self.tick + 1
         with self.phase("forward"):
             yield

@@ -194,9 +194,9 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Return the GPU memory of a process outside of torch's allocator, or None if it was measured
-    neither on this GPU type nor on an H100 of the same capability, for which the same kernels are
-    loaded."""
+    """Return the GPU memory of a process outside of torch's allocator. If it was not measured on
+    this GPU type, return the H100's value for a GPU of the same capability, which loads the same
+    kernels, and None for other GPUs."""
     found = measured_gpu(gpu)
     if found is None and gpu.capability == GPUS["H100"].capability:
         found = measured_gpu(GPUS["H100"])

@@ -62,7 +62,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Phases whose memory-bound operators belong to the kind "optimizer".
+#: Phases whose memory-bound operators belong to the "optimizer" kind.
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
 #: Products of each expert's rows with its weight, for all experts in one call (`models.moe`).
@@ -161,7 +161,7 @@ class MatrixProduct:
 
 
 def product_of(operator: Operator) -> MatrixProduct:
-    """Return the matrix product of an operator of the kind "matrix_products". The products of all
+    """Return the matrix product of an operator of the "matrix_products" kind. The products of all
     experts are treated as one product of all rows and one weight, their backward pass as two."""
     name = operator.base_name
     if is_grouped(operator):
@@ -371,9 +371,9 @@ _REACHED = {
 
 def reached_share(gpu: GPU) -> float:
     """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
-    Without a published measurement: 1 for GPUs whose matrix units have the half rate of GeForce
-    cards, for which the board supplies enough power (RTX 3060, 3090, 4090: 1.0 to 1.08), otherwise
-    0.8 (RTX A6000: 0.79, L40S: 0.74)."""
+    Without a published measurement, it is 1 for GPUs whose matrix units have half the usual rate,
+    as in GeForce cards, because the board supplies enough power for that rate (RTX 3060, 3090,
+    4090: 1.0 to 1.08). For others it is 0.8 (RTX A6000: 0.79, L40S: 0.74)."""
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):
             return _REACHED[name]
@@ -586,9 +586,9 @@ def assumed_shares(gpu: GPU) -> Shares:
     """Return the shares of a GPU of a type that was not measured: an H100's, with the ranges of
     `DEFAULT_SHARES`.
 
-    A kernel takes as long to launch as on the H100's host, on any GPU. Large products reach the
+    On any GPU, a kernel takes as long to launch as on the H100's host. Large products reach the
     same fraction of `reached_share` as on the H100. Fused attention has the H100's share on GPUs of
-    its capability, which run the same kernels, and on other GPUs that of `DEFAULT_SHARES`.
+    the same capability, which run the same kernels, and the share of `DEFAULT_SHARES` on others.
     """
     anchor = GPUS["H100"]
     measured = measured_gpu(anchor)

@@ -494,9 +494,9 @@ def estimate_speed(
 # The speed of training on this machine, from timed steps of the real model
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
-# take too long, a micro-batch of fewer sequences is timed, and if it still would, models with fewer
-# layers. The time of a full step follows from these: the passes take time in proportion to the
-# sequences, and both passes and update take the same time for each further layer.
+# take too long, a micro-batch of fewer sequences is timed. If even that would take too long, models
+# with fewer layers are timed. The time of a full step follows from these: the passes take time in
+# proportion to the sequences, and both passes and update take the same time for each further layer.
 #
 # torch.compile is not timed, because compiling takes longer than an entire plan.
 
