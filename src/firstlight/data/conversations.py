@@ -539,7 +539,7 @@ _CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return a conversation without the keys `_LEARNED` in its messages. An answer is masked if one
+    """Return a conversation without the `_LEARNED` keys in its messages. An answer is masked if one
     of these keys is 0 or false.
     """
     masked = set()

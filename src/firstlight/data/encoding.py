@@ -7,7 +7,7 @@ The process that calls `prepare` reads the documents and writes the shards; a Ra
 the encoding, which is nearly all of the work. Files therefore need to be visible on only one
 machine, and failures of other machines can't change the written files. If a process or node is
 killed, Ray encodes its blocks again, including finished blocks whose ids were lost with the node.
-Each node needs firstlight with the extra `ray`, and the same version of `tokenizers`.
+Each node needs firstlight with the `ray` extra, and the same version of `tokenizers`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _table_rows(
 
 
 def _header_problem(header: Sequence[str], text_key: str | None) -> BadRecordError | None:
-    """Return the error for a table without the column `text_key`, or for one whose first line
+    """Return the error for a table without a `text_key` column, or for one whose first line
     contains sentences or numbers instead of the names of columns. Return None for other tables."""
     if text_key in header or (text_key is None and conversation_kind(header, "") is not None):
         return None

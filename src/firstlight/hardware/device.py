@@ -176,7 +176,7 @@ def _cpu_name() -> str:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products in `dtype` on `device`, to which MFU refers.
+    """Return the peak FLOP/s of matrix products in `dtype` on `device`, the reference for MFU.
 
     For bf16 on a GPU in the table, this is the figure of the data sheet. Otherwise it is measured
     as the best of several large products, which takes a fraction of a second.

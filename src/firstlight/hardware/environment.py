@@ -115,8 +115,8 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Context manager or decorator in which torch's threads wait as in a command if other programs
-    keep the cores busy at its start.
+    """Context manager or decorator: torch's threads wait as in a command if other programs keep the
+    cores busy at its start.
 
     torch reads `GOMP_SPINCOUNT` when it is imported, and the cores may have been free then. Does
     nothing in a command, or if the user has set that variable.

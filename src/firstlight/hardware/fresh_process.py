@@ -59,7 +59,7 @@ def ask(
     killed.
 
     Args:
-        module: name of a module with the function `measure`.
+        module: name of a module with a `measure` function.
         request: argument of the function, passed as JSON.
         environment: environment variables of the process.
         seconds: time limit of the process; None for no limit.
@@ -234,7 +234,7 @@ class ForkServer:
 
     Args:
         environment: environment variables of all processes.
-        module: name of a module with the function `measure`.
+        module: name of a module with a `measure` function.
     """
 
     def __init__(self, environment: Mapping[str, str], module: str) -> None:

@@ -294,7 +294,7 @@ _BUCKETS_PER_PIXEL = 0.7
 def _figure(
     identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of the template's macro `figure`.
+    """Return the arguments of the template's `figure` macro.
 
     Args:
         identity: id of the element, unique within the page.
