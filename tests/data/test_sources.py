@@ -849,7 +849,7 @@ def test_read_missing_optional_package_names_install_command(
     with pytest.raises(MissingDependencyError) as caught:
         read(tmp_path)
     assert str(caught.value) == (
-        f"reading {tmp_path / name} needs the package '{package.split('.')[0]}': "
+        f"reading {tmp_path / name} needs the '{package.split('.')[0]}' package: "
         "pip install 'firstlight[data]'"
     )
 
@@ -929,7 +929,7 @@ def test_read_hub_dataset_without_package_names_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = r"reading hf:x needs the package 'datasets': pip install 'firstlight\[data\]'"
+    message = r"reading hf:x needs the 'datasets' package: pip install 'firstlight\[data\]'"
     with pytest.raises(MissingDependencyError, match=message):
         read("hf:x")
 

@@ -410,7 +410,7 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
         except BadRecordError as error:
             if len(inputs) == 1:
                 raise InputError(
-                    f"{first.place}: not a text, since it has no field '{text_key}' (set another "
+                    f"{first.place}: not a text, since it has no '{text_key}' field (set another "
                     f"with --text-key), and not a conversation: {error}"
                 ) from error
 

@@ -103,7 +103,7 @@ class Machine:
         if (0, 0) < self.gpu.capability < (5, 0):
             return [
                 f"{self.name} has compute capability {self.gpu.capability[0]}."
-                f"{self.gpu.capability[1]}, for which torch builds for CUDA 12 do not have kernels"
+                f"{self.gpu.capability[1]}, and torch's builds for CUDA 12 have no kernels for it"
             ]
         return []
 
