@@ -286,8 +286,8 @@ class ScheduleConfig(Section):
     """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio; other
     peaks, such as muon_learning_rate, fall by the same factor."""
     resume: bool = False
-    """true continues the schedule of --init-from at the step of its checkpoint, with its optimizer
-    state, on any data; false starts a new schedule at step 0."""
+    """true continues the schedule of the --init-from checkpoint at the checkpoint's step, with the
+    checkpoint's optimizer state, on any data; false starts a new schedule at step 0."""
 
     @model_validator(mode="before")
     @classmethod

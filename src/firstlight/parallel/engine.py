@@ -298,7 +298,7 @@ class Engine:
 
         Args:
             model: the distributed model.
-            optimizer: its optimizer.
+            optimizer: optimizer of the model.
             tensors_of: see `TensorsOf`; it is called while the parameters are full.
         """
         # Every process has the full state, so nothing has to be gathered.

@@ -215,7 +215,7 @@ def _end_process(failure: str) -> None:
 
 # The group
 
-#: Default limit of the rendezvous and of a collective operation: torch's own for NCCL.
+#: Default limit of the rendezvous and of a collective operation: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 #: Words that identify an error of an exchange: gloo's errors are plain RuntimeErrors.
@@ -274,9 +274,9 @@ def process_group(
 
     Args:
         world: this process among the others.
-        device: the device of its tensors. Tensors on the CPU are exchanged by gloo, tensors on GPUs
-            by NCCL.
-        timeout_seconds: limit of the rendezvous, of an exchange between ranks, and of the time
+        device: the device of this process's tensors. Tensors on the CPU are exchanged by gloo,
+            tensors on GPUs by NCCL. timeout_seconds: limit of the rendezvous, of an exchange
+            between ranks, and of the time
             without a heartbeat of a rank.
         fingerprint: a hash of the recipe, which must be the same on all ranks.
 

@@ -52,10 +52,10 @@ class RankInfo:
 
     Attributes:
         rank, size: the process's rank and the world size, from its launcher.
-        host: name of its machine.
-        pid: its process id.
-        fingerprint: a hash of its recipe.
-        gpu: the UUID of its GPU; "" without a GPU.
+        host: name of the process's machine.
+        pid: process id.
+        fingerprint: hash of the process's recipe.
+        gpu: UUID of the process's GPU; "" without a GPU.
     """
 
     rank: int

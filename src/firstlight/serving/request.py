@@ -254,7 +254,7 @@ class CompletionRequest(GenerationRequest):
             of such lists.
         max_tokens: see `GenerationRequest`; 0 generates no tokens and is useful with `echo`.
         logprobs: number of most likely tokens whose log-probabilities are returned for each token,
-            in addition to the token's own.
+            in addition to the log-probability of that token.
         echo: true starts each choice with the prompt and, with `logprobs`, its log-probabilities.
     """
 

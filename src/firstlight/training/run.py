@@ -58,7 +58,7 @@ class _Read:
     """What was read for a step.
 
     Attributes:
-        batches: its micro-batches.
+        batches: micro-batches of the step.
         began: time at which reading began, by `time.perf_counter`.
         seconds: duration of reading.
         rows: number of rows read for all steps up to this one.

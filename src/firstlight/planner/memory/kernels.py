@@ -39,7 +39,7 @@ class Operator:
         inputs, outputs: (shape, dtype) of each tensor.
         flops: FLOPs of the operator's matrix products; 0 if it has none.
         moved_bytes: total bytes of inputs and outputs; 0 for views.
-        options: further properties of the call that affect its kernel's memory.
+        options: further properties of the call that affect the kernel's memory.
     """
 
     name: str

@@ -575,7 +575,8 @@ class _TracedOptimizer:
         return getattr(self._optimizer, name)
 
     def accumulate(self) -> None:
-        """See `Optimizer.accumulate`, which replaces gradients of weights with those of masters."""
+        """See `Optimizer.accumulate`, which replaces the gradients of weights with gradients of
+        master weights."""
         self._tracer.mark((p.grad for p in self._weights), "gradients")
         self._optimizer.accumulate()
         self._tracer.mark((m.grad for m in self._masters), "gradients")

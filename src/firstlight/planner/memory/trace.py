@@ -1,5 +1,5 @@
-"""A trace of code that runs on fake tensors: the storages that it creates, their lifetimes, and its
-operators.
+"""A trace of code that runs on fake tensors: the operators of the code, and the storages that it
+creates, with their lifetimes.
 
 Torch's `FakeTensorMode` gives every operator's outputs shapes but no memory. `Tracer`, a dispatch
 mode above it, records when each storage is created and freed, on a clock that ticks once per
@@ -50,7 +50,7 @@ class Storage:
         size: bytes.
         birth, death: first and last tick at which the storage is alive.
         phase: phase in which it was created; "" before the first.
-        part: kind of its content, one of `prediction.PARTS`; "" until it is known.
+        part: kind of the storage's content, one of `prediction.PARTS`; "" until it is known.
         recomputed: True if the backward pass created it by recomputing a forward pass.
     """
 

@@ -63,7 +63,7 @@ class Candidate:
         changes: values of keys of the recipe (`section.key`) that the candidate sets.
         evaluates: True includes the memory of evaluations.
         compiles: True predicts the memory of the compiled step, if the recipe compiles, which takes
-            at least ten seconds; False predicts that of the step without torch.compile.
+            at least ten seconds; False predicts the memory of the step without torch.compile.
     """
 
     recipe: ResolvedRecipe

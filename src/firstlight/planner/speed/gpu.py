@@ -432,8 +432,8 @@ def kernel_seconds(
     *,
     fp8: bool = False,
 ) -> Range:
-    """Return the seconds of one call on the GPU, by the roofline model; with `fp8`, those of a
-    product in fp8 that was traced in bf16, and of the casts of its factors."""
+    """Return the seconds of one call on the GPU, by the roofline model. With `fp8`, the call is a
+    product in fp8 that was traced in bf16, and the seconds include the casts of its factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds

@@ -64,7 +64,7 @@ class Exchange:
             reduce-scattered once per step (FSDP); False if gradients are all-reduced once (DDP).
         processes: number of processes that share the batch.
         weight_bytes: bytes of these processes' weights, in the dtype that is sent.
-        gradient_bytes: bytes of their gradients, in the dtype that is sent.
+        gradient_bytes: bytes of the gradients of these weights, in the dtype that is sent.
         micro_batches: number of micro-batches per step.
         tensor_parallel: number of processes that share each layer; multiplies `processes`.
         hidden_bytes: bytes of a micro-batch's hidden states.
@@ -646,11 +646,12 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
 
 
 def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
-    """Return the speed of a recipe whose steps can't be timed, from that of new models of its size.
+    """Return the speed of a recipe whose steps can't be timed. It is derived from the speed of new
+    models of the same size.
 
     Args:
         recipe: the resolved recipe.
-        rate: tokens per second of a new model of its size on this machine.
+        rate: tokens per second of a new model of the same size on this machine.
         hardware: the device to run on.
     """
     seconds = Range.around(_step_tokens(recipe) / rate, _SCALED_ERROR)
