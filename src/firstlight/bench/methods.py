@@ -270,7 +270,7 @@ def ladder_rows(
     replace the written-out mask and layers are skipped for models other than GPT-2.
 
     Args:
-        processes: number of processes in the row `+ddp`; 1 skips the row.
+        processes: number of processes in the `+ddp` row; 1 skips the row.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
@@ -489,7 +489,7 @@ def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_here(hardware: Hardware) -> int:
-    """Return the number of processes in the row `+ddp`: one per GPU, two on a CPU with several
+    """Return the number of processes in the `+ddp` row: one per GPU, two on a CPU with several
     threads, otherwise 1.
     """
     if hardware.device.type == "cuda":

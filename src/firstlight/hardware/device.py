@@ -113,7 +113,7 @@ def _require_code(properties: Any) -> None:
         raise ConfigError(
             f"torch {torch.__version__} has no code for {properties.name} (compute capability "
             f"{capability[0]}.{capability[1]}): pip install --force-reinstall torch --index-url "
-            f"https://download.pytorch.org/whl/{index}, or use the device cpu"
+            f"https://download.pytorch.org/whl/{index}, or set the device to cpu"
         )
 
 

@@ -2,7 +2,7 @@
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
-A measurement is a module with a function `measure` that maps a request to a result, both JSON
+A measurement is a module with a `measure` function that maps a request to a result, both JSON
 objects. With - as REQUEST, the request is read from stdin.
 
 `ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`

@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class _Received(nn.Module):
     """Stand-in for the embedding: returns the hidden states [batch, seq_len, hidden_size] that the
-    previous stage has sent, which `Pipeline.take` sets."""
+    previous stage has sent and that `Pipeline.take` has set."""
 
     weight: Tensor
 

@@ -82,7 +82,7 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """True if a checkpoint is due, or is requested by a file `save-now` in the run folder.
+        """True if a checkpoint is due, or is requested by a `save-now` file in the run folder.
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
         a run with a time budget, one is also due `Run.save_interval` seconds after the last one. If

@@ -473,7 +473,7 @@ def mark_weights(model: nn.Module, tracer: Tracer) -> None:
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """In the context, trace the step of every torch optimizer as the phase "optimizer", and mark
+    """In the context, trace the step of every torch optimizer as the "optimizer" phase, and mark
     its gradients and states."""
     before = ["setup"]
 
@@ -561,7 +561,7 @@ def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
 
 
 class _TracedOptimizer:
-    """A program's optimizer that marks gradients and master weights, and the phase "clipping"."""
+    """A program's optimizer that marks gradients and master weights, and the "clipping" phase."""
 
     def __init__(self, program: TrainingProgram, tracer: Tracer) -> None:
         self._optimizer, self._tracer = program.optimizer, tracer
