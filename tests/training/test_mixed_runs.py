@@ -154,15 +154,15 @@ def test_mixed_run_without_max_steps_covers_all_rows(
 
 def test_mixed_run_resumed_with_other_weights_raises(mixed: dict[str, Any]) -> None:
     stop_after(mixed, 5)
-    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is 1:1 now"):
+    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is now 1:1"):
         train(with_weights(mixed, 1, 1), resume=True)
     turned = copy.deepcopy(mixed)
     turned["data"]["mix"].reverse()
-    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is 3:7 now"):
+    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is now 3:7"):
         train(turned, resume=True)
     alone = copy.deepcopy(mixed)
     alone["data"] = {"dir": mixed["data"]["mix"][0]["dir"], "seq_len": 32}
-    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is None now"):
+    with pytest.raises(CheckpointError, match=r"the data's mix was 7:3 and is now None"):
         train(alone, resume=True)
     # The same ratio with other numbers is the same data.
     assert train(with_weights(mixed, 70, 30), resume=True).step == 12

@@ -597,7 +597,9 @@ def nothing_read(rejected: Counter[str], first: str) -> str:
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
-        return f"the corpus is empty: {first}: give files with text"
+        # Other reasons name their own remedy.
+        remedy = ": give files with text" if rejected["empty"] else ""
+        return f"the corpus is empty: {first}{remedy}"
     reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
     return (
         f"the corpus is empty: all {rejected.total():,} documents read were rejected ({reasons}); "
