@@ -38,9 +38,9 @@ def train_command(
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on a corpus, and write tokenizer.json to --out.
 
-    INPUT is a file, folder or glob of text and code with any or no file name extension, .jsonl,
-    .ndjson, .csv, .tsv (each also compressed as .gz, .bz2, .xz or .zst) or .parquet, the word
-    `stdlib`, or hf:NAME[:CONFIG[:SPLIT]].
+    INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]]. Files can be
+    text and code with any or no file name extension, .jsonl, .ndjson, .csv, .tsv (all also
+    compressed as .gz, .bz2, .xz or .zst) or .parquet.
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines
     from firstlight.data.records import read_documents, with_words

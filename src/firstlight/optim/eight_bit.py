@@ -230,8 +230,8 @@ class EightBitConfig(OptimizerKeys):
     to them) with torch's AdamW and fp32 moments, as Dettmers et al. 2022 recommend. This takes 8
     bytes per embedding parameter; paged_adamw8bit does not page these moments. null is true with
     8-bit optimizers. false saves 6 bytes per embedding parameter, but a row then shares its scale
-    with others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
-    tokens moved ten times too far."""
+    with others unless hidden_size is a multiple of 256. With bitsandbytes on a GPU, rows of rare
+    tokens then moved ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:

@@ -381,10 +381,9 @@ def protected(
         template: the chat template.
 
     Returns:
-        (marked messages, pattern). When searched in the template's output for the marked
-        messages, matches special tokens that the template wrote (group "special"), marked names
-        (group "text"), and single marks that the template has separated from their name (neither
-        group).
+        (marked messages, pattern). In the template's output for the marked messages, the pattern
+        matches special tokens that the template wrote (group "special"), marked names (group
+        "text"), and single marks that the template has separated from their name (neither group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)

@@ -19,10 +19,10 @@ each tile take as long as about 64 more elements of the inner dimension.
 
 For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
 (`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
-fraction of its data sheet that each reaches in products alone (`assumed_shares`), so that the order
-of two GPUs follows from their data sheets and does not depend on which of them was measured. Their
-ranges stay as wide as above, enough for two published rates of GPT-2 124M in compiled bf16 on an
-A100 with 40 GB:
+fraction of its data sheet that each type reaches in products alone (`assumed_shares`). The order of
+two GPUs therefore follows from their data sheets, and does not depend on which of them was
+measured. The ranges of types that were not measured stay as wide as above. This is enough for two
+published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
