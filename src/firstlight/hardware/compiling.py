@@ -135,7 +135,8 @@ class Compiler:
 
     @property
     def _key(self) -> str:
-        return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
+        # Stored multiples refer to `_USUAL`; the number changes with it.
+        return f"{self.device}, {self.cores} cores, torch {_torch_version()}, 2"
 
     def _times(self) -> dict[str, float]:
         """Return the stored multiples, or {} if the file is missing or damaged."""

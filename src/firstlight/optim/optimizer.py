@@ -245,6 +245,8 @@ class Optimizer:
         )
         self._norms: dict[str, Tensor] = {}
         self._divisor: Tensor | None = None
+        #: Parameters that the last `step` has counted on the host.
+        self._counted: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         if in_backward:
             for name, parameter in self.parameters.items():
                 self._update_in_backward(name, parameter)
@@ -374,6 +376,15 @@ class Optimizer:
         if self.in_backward:
             return
         self.accumulate()
+        # AdamW's kernel does not count a skipped update.
+        self._counted = [
+            (optimizer, parameter)
+            for optimizer in (self._torch_optimizers if found_inf is not None else ())
+            if not isinstance(optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
                 # Set in the same way as torch.amp.GradScaler sets them for torch's fused kernels.
@@ -385,14 +396,10 @@ class Optimizer:
 
     def take_back_counts(self) -> None:
         """Decrease the update counters that the last `step` increased on the host although
-        `found_inf` was 1. Call this before the gradients are freed."""
-        for optimizer in self._torch_optimizers:
-            if isinstance(optimizer, torch.optim.AdamW):
-                continue  # its kernel does not count a skipped update
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None and "step" in optimizer.state[parameter]:
-                        optimizer.state[parameter]["step"] -= 1
+        `found_inf` was 1."""
+        for optimizer, parameter in self._counted:
+            if "step" in optimizer.state[parameter]:
+                optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
         """Free the gradients, and discard the norms recorded by `in_backward`."""

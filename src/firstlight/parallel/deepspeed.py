@@ -400,7 +400,7 @@ def _load(builder: Any) -> None:
     except (RuntimeError, ImportError, OSError) as error:
         raise ConfigError(
             "distributed.offload nvme: DeepSpeed's library for NVMe can't be compiled "
-            "({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
+            f"({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
         ) from error
 
 

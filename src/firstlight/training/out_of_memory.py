@@ -13,6 +13,7 @@ import torch
 from firstlight.errors import TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.methods.compilation import is_compile_failure
+from firstlight.optim.eight_bit import compiles_update
 from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import fewer_rows
 from firstlight.training.run import Run
@@ -82,6 +83,8 @@ def _continue_uncompiled(run: Run, error: Exception) -> None:
     problem = _short(str(error).split("\n\n")[0])  # without torch's advice on its variables
     # Other processes may be waiting for this one's gradients.
     can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
+    # A compiled update may be partly applied.
+    can_repeat = can_repeat and not compiles_update(run.recipe.optimizer)
     if not (run.chose_compiling and can_repeat):
         raise TrainingError(
             f"step {run.state.step}: torch.compile failed ({problem}): set efficiency.compile to "

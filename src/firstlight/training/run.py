@@ -440,7 +440,8 @@ class Run:
         """Undo `read_early`: the batches belong to the next steps, whose number of batches may
         differ."""
         if self._read_early is not None:
-            self._unused, self._read_early = self._read_early.batches, None
+            self._unused = self._read_early.batches + self._unused
+            self._read_early = None
 
     def _next_read(self) -> _Read:
         began, batches = time.perf_counter(), list[Batch]()

@@ -223,7 +223,7 @@ def first_model(
     if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
         raise ConfigError(
             "distributed.pipeline can only start from random weights or resume a run (--resume): "
-            "remove {'--init-from' if recipe.lora is None else 'lora'}, or use "
+            f"remove {'--init-from' if recipe.lora is None else 'lora'}, or use "
             "distributed.engine fsdp"
         )
     if recipe.lora is not None and newest is not None:
