@@ -51,7 +51,7 @@ class Compiling:
         compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
         seconds: expected seconds of compiling.
         gain: expected speed of a step as a multiple of the speed without torch.compile.
-        launch_gain: the same for a step whose time is dominated by kernel launches.
+        launch_gain: expected gain for a step whose time is dominated by kernel launches.
     """
 
     compiles: bool

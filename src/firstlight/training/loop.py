@@ -306,7 +306,7 @@ class RunAhead:
 
     Args:
         run: the run.
-        checkpoints: its checkpoints.
+        checkpoints: checkpoints of the run.
         stopping: receives requests to stop.
     """
 

@@ -58,7 +58,7 @@ class _Read:
     """What was read for a step.
 
     Attributes:
-        batches: its micro-batches.
+        batches: micro-batches of the step.
         began: time at which reading began, by `time.perf_counter`.
         seconds: duration of reading.
         rows: number of rows read for all steps up to this one.
@@ -431,8 +431,8 @@ class Run:
         return self._read.batches
 
     def read_early(self) -> list[Batch]:
-        """Read the micro-batches of the step after the current one. The next call of `read_batches`
-        returns the same."""
+        """Read the micro-batches of the step after the current one. The next call to `read_batches`
+        returns the same micro-batches."""
         self._read_early = self._next_read()
         return self._read_early.batches
 
