@@ -228,6 +228,25 @@ def test_written_conversation_with_text_outside_turns_raises() -> None:
         ),
         ("User: a\nUser A: x\n\nAssistant: b: c\nA: d", say("a\nUser A: x", "b: c\nA: d")),
         ("**User:** a\n\n**Assistant**: b", say("a", "b")),
+        # Names of further turns are text where such a turn can't be.
+        ("Human: a\nAssistant: b:\nInput: 5\nOutput: 25", say("a", "b:\nInput: 5\nOutput: 25")),
+        ("User: a\nAssistant: b:\nSystem: Linux\nOS: x", say("a", "b:\nSystem: Linux\nOS: x")),
+        ("User: a\nSystem: x\nAssistant: b", say("a\nSystem: x", "b")),
+        ("Q: a\nInput: 5\nA: b\nInput: 6", say("a\nInput: 5", "b\nInput: 6")),
+        ("Q: a\nA: b\nFUNCTION RESPONSE: c", say("a", "b\nFUNCTION RESPONSE: c")),
+        (
+            "Instruction: a\nResponse: b\nInput: x\nInstruction: c\nInput: y\nResponse: d",
+            say("a", "b\nInput: x", "c\n\ny", "d"),
+        ),
+        ("### Instruction:\n### Input:\nx\n### Response:\nb", say("x", "b")),
+        ("### Instruction:\na\n### Input:\n\n### Response:\nb", say("a", "b")),
+        ("<q>a<A>b<Q>c<a>d", say("a", "b", "c", "d")),
+        (
+            "<user> types; the <bot> tag and the <input> tag",
+            say("types; the", "tag and the <input> tag"),
+        ),
+        ("<user>a<bot>b<\u017fystem>c", say("a", "b<\u017fystem>c")),
+        ("<question>a</question>\n<answer>\nb\n</answer>", say("a", "b")),
         ("Q: a\nA: b\n\nQ: c\nA: d", say("a", "b", "c", "d")),
         (
             "A chat between two. USER: a ASSISTANT: b</s>USER: c ASSISTANT: d</s>",
