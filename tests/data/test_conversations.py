@@ -421,6 +421,10 @@ def test_prepare_chat_unreadable_line_is_named(
         ('{"a":' * 900 + "1" + "}" * 900, "can't be read as records: maximum recursion"),
         ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
         ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each of them"),
+        (
+            json.dumps({"data": {"a": [GOOD], "b": [GOOD]}, "info": [{"name": "x"}]}),
+            r"several lists of objects \(a, b\)",
+        ),
     ],
 )
 def test_prepare_chat_json_file_without_records_raises(
@@ -461,6 +465,13 @@ def test_read_records_json_file_with_lines_or_one_list_in_an_object(
         ({"prompt": say("a"), "completion": say("a", "b")[1:]}, 1),
         (GOOD, 1),
         ({"conversation": [{"input": "a", "output": "b"}] * 2}, 1),
+        ({"conversation_id": 1, "conversation": [{"human": "a", "assistant": "b"}] * 2}, 1),
+        ({"conversations": [{"user": "a", "assistant": "b", "time": 3}] * 2}, 1),
+        ({"id": 1, "conversations": [{"question": "a", "answer": "b"}] * 2}, 1),
+        ({"version": 1, "conversations": [{"question": "a", "answer": "b"}] * 2}, 2),
+        ({"metadata": {"a": [{"x": 1}], "b": [{"y": 1}]}, "data": [GOOD] * 3}, 3),
+        ({"info": [{"name": "x"}], "data": [{"chat_log": say("a", "b")}] * 3}, 3),
+        ({"data": {"chat_log": say("a", "b")}}, 1),
     ],
 )
 def test_read_records_json_file_yields_nested_records(
@@ -472,6 +483,22 @@ def test_read_records_json_file_yields_nested_records(
     records = [record.value for record in read_records([source])]
     assert len(records) == count
     assert all(to_conversation(record).messages for record in records)
+
+
+def test_read_records_json_file_with_one_record_keeps_its_other_fields(tmp_path: Path) -> None:
+    content = {"system": "s", "chat_log": say("a", "b")}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    [record] = read_records(find_records([tmp_path / "a.json"]))
+    assert to_conversation(record.value).messages == say("a", "b", system="s")
+
+
+def test_read_records_json_file_of_columns_with_nulls_in_first_row_yields_rows(
+    tmp_path: Path,
+) -> None:
+    content = {"prompt": [None, "a"], "completion": [None, "b"]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    _, record = read_records(find_records([tmp_path / "a.json"]))
+    assert to_conversation(record.value).messages == say("a", "b")
 
 
 @pytest.mark.parametrize(
