@@ -228,6 +228,14 @@ def test_written_conversation_with_text_outside_turns_raises() -> None:
         ),
         ("User: a\nUser A: x\n\nAssistant: b: c\nA: d", say("a\nUser A: x", "b: c\nA: d")),
         ("**User:** a\n\n**Assistant**: b", say("a", "b")),
+        (
+            "USER: a\n\nASSISTANT: b\n\nFUNCTION RESPONSE: c\n\nASSISTANT: d",
+            [
+                *say("a", "b"),
+                {"role": "function_response", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ],
+        ),
         # Names of further turns are text where such a turn can't be.
         ("Human: a\nAssistant: b:\nInput: 5\nOutput: 25", say("a", "b:\nInput: 5\nOutput: 25")),
         ("User: a\nAssistant: b:\nSystem: Linux\nOS: x", say("a", "b:\nSystem: Linux\nOS: x")),
