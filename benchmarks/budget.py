@@ -522,13 +522,13 @@ _HEAD = """\
     python -m benchmarks budget --out DIR --corpus stdlib --corpus FILE --page PAGE.md
 
 Each run executes `firstlight train TEXT --budget TIME` in a separate process. The random search
-varies vocabulary, width, depth, sequence length, batch, learning rates, weight decay, decay and
-epochs; all other settings are as chosen. Bits per byte are measured on the whole held-out text, and
-seconds on the entire command of the chosen run.
+varies vocabulary size, width, depth, sequence length, batch size, learning rates, weight decay,
+decay fraction and epochs; firstlight chooses all other settings. Bits per byte are measured on the
+whole held-out text. "Seconds" is the duration of the command with the chosen settings.
 
-A random run ends early if its bits per byte exceed those of the chosen settings at the same share
-of their steps by more than {limits} of the steps. Before the first
-evaluation, the training loss is used. Circles in the plot mark its last value.
+A random run is stopped early if its bits per byte are too far above those of the run with chosen
+settings at the same share of the steps. The limits are {limits} of the steps. Before the first
+evaluation, training losses are compared. Circles in the plot mark the last value of stopped runs.
 
 Machine: {machine}.
 """

@@ -135,7 +135,7 @@ ROWS: dict[str, LearningRow] = {
     ),
     "nanogpt-tuned": LearningRow(
         {**_NANOGPT, "optimizer.learning_rate": 2e-3},
-        about="nanoGPT at 2e-3, a learning rate for small models",
+        about="nanoGPT at 2e-3, a learning rate suited to small models",
     ),
     "nanogpt-cpu": LearningRow(
         {
@@ -145,8 +145,8 @@ ROWS: dict[str, LearningRow] = {
             "data.seq_len": 64,
             "batch.micro_batch_size": 12,
         },
-        about="nanoGPT's commands for Shakespeare by characters on a CPU: 12 rows of 64, AdamW at "
-        "1e-3, second beta 0.99",
+        about="nanoGPT's settings for character-level Shakespeare on a CPU: 12 rows of 64 tokens, "
+        "AdamW at 1e-3, second beta 0.99",
     ),
     BEFORE: LearningRow(
         {
@@ -159,14 +159,14 @@ ROWS: dict[str, LearningRow] = {
             "schedule.warmup_ratio": 0.07,
             "schedule.min_lr_ratio": 0.05,
         },
-        about="firstlight's earlier demo: Llama layout, Muon at 0.005, AdamW at 0.02, cosine to a "
-        "twentieth",
+        about="firstlight's earlier demo: Llama layout, Muon at 0.005, AdamW at 0.02, cosine "
+        "decay to a twentieth",
     ),
     "nanochat": LearningRow(
         _NANOCHAT,
         about="nanochat's settings that work in the Qwen3 layout: zero-initialised projections, "
         "NorMuon, AdamW at 0.3 on the embedding and 0.004 on the head, linear decay over the last "
-        "65 %",
+        "65%",
     ),
     NEW: LearningRow(
         {
@@ -174,7 +174,7 @@ ROWS: dict[str, LearningRow] = {
             "optimizer.tuned_width": RATE_WIDTH,
             "schedule.warmup_ratio": WARMUP_RATIO,
         },
-        about="the settings of new models: nanochat's, but Muon at 0.012 at a width of 192, and "
+        about="the settings of new models: nanochat's, but with Muon at 0.012 for width 192, and "
         "linear decay to zero",
         successor_of=BEFORE,
     ),
@@ -183,7 +183,7 @@ ROWS: dict[str, LearningRow] = {
     "stable-then-zero": LearningRow(
         {**_ZERO, "schedule.kind": "wsd", "schedule.decay_fraction": 0.6},
         BEFORE,
-        "the peak rate, then linear decay to zero over the last 60 %",
+        "the peak rate, then linear decay to zero over the last 60%",
     ),
     "qk-norm": LearningRow({"model.model_type": "qwen3"}, BEFORE, "Qwen3's norms on q and k"),
     "untied-head": LearningRow(
@@ -776,7 +776,7 @@ def _verdict(cases: Sequence[tuple[LearningGroup, RowFigures]]) -> str:
     return f"{'kept' if len(corpora) > 1 and len(sizes) > 1 else 'open'}: {gained}"
 
 
-HEADER = ("recipe", "bits per byte", "seconds to the baseline", "gain over", "gain")
+HEADER = ("recipe", "bits per byte", "seconds to baseline", "gain over", "gain")
 
 
 def row_cells(row: RowFigures) -> tuple[str, ...]:
@@ -856,8 +856,12 @@ def page(result: Mapping[str, Any], picture: str) -> str:
         failed = [f"- {title}: {problem}" for title, problem in result["problems"].items()]
         parts.append("\n".join(["## Runs that failed", "", *failed, ""]))
     if decided:
-        parts.append("## Changes that are kept, and those that did not help\n")
-        parts.append("\n".join(f"- `{name}`: {one}" for name, one in decided.items()) + "\n")
+        parts.append("## Verdict on each change\n")
+        alike: dict[str, list[str]] = {}
+        for name, verdict in decided.items():
+            alike.setdefault(verdict, []).append(f"`{name}`")
+        lines = [f"- {', '.join(names)}: {verdict}" for verdict, names in alike.items()]
+        parts.append("\n".join(lines) + "\n")
     parts.append(f"![held-out bits per byte by tokens and by seconds]({picture})\n")
     return "\n".join(parts)
 
@@ -869,18 +873,18 @@ _HEAD = """\
     python -m benchmarks learning --out DIR --page PAGE.md    # a page of your own rows and corpora
 
 This page compares the settings of new models (`new`) with nanoGPT, nanochat and earlier defaults.
-Each run is `firstlight train` in a separate process, with several seeds.
+Each run is a separate `firstlight train` process.
 
-- **bits per byte**: measured on the held-out text at the end of a run (or on the tokens stated in
-  the heading); mean over seeds. All rows share a tokenizer trained on the full text, which lowers
-  the bits of Shakespeare with 2,048 tokens by 2.6 %.
-- **seconds to the baseline**: training time until a row reaches the baseline's final bits per
-  byte, on 32,768 held-out tokens or an eighth of the number in the heading.
-- **gain**: reduction in bits per byte; mean and standard deviation over pairs of runs with the same
-  seed, which read the same text in the same order.
+- **bits per byte**: mean over seeds at the end of a run, on the held-out text or on as many of its
+  tokens as the heading states. All rows share a tokenizer trained on the full text. For Shakespeare
+  with 2,048 tokens, this lowers bits per byte by 2.6%.
+- **seconds to baseline**: training time until a recipe reaches the baseline's final bits per
+  byte, measured on 32,768 held-out tokens or an eighth of the number in the heading.
+- **gain**: reduction in bits per byte, as mean and standard deviation over pairs of runs with the
+  same seed, and therefore the same text order.
 
-A change is kept if it gains more than two standard deviations on two corpora and at two sizes with
-three seeds, and never loses as much. If tokens are bytes, one nat is 1.4427 bits.
+A change is kept if it gains more than two standard deviations on two corpora and at two model sizes
+with three seeds, and never loses as much. If tokens are bytes, one nat is 1.4427 bits per byte.
 
 Machine: {machine}.
 """

@@ -150,7 +150,7 @@ def test_learning_bench_variant_of_unknown_row_or_key_raises_config_error(
     ("options", "message"),
     [
         ({"tokens": 1, "minutes": 1.0}, "--tokens and --minutes"),
-        ({"minutes": 0.0}, "must be above 0"),
+        ({"minutes": 0.0}, "must be greater than 0"),
         ({"held_out_tokens": 100}, "--held-out-tokens is 100: it must be at least 8192"),
         ({"sizes": ("3m",)}, "size '3m' is unknown"),
         ({"seeds": 0}, "at least 1"),

@@ -98,7 +98,7 @@ class MissingDependencyError(FirstlightError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package '{package}': pip install 'firstlight[{extra}]'"
+            f"{purpose} needs the '{package}' package: pip install 'firstlight[{extra}]'"
         )
         self._asked = (package, extra, purpose)
 

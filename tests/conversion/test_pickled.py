@@ -116,7 +116,9 @@ def test_pickled_model_in_other_commands_suggests_convert(
         convert(folder / BIN, folder / "out")
 
 
-def test_convert_pickled_stacked_experts_one_at_a_time(folder: Path, tmp_path: Path) -> None:
+def test_convert_pickled_stacked_experts_writes_each_expert_separately(
+    folder: Path, tmp_path: Path
+) -> None:
     config = MoEConfig(
         vocab_size=320, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=3
     )

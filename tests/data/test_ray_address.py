@@ -69,6 +69,6 @@ def test_prepare_without_ray_names_install_command(
     with pytest.raises(MissingDependencyError) as caught:
         prepare([corpus], tokenizer, tmp_path / "out", engine="ray")
     assert str(caught.value) == (
-        "preparing with engine ray needs the package 'ray': pip install 'firstlight[ray]'"
+        "preparing with engine ray needs the 'ray' package: pip install 'firstlight[ray]'"
     )
     assert names(tmp_path) == []

@@ -435,7 +435,7 @@ def test_read_table_stopped_early_raises_no_late_error(
     "encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be"]
 )
 @pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".xz", ".zst"])
-def test_read_unicode_with_byte_order_mark_from_every_file_type(
+def test_read_unicode_with_byte_order_mark_returns_text_for_every_file_type(
     tmp_path: Path, encoding: str, suffix: str
 ) -> None:
     # Longer than a block of bytes, with characters that span two blocks.
@@ -849,7 +849,7 @@ def test_read_missing_optional_package_names_install_command(
     with pytest.raises(MissingDependencyError) as caught:
         read(tmp_path)
     assert str(caught.value) == (
-        f"reading {tmp_path / name} needs the package '{package.split('.')[0]}': "
+        f"reading {tmp_path / name} needs the '{package.split('.')[0]}' package: "
         "pip install 'firstlight[data]'"
     )
 
@@ -929,7 +929,7 @@ def test_read_hub_dataset_without_package_names_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = r"reading hf:x needs the package 'datasets': pip install 'firstlight\[data\]'"
+    message = r"reading hf:x needs the 'datasets' package: pip install 'firstlight\[data\]'"
     with pytest.raises(MissingDependencyError, match=message):
         read("hf:x")
 

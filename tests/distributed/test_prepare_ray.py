@@ -320,7 +320,7 @@ def test_prepare_on_ray_other_tokenizers_release_raises(
     assert names(tmp_path) == []
 
 
-def test_prepare_on_ray_nodes_without_package_raise_one_error(
+def test_prepare_on_ray_nodes_without_package_raises_data_error(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,
@@ -343,7 +343,7 @@ def test_prepare_on_ray_nodes_without_package_raise_one_error(
     assert capfd.readouterr() == ("", "")
 
 
-def test_prepare_on_ray_error_on_node_raises_one_error(
+def test_prepare_on_ray_error_on_node_raises_data_error(
     tmp_path: Path,
     tokenizer: Tokenizer,
     corpus: Path,

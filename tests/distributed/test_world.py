@@ -161,11 +161,12 @@ def test_find_world_mpirun_on_one_machine_needs_no_rendezvous() -> None:
         # Variables left in a shell profile would silently start many runs of one process each.
         (
             SLURM | {"RANK": "0", "WORLD_SIZE": "1"},
-            "WORLD_SIZE is 1, but Slurm started 8 processes, of which this is 5",
+            "WORLD_SIZE is 1, but Slurm started 8 processes, and this process has SLURM_PROCID 5",
         ),
         (
             OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"} | MEETING,
-            "RANK is 0 and WORLD_SIZE is 2, but Open MPI started 2 processes, of which this is 1",
+            "RANK is 0 and WORLD_SIZE is 2, but Open MPI started 2 processes, and this process has "
+            "OMPI_COMM_WORLD_RANK 1",
         ),
     ],
 )

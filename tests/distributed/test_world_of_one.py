@@ -46,7 +46,7 @@ def test_world_of_one_makes_no_group_and_returns_input() -> None:
     assert tensor.item() == 1.5
 
 
-def test_world_of_one_error_passes_through() -> None:
+def test_world_of_one_error_is_raised_unchanged() -> None:
     with pytest.raises(DataError, match="damaged"), process_group(PLAIN, torch.device("cpu")):
         raise DataError("damaged")
 
@@ -80,7 +80,7 @@ def test_own_device_gives_each_process_its_device(monkeypatch: pytest.MonkeyPatc
 INFOS = [RankInfo(rank, 3, f"node{rank}", 100 + rank, "recipe", f"GPU-{rank}") for rank in range(3)]
 
 
-def test_find_world_gpus_of_same_world_pass() -> None:
+def test_compare_ranks_of_same_world_raises_nothing() -> None:
     compare(INFOS)
     compare([dataclasses.replace(info, gpu="") for info in INFOS])
 

@@ -311,7 +311,7 @@ def test_chat_ctrl_c_stops_answer_and_keeps_partial_text(
     assert screen.end() == 0
 
 
-def test_chat_typed_and_pasted_messages_work_and_answer_cannot_control_terminal(
+def test_chat_typed_and_pasted_messages_are_sent_and_answer_cannot_control_terminal(
     models: dict[str, Path], opened: Opened, tmp_path: Path
 ) -> None:
     screen = opened(models["wild"], "--max-new-tokens", "40")

@@ -249,7 +249,7 @@ def test_chat_page_supports_stopping_leaving_and_waiting(browser: Any, started: 
     server.let(3)
     one.wait_for_answers("On andOn")
     other.ask("second")
-    other.wait_for("Another tab's answer is being generated; this one is next.")
+    other.wait_for("Another tab's answer is being generated; yours is next.")
     one.tab.locator("#stop-button").click()
     one.wait_for("Task manually stopped.")
     server.let(3)  # one for the stopped answer, which is not shown
@@ -257,7 +257,7 @@ def test_chat_page_supports_stopping_leaving_and_waiting(browser: Any, started: 
     assert one.answers[0].strip() == "On andOn"
     assert other.tab.get_by_text("Another tab's answer").count() == 0
     one.ask("third")
-    one.wait_for("Another tab's answer is being generated; this one is next.")
+    one.wait_for("Another tab's answer is being generated; yours is next.")
     other.tab.close()
     # The server hears of it in a moment; pieces until then are still the closed tab's.
     while "next" in one.answers[-1]:

@@ -64,7 +64,9 @@ def assert_transformers_agrees(ours: firstlight.LoadedModel, text: str) -> None:
     assert float(difference.abs().max()) < 1e-5
 
 
-def test_prepare_tinyshakespeare_with_gpt2_tokenizer(shared: Path, tmp_path: Path) -> None:
+def test_tinyshakespeare_with_gpt2_tokenizer_model_matches_transformers(
+    shared: Path, tmp_path: Path
+) -> None:
     text = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")[:60_000]
     manifest, loaded = text_to_model(
         tmp_path,
@@ -77,7 +79,9 @@ def test_prepare_tinyshakespeare_with_gpt2_tokenizer(shared: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_prepare_wikitext_with_llama3_tokenizer(shared: Path, tmp_path: Path) -> None:
+def test_wikitext_with_llama3_tokenizer_model_matches_transformers(
+    shared: Path, tmp_path: Path
+) -> None:
     text = (shared / "data" / "wikitext2-valid.txt").read_text(encoding="utf-8")[:60_000]
     manifest, loaded = text_to_model(
         tmp_path,

@@ -130,7 +130,7 @@ def test_evaluate_uniform_model_needs_log2_of_vocabulary_per_token(dataset: Toke
     assert result.bits_per_byte == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluate_first_token_counts_if_predictable_from_first_id(
+def test_evaluate_with_first_id_includes_loss_of_first_token(
     model: Model, dataset: TokenDataset
 ) -> None:
     with_first, without = run(model, dataset, first_id=0), run(model, dataset)

@@ -454,7 +454,7 @@ def test_evaluate_tasks_without_lm_eval_names_install_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(MissingDependencyError, match=r"needs the package 'lm_eval'.*\[eval\]"):
+    with pytest.raises(MissingDependencyError, match=r"needs the 'lm_eval' package.*\[eval\]"):
         evaluate_tasks(loaded, "lm-eval:arc_easy")
 
 

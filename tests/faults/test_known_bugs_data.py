@@ -270,7 +270,5 @@ def test_dataset_with_other_tokenizer_raises_data_error(
     shutil.copytree(data, copy)
     words(320).save_pretrained(copy)
     recipe["data"]["dir"] = str(copy)
-    with pytest.raises(
-        DataError, match=r"tokenizer\.json is not the tokenizer with which the shards"
-    ):
+    with pytest.raises(DataError, match="the shards were not prepared with the tokenizer"):
         train(recipe)

@@ -565,7 +565,7 @@ def test_row_of_fits_longest_conversation_or_nearly_all() -> None:
     assert row_of(CHATS, MODEL, {"data.seq_len": 100}).value == 100
     long = dataclasses.replace(CHATS, longest=9000)
     assert row_of(long, MODEL, {}).value == 512
-    assert row_of(long, MODEL, {}).reason == "99 % of the conversations have at most 150 tokens"
+    assert row_of(long, MODEL, {}).reason == "99% of the conversations have at most 150 tokens"
     usual = dataclasses.replace(long, usual=900)
     assert row_of(usual, MODEL, {}) == Choice("data.seq_len", 512, "the model's context")
     wide = dataclasses.replace(MODEL, context=131_072)

@@ -383,7 +383,7 @@ def test_choose_gain_of_more_text_uses_plan_for_more_text(fixed: dict[str, Any])
     assert gain > 0.1
     assert choices.advice.endswith(
         "8.93M bytes of similar text instead of 893k would lower the bits per byte by about "
-        f"{100 * gain:.0f} % within the same budget"
+        f"{100 * gain:.0f}% within the same budget"
     )
 
 
@@ -392,7 +392,7 @@ def test_choose_advice_suggests_no_more_text_than_run_reads() -> None:
     choices = choose(TEXT, MACHINE, Length(tokens=tokens), {"model.vocab_size": 4096})
     assert choices.advice == (
         "26.86M bytes of similar text instead of 12.21M would lower the bits per byte by less than "
-        "1 % with the same number of tokens"
+        "1% with the same number of tokens"
     )
 
 
@@ -416,7 +416,7 @@ def test_choose_little_text_limits_epochs() -> None:
     assert tiny.advice.startswith("1,320 bytes are too few to learn a language")
     warmup = next(one for one in tiny.choices if one.key == "schedule.warmup_steps")
     assert (tiny.steps, warmup.value) == (6, 0)
-    assert warmup.reason == "10 % of a short run"
+    assert warmup.reason == "10% of a short run"
     once = choose(TEXT, MACHINE, Length(60.0))
     assert once.advice == ""
     reasons = {choice.key: choice.reason for choice in once.choices}

@@ -730,7 +730,7 @@ def test_train_texts_bits_of_partial_held_out_text_are_marked(tmp_path: Path) ->
     manifest = json.loads((run.run_folder / "data/manifest.json").read_text())
     tokens = manifest["splits"]["val"]["tokens"]
     assert run.held_out_share == recipe["data"]["seq_len"] / tokens < 0.9
-    line = f"held-out text, measured on {100 * run.held_out_share:.0f} % of it (gzip"
+    line = f"held-out text, measured on {100 * run.held_out_share:.0f}% of it (gzip"
     assert line in "\n".join(result_lines(run))
     assert trained(tmp_path / "texts", run_dir="all").held_out_share == 1
 

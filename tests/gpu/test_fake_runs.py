@@ -16,7 +16,7 @@ from firstlight.evaluation.perplexity import evaluate_split
 from firstlight.optim.config import OptimizerConfig
 from firstlight.optim.optimizer import Optimizer
 from firstlight.training.micro_batch_trials import try_step
-from firstlight.training.out_of_memory import smaller_micro_batches
+from firstlight.training.out_of_memory import repeated_step
 from firstlight.training.run import Run
 from firstlight.training.state import TrainState
 from firstlight.training.step import MicroBatchTooLargeError, train_step
@@ -129,7 +129,7 @@ def test_out_of_memory_releases_memory_before_next_try() -> None:
         stub = run_stub()
         before = asked.states[0].clone()
         while len(tried) < 2:
-            with smaller_micro_batches(stub):
+            with repeated_step(stub):
                 update(Run.micro_batches(stub, [batch_of(stub.recipe)]))
             stub.micro_batch_size = stub.state.micro_batch_rows
         gpu = torch.device("cuda", 0)

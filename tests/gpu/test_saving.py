@@ -58,7 +58,7 @@ def test_snapshot_does_not_change_with_tensors(device: torch.device) -> None:
     assert torch.equal(found["turned"], torch.arange(1000.0).view(10, 100).t())
 
 
-def test_snapshot_reuses_its_memory(device: torch.device) -> None:
+def test_snapshot_taken_again_reuses_memory(device: torch.device) -> None:
     snapshot, tensor = Snapshot(), torch.ones(100, dtype=torch.bfloat16, device=device)
     first = snapshot.take({"a": tensor})["a"]
     second = snapshot.take({"a": tensor * 2})["a"]

@@ -105,7 +105,7 @@ def test_find_gpu_knows_apple_m1_to_m4_with_their_memory_sizes() -> None:
 @pytest.mark.parametrize(
     ("name", "precision", "compiles", "note"),
     [
-        ("K80", "fp32", False, "compute capability 3.7, for which torch builds for CUDA 12"),
+        ("K80", "fp32", False, "compute capability 3.7, and torch's builds for CUDA 12"),
         ("P100 16GB", "fp32", False, ""),
         ("T4", "fp16", True, ""),
         ("M1 Max 32GB", "fp32", False, "not compared with measurements on Apple GPUs"),

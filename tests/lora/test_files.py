@@ -180,7 +180,7 @@ def test_load_adapter_folder_returns_merged_model(
     assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
 
 
-def test_is_adapter_only_folder_without_full_weights(tmp_path: Path) -> None:
+def test_is_adapter_folder_with_full_weights_is_false(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", base)
     assert is_adapter(tmp_path / "adapter")

@@ -504,7 +504,7 @@ def test_lora_mismatched_tensors_raise_and_are_named() -> None:
             fill_adapter(model, changed, "step 5")
 
 
-def test_lora_adapters_round_trip_through_file() -> None:
+def test_lora_adapter_tensors_filled_into_other_model_give_same_logits() -> None:
     one, two = (adapted(some_model("tied"), dora=True, disturbed=i == 0) for i in range(2))
     tensors = copy.deepcopy(adapter_tensors(one))
     assert not torch.equal(logits(one), logits(two))

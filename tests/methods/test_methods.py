@@ -169,7 +169,9 @@ _USUAL = _each_value_once()
         if c not in _USUAL
     ],
 )
-def test_combined_methods_stay_as_near_as_sum_of_each(runs: Runs, combination: Combination) -> None:
+def test_combined_methods_deviate_no_more_than_sum_of_each_alone(
+    runs: Runs, combination: Combination
+) -> None:
     run, plain = runs.of(combination), runs.plain(combination)
     values = {switch.value for switch in switches(combination)}
     compiled = not values.isdisjoint({"aot_eager", "regional"})

@@ -89,7 +89,7 @@ def test_documented_commands_are_found_and_checked() -> None:
 
 def test_commands_without_json_match_training_page() -> None:
     page = (_ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    said = re.search(r"`--json` on every command but (.*) prints one JSON object", page)
+    said = re.search(r"`--json`, every command except (.*) prints one JSON object", page)
     assert said
     without = {
         name

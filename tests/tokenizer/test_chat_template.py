@@ -365,7 +365,7 @@ def test_render_chat_endless_template_raises_and_next_one_is_rendered(
         ),
     ],
 )
-def test_render_chat_invalid_template_raises_one_error(template: str, message: str) -> None:
+def test_render_chat_invalid_template_raises_tokenizer_error(template: str, message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         rendered(template)
 

@@ -332,7 +332,7 @@ def test_load_tokenizer_own_file_starts_no_process(
         ),
     ],
 )
-def test_load_tokenizer_harmful_file_raises_one_error(
+def test_load_tokenizer_harmful_file_raises_and_prints_nothing(
     sections: dict[str, Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(TokenizerError, match=rf"tokenizer .*tokenizer\.json {message}"):
@@ -355,7 +355,7 @@ def test_load_tokenizer_file_changed_during_trial_raises(
         Tokenizer.from_pretrained(path)
 
 
-def test_encode_text_on_which_pattern_panics_raises_one_error(
+def test_encode_text_that_makes_pattern_panic_raises_and_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stage = json.loads(parts.byte_level_split("(一+)+x|.").__getstate__())

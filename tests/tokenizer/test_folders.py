@@ -74,7 +74,7 @@ def test_tokenizer_folder_gpt2_pair_is_found_under_other_names(
     assert Tokenizer.from_pretrained(tmp_path / given).fingerprint == expected
 
 
-def test_tokenizer_folder_two_pairs_match_files_correctly(tmp_path: Path) -> None:
+def test_tokenizer_folder_with_two_pairs_reads_matching_files(tmp_path: Path) -> None:
     write_gpt2_files(tmp_path)
     (tmp_path / "vocab.json").rename(tmp_path / "encoder.json")
     (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")

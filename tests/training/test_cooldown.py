@@ -177,7 +177,7 @@ def test_cooldown_killed_before_start_begins_with_same_command(
     assert metrics(first) == metrics(second)
 
 
-def test_cooldown_several_branches_of_continuing_trunk(
+def test_cooldown_branches_do_not_change_continued_trunk(
     trunk: dict[str, Any], tmp_path: Path
 ) -> None:
     place = copied(trunk, tmp_path)

@@ -130,14 +130,14 @@ def test_device_check_wrong_kernel_names_operation(
     }
     with WrongKernels(*kernels.get(kernel, (kernel,))):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
-    assert f"computes wrong values in fp32: {_OPERATIONS[kernel]} is " in problem
-    assert problem.endswith("off fp64 on the CPU (bound 0.1%): advice")
+    assert f"computes wrong values in fp32: {_OPERATIONS[kernel]} differs from fp64 " in problem
+    assert problem.endswith(" (limit: 0.1%): advice")
 
 
 def test_device_check_kernel_returning_nan_names_operation() -> None:
     with WrongKernels("aten::gelu", factor=math.nan):
         problem = check_device(CPU, CheckedKeys("fp32"))["problem"]
-    assert "torch.nn.functional.gelu is 100.0% off fp64" in problem
+    assert "torch.nn.functional.gelu differs from fp64 on the CPU by 100.0%" in problem
     assert problem.endswith(": use another version of torch")
 
 
@@ -175,7 +175,7 @@ def test_device_check_wrong_bf16_kernel_suggests_precision_that_passes() -> None
 
     with WrongInBf16("aten::silu", factor=1.3):
         problem = check_device(CPU, CheckedKeys("bf16"))["problem"]
-    assert "in bf16: torch.nn.functional.silu is 30.0% off fp64 on the CPU (bound 5.0%" in problem
+    assert "in bf16: torch.nn.functional.silu differs from fp64 on the CPU by 30.0%" in problem
     assert problem.endswith(": use efficiency.precision: fp32 or another version of torch")
 
 
@@ -183,7 +183,7 @@ def test_device_check_wrong_index_in_bf16_names_operation(monkeypatch: pytest.Mo
     monkeypatch.setattr(device_check, "_advice", lambda *_: "advice")
     with WrongKernels("aten::argmax"):
         problem = check_device(CPU, CheckedKeys("bf16"))["problem"]
-    assert "torch.Tensor.argmax is 100.0% off fp64 on the CPU (bound 5.0%)" in problem
+    assert "torch.Tensor.argmax differs from fp64 on the CPU by 100.0% (limit: 5.0%)" in problem
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "plain", "blockwise"])
@@ -213,7 +213,7 @@ def test_info_check_lists_each_device_and_fails_for_wrong_one(
     with WrongKernels("aten::silu"):
         assert main(["info", "--check", "--json"]) == 1
     checks = json.loads(capfd.readouterr().out)["checks"]
-    assert "torch.nn.functional.silu is 1.0% off" in checks[0]["problem"]
+    assert "torch.nn.functional.silu differs from fp64 on the CPU by 1.0%" in checks[0]["problem"]
     assert not passed.exists()
     assert main(["info", "model", "--check"]) == 2
     assert "--check applies to this machine" in capfd.readouterr().err

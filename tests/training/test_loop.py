@@ -45,6 +45,7 @@ from firstlight.tokenizer import Tokenizer, train_tokenizer
 from firstlight.training.loop import RunAhead, TrainResult, train
 from firstlight.training.resuming import _as_written_now
 from firstlight.training.run import Run
+from firstlight.training.step import Passes, run_passes
 from firstlight.weights.loading import embedding_name
 from firstlight.weights.stored import WEIGHTS_NAME
 
@@ -754,7 +755,7 @@ def test_train_passes_run_ahead_change_no_bit(
     """On a GPU, the next step's passes begin before the host reads the current loss."""
     monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
     whole = changed(
-        gpt2_with_dropout(recipe),
+        recipe,
         optimizer={"name": name},
         batch={"micro_batch_size": 2, "gradient_accumulation_steps": 2},
     )
@@ -786,24 +787,66 @@ def test_train_passes_run_ahead_change_no_bit(
             assert files[0][file] == files[1][file], file
 
 
-def test_train_passes_run_ahead_are_finished_before_a_stop(
+def test_train_passes_run_ahead_are_dropped_on_stop(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The random states of a checkpoint are those after its step."""
     monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
-    whole = gpt2_with_dropout(recipe)
-    expected = train(whole)
-    broken = changed(whole, run={"dir": str(tmp_path / "broken")})
+    expected = train(recipe)
+    broken = changed(recipe, run={"dir": str(tmp_path / "broken")})
 
     def on_step(record: Mapping[str, Any]) -> None:
         if record["step"] == 9:
             os.kill(os.getpid(), signal.SIGTERM)
 
     stopped = train(broken, on_step=on_step)
-    assert (stopped.stopped_by, stopped.step) == ("SIGTERM", 10)
+    assert (stopped.stopped_by, stopped.step) == ("SIGTERM", 9)
     found = train(broken, resume=True)
-    assert losses(broken) == losses(whole)
+    assert losses(broken) == losses(recipe)
     assert weights(found.checkpoint) == weights(expected.checkpoint)
+
+
+def test_train_with_dropout_runs_nothing_ahead(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its random numbers would be drawn before those of `on_step`."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    ahead: list[bool] = []
+    begin = RunAhead.begin
+
+    def noted(self: RunAhead) -> bool:
+        ahead.append(begin(self))
+        return ahead[-1]
+
+    monkeypatch.setattr(RunAhead, "begin", noted)
+    train(gpt2_with_dropout(recipe))
+    assert ahead == [False] * 12
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_train_failure_of_passes_run_ahead_changes_no_bit(
+    name: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails for good fails again in its own step."""
+    monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
+    whole = changed(recipe, optimizer={"name": name})
+    failing = changed(whole, run={"dir": str(tmp_path / "failing")})
+    passes, calls = run_passes, list[int]()
+
+    def run_ahead(*arguments: Any) -> Passes:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("a compiler's error")
+        return passes(*arguments)
+
+    train(whole)
+    monkeypatch.setattr("firstlight.training.loop.run_passes", run_ahead)
+    train(failing)
+    assert len(calls) > 3
+    assert losses(failing) == losses(whole)
+    checkpoints = [newest_checkpoint(run_folder(each))[0] for each in (whole, failing)]
+    files = [contents(each or tmp_path) for each in checkpoints]
+    for file in (WEIGHTS_NAME, "optimizer.safetensors"):
+        assert files[0][file] == files[1][file]
 
 
 def test_train_second_resume_is_as_exact_as_first(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -1060,7 +1103,7 @@ def test_train_impossible_schedule_continuation_fails(
     short = {"resume": False, "max_steps": 1}
     in_8_bits = train(changed(eight_bits, run={"dir": str(tmp_path / "8")}, schedule=short))
     mixed = changed(eight_bits, optimizer={"embeddings_in_32_bits": False})
-    message = "has the state of optimizer.embeddings_in_32_bits True"
+    message = "saved with optimizer.embeddings_in_32_bits True, not"
     refused(mixed, CheckpointError, message, init_from=in_8_bits.checkpoint)
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
@@ -1265,7 +1308,9 @@ def test_train_failed_run_releases_its_folder(recipe: dict[str, Any]) -> None:
 def test_train_vocabulary_other_than_tokenizer_fails(
     recipe: dict[str, Any], vocab_size: int, relation: str
 ) -> None:
-    said = rf"model.vocab_size {vocab_size} is {relation} than .* the data's tokenizer, 320"
+    said = (
+        rf"model.vocab_size {vocab_size} is {relation} than .* the data's tokenizer, which has 320"
+    )
     refused(changed(recipe, model={"vocab_size": vocab_size}), DataError, said)
 
 
@@ -1274,7 +1319,7 @@ def test_train_accepts_explicit_vocabulary_of_tokenizer(recipe: dict[str, Any]) 
     assert load_model(result.checkpoint).model.config.vocab_size == 320
 
 
-def test_train_impossible_runs_fail(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_train_invalid_recipe_values_raise(recipe: dict[str, Any], tmp_path: Path) -> None:
     for values, kind, said in (
         ({"data": {"seq_len": 65}}, ConfigError, r"seq_len 65 is more than .* 64"),
         (
@@ -1326,7 +1371,7 @@ def test_train_tokenizer_not_matching_shards_fails(
     shutil.copytree(data, tmp_path / "data")
     train_tokenizer(texts, 300).save_pretrained(tmp_path / "data")
     values = changed(recipe, data={"dir": str(tmp_path / "data")})
-    refused(values, DataError, r"tokenizer\.json is not the tokenizer with which the shards")
+    refused(values, DataError, "the shards were not prepared with the tokenizer")
 
 
 def test_train_without_disk_space_for_checkpoints_fails(

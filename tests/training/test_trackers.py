@@ -251,7 +251,7 @@ def test_trackers_hanging_are_waited_for_simultaneously(
     with Trackers(names, tmp_path, {}, said.append, is_new=True, with_checkpoint=False):
         said.clear()
     assert clock == [160.0]
-    assert said[0] == "waiting for mlflow, trackio, wandb, 60 s at most"
+    assert said[0] == "waiting for mlflow, trackio, wandb, at most 60 s"
     given_up = [text.split(" has not finished after 60 s ")[0] for text in said[1:]]
     assert given_up == [f"warning: {name}" for name in names]
 

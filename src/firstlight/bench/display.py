@@ -47,7 +47,7 @@ def cell(template: str, row: Mapping[str, Any]) -> str:
     """
     try:
         return _Formatter().vformat(template, (), row)
-    except (KeyError, TypeError):  # None supports neither format specifications nor items.
+    except (KeyError, TypeError):  # The value None can't be formatted or indexed.
         return ""
 
 

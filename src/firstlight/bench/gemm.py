@@ -58,7 +58,7 @@ Part = Literal["size", "model", "alignment", "tile", "wave"]
 COMPARED = ("alignment", "tile", "wave")
 #: Multiples to which sizes are padded.
 MULTIPLES = (8, 64, 128)
-#: Edge length of a tile; the products in the part "tile" use values of N around it.
+#: Edge length of a tile; the products in the "tile" part use values of N around it.
 TILE_EDGE = 256
 #: Number of tokens in the training step for which the times of all products are added up: 4
 #: sequences of 1024 tokens.
@@ -79,7 +79,7 @@ class GemmProduct:
         n: number of columns of B and C.
         k: number of columns of A and rows of B.
         layout: layout of A and B in memory.
-        count: number of such products in a training step; 0 outside the part "model".
+        count: number of such products in a training step; 0 outside the "model" part.
     """
 
     part: Part
@@ -255,7 +255,7 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
     """Return products in which one dimension at a time has aligned and unaligned sizes, and
     products of a model's MLP for aligned and unaligned hidden sizes.
 
-    In the layout "nt", K is the contiguous dimension of A and B in memory, and N is the contiguous
+    In the "nt" layout, K is the contiguous dimension of A and B in memory, and N is the contiguous
     dimension of C.
     """
     off = unaligned(shape, base)
@@ -320,7 +320,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-#: fp8, multiplied with `torch._scaled_mm`. It supports only the layout "nt" and multiples of 16, so
+#: fp8, multiplied with `torch._scaled_mm`. It supports only the "nt" layout and multiples of 16, so
 #: the products in COMPARED are not measured in fp8.
 FP8 = torch.float8_e4m3fn
 
@@ -365,7 +365,7 @@ def make_operands(
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
     """Return a function that computes the product once, in its layout, and writes it to C. For fp8,
-    which works only in the layout "nt", the function allocates the result.
+    which works only in the "nt" layout, the function allocates the result.
     """
     m = product.m
     n = product.n

@@ -116,7 +116,7 @@ def plain_recipe(
     changes.
 
     Gradients are not clipped, because an optimizer that updates inside the backward pass never
-    holds all gradients at once, and all rows must compute the same.
+    holds all gradients at once, and all rows must compute the same update.
     """
     return {
         "run": {"device": device},
@@ -270,7 +270,7 @@ def ladder_rows(
     replace the written-out mask and layers are skipped for models other than GPT-2.
 
     Args:
-        processes: number of processes in the row `+ddp`; 1 skips the row.
+        processes: number of processes in the `+ddp` row; 1 skips the row.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
@@ -489,7 +489,7 @@ def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def processes_here(hardware: Hardware) -> int:
-    """Return the number of processes in the row `+ddp`: one per GPU, two on a CPU with several
+    """Return the number of processes in the `+ddp` row: one per GPU, two on a CPU with several
     threads, otherwise 1.
     """
     if hardware.device.type == "cuda":
@@ -512,7 +512,7 @@ def choose_rows(
     """Return the rows chosen by name or by the name of their table, or all rows if there are no
     names.
 
-    A row of the table "alone" also selects the plain run, with which it is compared. A row of the
+    A row of the "alone" table also selects the plain run, which is its baseline. A row of the
     ladder also selects the rows before it, whose methods it includes.
 
     Args:

@@ -1,5 +1,5 @@
 """Code shared by the benchmarks: their options, which the command line uses without importing
-torch, and their rows, each of which is measured in a fresh process.
+torch, and their rows. Each row is measured in a fresh process.
 
 A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
 object. A failure of a row's process (out of memory, a crash, a timeout) does not affect the other

@@ -98,7 +98,7 @@ EPOCH_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """Resolved options of a `StepsBench`; `name` is the option `model`."""
+    """Resolved options of a `StepsBench`; `name` is the value of the `model` option."""
 
     name: str
     model: ModelConfig

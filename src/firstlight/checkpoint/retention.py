@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(200, ge=0)
     """number of steps between checkpoints; 0 writes a checkpoint only at the end. Above 0, a run
     with `schedule.max_minutes` also saves when a sixth of its time or ten minutes have passed since
-    the last checkpoint; less often if saves would take more than 5 % of the time."""
+    the last checkpoint; less often if saves would take more than 5% of the time."""
     keep_last: int = Field(2, ge=1)
     """number of newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0)

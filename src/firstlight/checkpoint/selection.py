@@ -212,7 +212,7 @@ def resolve_tokenizer(name: str | Path) -> Path:
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """Return the entry `data` in a checkpoint's state, with `dir`, `seq_len` and `document_masking`
+    """Return the `data` entry in a checkpoint's state, with `dir`, `seq_len` and `document_masking`
     of its training data, or {} for a folder that is not a checkpoint.
     """
     if not (folder / STATE_NAME).is_file():

@@ -278,7 +278,7 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
     Args:
         folder: the checkpoint's folder.
-        vocab_multiple: the multiple to which the checkpoint's vocabulary is padded.
+        vocab_multiple: the checkpoint's vocabulary is padded to a multiple of this number.
 
     Raises:
         ModelError: config.json is damaged.
@@ -330,7 +330,7 @@ def restore_shards(
         folder: a sharded checkpoint.
         model: the model, changed in place; its parameters may be sharded in any way.
         optimizer: the model's optimizer, changed in place.
-        vocab_multiple: the multiple to which the model's vocabulary is padded.
+        vocab_multiple: the model's vocabulary is padded to a multiple of this number.
         other_prefix: prefix of the names of tensors in the optimizer file that are not moments.
         has_moments: True to raise an error if the checkpoint has no moments.
 

@@ -231,7 +231,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def _stopping_at_interrupt(self) -> Iterator[None]:
-        """Context in which the first Ctrl-C ends the answer after the current token, and the second
+        """In the context, the first Ctrl-C ends the answer after the current token, and the second
         ends it immediately."""
         if not self._interactive:
             yield
@@ -320,7 +320,7 @@ class Terminal:
                 ("last prompt", counted(stats.prompt_tokens, "token")),
                 ("last answer", f"{counted(stats.new_tokens, 'token')} ({stats.finish_reason})"),
                 ("speed", f"{stats.tokens_per_second:.1f} tokens/s, {first}"),
-                ("context", f"{used:,} of {session.context:,} tokens used ({share:.0f} %)"),
+                ("context", f"{used:,} of {session.context:,} tokens used ({share:.0f}%)"),
                 ("left out", counted(stats.dropped, "turn" if session.has_template else "token")),
                 ("seed", stats.seed),
             ]
@@ -342,7 +342,7 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """Return the settings with one value changed by the command `name`.
+    """Return the settings with one value changed by the `name` command.
 
     Args:
         settings: current settings.

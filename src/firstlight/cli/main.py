@@ -103,7 +103,7 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> Iterator[None]:
-    """Context in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
+    """In the context, SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
     KeyboardInterrupt.
 
     Ignored signals (nohup) stay ignored. Outside the main thread, nothing changes.

@@ -21,7 +21,7 @@ _EXIT_CODE = "firstlight.exit_code"
 
 
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
-    """Return a command that also has the option --json.
+    """Return a command that also has a --json option.
 
     With --json, the return value of the function is printed as one JSON object on stdout, and the
     text that it prints with `show` goes to stderr. The function gets the option as `as_json`.

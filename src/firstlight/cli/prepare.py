@@ -122,10 +122,10 @@ def prepare_command(
 ) -> dict[str, Any]:
     """Tokenize a corpus and write it as shards to --out.
 
-    INPUT is a file, folder or glob of text and code with any or no file name extension, .jsonl,
-    .ndjson, .csv, .tsv (each also compressed as .gz, .bz2, .xz or .zst) or .parquet, the word
-    `stdlib`, or hf:NAME[:CONFIG[:SPLIT]], by default with the split "train" (hf:NAME::validation
-    for another). Each text file, line of a JSONL file and row of a table is one document;
+    INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]], by default with
+    the split "train" (hf:NAME::validation for another). Files can be text and code with any or no
+    file name extension, .jsonl, .ndjson, .csv, .tsv (all also compressed as .gz, .bz2, .xz or .zst)
+    or .parquet. Each text file, line of a JSONL file and row of a table is one document;
     <|endoftext|> and similar separators also end a document. Text is UTF-8, or UTF-16 or UTF-32
     with a byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of
     other kinds are counted. random:TOKENS[:SEED] as the only input gives uniformly random tokens

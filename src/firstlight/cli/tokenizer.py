@@ -38,9 +38,9 @@ def train_command(
 ) -> dict[str, Any]:
     """Train a byte-level BPE tokenizer on a corpus, and write tokenizer.json to --out.
 
-    INPUT is a file, folder or glob of text and code with any or no file name extension, .jsonl,
-    .ndjson, .csv, .tsv (each also compressed as .gz, .bz2, .xz or .zst) or .parquet, the word
-    `stdlib`, or hf:NAME[:CONFIG[:SPLIT]].
+    INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]]. Files can be
+    text and code with any or no file name extension, .jsonl, .ndjson, .csv, .tsv (all also
+    compressed as .gz, .bz2, .xz or .zst) or .parquet.
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines
     from firstlight.data.records import read_documents, with_words
@@ -114,7 +114,7 @@ def _count_texts(
 
 
 class _ManyTokens(click.Command):
-    """A command whose option --add takes several tokens: `--add A B` means `--add A --add B`."""
+    """A command whose --add option takes several tokens: `--add A B` means `--add A --add B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -284,7 +284,7 @@ def _try_out(tokenizer: Tokenizer) -> None:
 def _chat_template(
     name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
 ) -> tuple[str | None, list[str]]:
-    """Return the text of the template --chat-template, and the additional tokens that it needs.
+    """Return the text of the --chat-template template, and the additional tokens that it needs.
 
     Args:
         name: name of a built-in template, or a file; None for no template.

@@ -516,7 +516,7 @@ def _show(result: TrainResult) -> None:
         # Preference pairs have no bits per byte.
         if not math.isnan(result.evaluation.bits_per_byte):
             share = result.evaluation.rows / max(result.evaluation.total_rows, 1)
-            part = f", measured on {100 * share:.0f} % of it" if share < 0.995 else ""
+            part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
             gzip = result.evaluation.gzip_bits_per_byte
             beside = "" if gzip is None else f" (gzip -9: {gzip:.4f})"
             text = f"of held-out {'answers' if answers else 'text'}{part}{beside}"

@@ -80,7 +80,7 @@ def dashboard_command(arguments: tuple[str, ...]) -> None:
     """Raise an error that names the replacements of the removed command."""
     raise ConfigError(
         "firstlight dashboard was removed: train with --run.trackers '[tensorboard]' and run "
-        "`tensorboard --logdir RUNS`, or use the tracker trackio (`trackio show`); `firstlight "
+        "`tensorboard --logdir RUNS`, or use trackio (`trackio show`); `firstlight "
         "report RUN RUN` still writes the page that compares runs"
     )
 

@@ -63,7 +63,7 @@ QUANTISED = {
 
 #: Largest allowed relative increase of the perplexity, keyed by the number of bits in a format's
 #: name. These limits are loose: on stories260K, whose width makes every format use at least 4 bits,
-#: the perplexity rose by at most 6 %.
+#: the perplexity rose by at most 6%.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
 #: Maximum number of tokens on which the perplexity is measured, and number of tokens per

@@ -115,7 +115,7 @@ def prepare_chat(
     overwrite: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write conversations as token shards to the folder `out`. Return the manifest.
+    """Write conversations as token shards to the `out` folder. Return the manifest.
 
     Args:
         inputs: files of records, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]". In folders, files

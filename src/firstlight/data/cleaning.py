@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-#: Strings with which programs mark the beginning or end of a document in a text file.
+#: Strings that programs use to mark the beginning or end of a document in a text file.
 _SEPARATOR = re.compile(
     rb"<(?i:\|(?:end|start|begin)_?of_?text\||\|[be]o[sd]\||/?s|[be]o[sd]"
     rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",

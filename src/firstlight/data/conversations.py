@@ -375,7 +375,7 @@ def _turns(entries: object, name: str) -> list[dict[str, Any]]:
 
 
 def unused_fields(record: object, conversation: Conversation) -> list[str]:
-    """Return the fields of a record with content of which nothing is in its conversation."""
+    """Return the fields of a record that have content, but none that is in its conversation."""
     if not isinstance(record, Mapping):
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
@@ -539,7 +539,7 @@ _CHANCE_CHARACTERS = 40
 
 
 def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
-    """Return a conversation without the keys `_LEARNED` in its messages. An answer is masked if one
+    """Return a conversation without the `_LEARNED` keys in its messages. An answer is masked if one
     of these keys is 0 or false.
     """
     masked = set()
@@ -644,7 +644,7 @@ def transcript_field(fields: Mapping[str, Any]) -> tuple[str, _Markup] | None:
 
 
 def _markup_of(text: str) -> _Markup | None:
-    """Return the control tokens with which a text begins."""
+    """Return the control tokens at the beginning of a text."""
     begin = text[:200].lstrip()
     while edge := _EDGES.match(begin):
         begin = begin[edge.end() :].lstrip()

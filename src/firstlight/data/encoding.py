@@ -7,7 +7,7 @@ The process that calls `prepare` reads the documents and writes the shards; a Ra
 the encoding, which is nearly all of the work. Files therefore need to be visible on only one
 machine, and failures of other machines can't change the written files. If a process or node is
 killed, Ray encodes its blocks again, including finished blocks whose ids were lost with the node.
-Each node needs firstlight with the extra `ray`, and the same version of `tokenizers`.
+Each node needs firstlight with the `ray` extra, and the same version of `tokenizers`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function with which an engine encodes pieces. All engines give the same tokens.
+#: Function of an engine that encodes pieces. All engines give the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.

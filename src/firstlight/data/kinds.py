@@ -42,7 +42,7 @@ class FileKind(NamedTuple):
     first_bytes: bytes = b""
 
     def advice(self, path: Path) -> str:
-        """Return the remedy for the file `path`, with paths quoted for a shell."""
+        """Return the remedy for the file at `path`, with paths quoted for a shell."""
         stem = path.with_name(re.sub(r"(?<=.)(\.tar)?\.[^.]+$", "", path.name))
         text = stem.with_name(f"{stem.name}.txt")
         # The command must not overwrite the file that it reads.

@@ -383,7 +383,9 @@ class DataConfig(Section):
                 f"{', '.join(changed)}: applies only to files, not to prepared folders: omit it"
             )
         if self.val_files is not None and "val_fraction" in changed and self.val_fraction:
-            raise ValueError("val_files and val_fraction exclude each other: set only one of them")
+            raise ValueError(
+                "val_files and val_fraction are mutually exclusive: set only one of them"
+            )
         if self.mix is not None:
             whole_weights([corpus.weight for corpus in self.mix])
         labels = [corpus.label for corpus in self.mix or ()]

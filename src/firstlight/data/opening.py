@@ -476,7 +476,7 @@ class Compressor(Protocol):
 
 
 def compress(compressor: Compressor, data: bytes) -> int:
-    """Compress data in small blocks, because signals are handled only between calls of zlib or
+    """Compress data in small blocks, because signals are handled only between calls to zlib or
     lzma. Return the number of compressed bytes, excluding bytes that `compressor` still buffers.
     """
     starts = range(0, len(data), _COMPRESSED_BYTES)

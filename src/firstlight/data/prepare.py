@@ -102,7 +102,7 @@ def prepare(
     shard_tokens: int = 100_000_000,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write a corpus as token shards to the folder `out`. Return the manifest.
+    """Write a corpus as token shards to the `out` folder. Return the manifest.
 
     Args:
         inputs: INPUTs as in `find_sources`, results of that function, or only

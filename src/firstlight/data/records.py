@@ -542,7 +542,7 @@ def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
     other characters have been found, counting stops.
 
     Raises:
-        InputError: at least 99.9 % of the text is the same character.
+        InputError: at least 99.9% of the text is the same character.
     """
     character = ""
     count = 0

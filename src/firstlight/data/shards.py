@@ -413,8 +413,8 @@ def require_one_split(val_inputs: Sequence[object], val_fraction: float) -> None
     """
     if val_inputs and val_fraction not in (0, 0.1):
         raise ConfigError(
-            "val_inputs (--val-input) and val_fraction (--val-fraction) exclude each other: use "
-            "only one of them"
+            "val_inputs (--val-input) and val_fraction (--val-fraction) are mutually exclusive: "
+            "use only one of them"
         )
 
 

@@ -312,7 +312,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
     Without inputs, do not write a file.
 
     The names are kept out of the manifest, because it identifies the data, which does not depend on
-    names. The key "cleaned" was introduced in the version that began to clean texts unless the
+    names. The "cleaned" key was introduced in the version that began to clean texts unless the
     options include --as-is.
 
     Args:

@@ -51,7 +51,7 @@ _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
 
 
 def without_text(names: Sequence[str], text_key: str, what: str) -> BadRecordError:
-    """Return the error for records without the field `text_key`.
+    """Return the error for records without a `text_key` field.
 
     Args:
         names: names of the existing fields.
@@ -147,7 +147,7 @@ def _table_rows(
 
 
 def _header_problem(header: Sequence[str], text_key: str | None) -> BadRecordError | None:
-    """Return the error for a table without the column `text_key`, or for one whose first line
+    """Return the error for a table without a `text_key` column, or for one whose first line
     contains sentences or numbers instead of the names of columns. Return None for other tables."""
     if text_key in header or (text_key is None and conversation_kind(header, "") is not None):
         return None
@@ -192,9 +192,9 @@ class _Lines:
 
 
 def _delimiter(first: str, path: Path, text_key: str | None) -> str:
-    """Return the delimiter of a table. For .tsv it is a tab. Otherwise it is the delimiter with
-    which the first line contains the column `text_key` (or the columns of conversations if
-    `text_key` is None), or else the most frequent delimiter in the first line.
+    """Return the delimiter of a table. For .tsv it is a tab. Otherwise it is a delimiter that
+    yields a `text_key` column in the first line (or the columns of conversations if `text_key` is
+    None), or else the most frequent delimiter in the first line.
     """
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
@@ -362,8 +362,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
             shared.append(leaf.path)
         elif copies < values:
             raise InputError(
-                f"column {leaf.path} of {path} is stored as {encodings}, with which a small file "
-                "can take unlimited memory: write it with other encodings"
+                f"column {leaf.path} of {path} is stored as {encodings}, so that a small file can "
+                "take unlimited memory: write it with other encodings"
             )
     return rows, shared
 

@@ -170,7 +170,7 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """Return the local folder of the data, downloading data at a URL first.
+    """Return the local folder of the data. Data at a URL is downloaded first.
 
     Args:
         loaded: the model.

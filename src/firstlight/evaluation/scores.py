@@ -84,7 +84,8 @@ class Likelihood:
 
     Attributes:
         logprob: natural logarithm of the continuation's probability.
-        is_greedy: True if each of its tokens is the most probable one, as in greedy decoding.
+        is_greedy: True if each token of the continuation is the most probable one, as in greedy
+        decoding.
     """
 
     logprob: float

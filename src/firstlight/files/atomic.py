@@ -2,7 +2,7 @@
 
 A file or folder is written under a temporary name in the folder of its final path, synced, and then
 renamed, so readers never see an incomplete file under the final name. Temporary files are removed
-after a failure. All writing goes through the object `disk` in disk.py.
+after a failure. All writing goes through the `disk` object in disk.py.
 """
 
 from __future__ import annotations

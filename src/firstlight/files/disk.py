@@ -1,4 +1,4 @@
-"""File system operations. Everything that firstlight writes goes through the object `disk`, which
+"""File system operations. Everything that firstlight writes goes through the `disk` object, which
 tests replace to simulate errors."""
 
 from __future__ import annotations

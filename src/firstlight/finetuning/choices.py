@@ -129,7 +129,7 @@ class StartingModel:
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
     """Choose `data.seq_len`, the number of tokens in a training row.
 
-    For conversations, a row fits the longest one or, if that is too long, 99 % of them. For texts,
+    For conversations, a row fits the longest one or, if that is too long, 99% of them. For texts,
     the row has the sequence length of large new models. The length never exceeds the model's
     context length.
 
@@ -152,7 +152,7 @@ def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> 
     length = min(max(_power_of_two(usual), most), model.context)
     if usual > length:
         return Choice(key, length, "the model's context")
-    return Choice(key, length, f"99 % of {data.name} have at most {data.usual:,} tokens")
+    return Choice(key, length, f"99% of {data.name} have at most {data.usual:,} tokens")
 
 
 def _power_of_two(count: float) -> int:
@@ -334,7 +334,7 @@ def _length_choices(
     yield run.warmup(5)
     share = defaults.LAYOUT["schedule.decay_fraction"]
     yield Choice("schedule.kind", "wsd", "constant learning rate after the warm-up, then decay")
-    decay = f"linear decay over the last {100 * share:.0f} % of steps"
+    decay = f"linear decay over the last {100 * share:.0f}% of steps"
     yield Choice("schedule.decay_fraction", share, decay)
     yield Choice("schedule.min_lr_ratio", 0.0, "decay to zero")
     yield LAST_STEP_LEARNS

@@ -177,8 +177,8 @@ class FineTuning:
             return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
-        # Keep a run folder's path, not its checkpoint's, which the run may delete meanwhile. A hub
-        # model is local by now.
+        # Keep the path of a run folder, not of its checkpoint, which the run may delete in the
+        # meantime. A hub model is local by now.
         is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
@@ -277,7 +277,7 @@ class FineTuning:
         self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
         """Return the first method of `_methods` that fits in memory with a micro-batch of one
-        sequence, and the resolved recipe with which it was tried.
+        sequence, and the resolved recipe of that trial.
 
         Raises:
             ConfigError: no method fits.
@@ -410,15 +410,15 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
         except BadRecordError as error:
             if len(inputs) == 1:
                 raise InputError(
-                    f"{first.place}: not a text, since it has no field '{text_key}' (set another "
+                    f"{first.place}: not a text, since it has no '{text_key}' field (set another "
                     f"with --text-key), and not a conversation: {error}"
                 ) from error
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """Return the overrides that influence the run's memory, except its length, and except the
-    number of micro-batches: it would be wrong for the micro-batch of one sequence with which
-    methods are tried."""
+    """Return the overrides that influence the run's memory, without the run's length and the number
+    of micro-batches. Methods are tried with a micro-batch of one sequence, for which the given
+    number of micro-batches would be wrong."""
     left_out = ("schedule.", "run.", "batch.gradient_accumulation_steps")
     return [one for one in request.overrides if not one[0].startswith(left_out)]
 

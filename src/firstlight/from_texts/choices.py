@@ -431,7 +431,7 @@ def _advice(
     whole = size + text.val_tokens * text.bytes_per_token
     return (
         f"{rounded(factor * whole)} bytes of similar text instead of {rounded(whole)} would lower "
-        f"the bits per byte by {f'about {100 * gain:.0f} %' if gain >= 0.01 else 'less than 1 %'} "
+        f"the bits per byte by {f'about {100 * gain:.0f}%' if gain >= 0.01 else 'less than 1%'} "
         f"{within}"
     )
 

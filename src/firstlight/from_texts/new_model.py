@@ -63,8 +63,8 @@ class TextPlan(RunPlan):
         return {"corpus": asdict(self.scan.facts)}
 
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
-        """Return the plan for another length of the run, or with counted token statistics of the
-        texts."""
+        """Return the plan for a different length of the run, or with counted token statistics of
+        the texts."""
         text = text or self.text
         choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
         return replace(self, text=text, choices=choices)
@@ -220,7 +220,7 @@ class _FirstSteps:
 
     Args:
         plan: plan of the run.
-        call: call of `train_texts`.
+        call: the call to `train_texts`.
     """
 
     def __init__(self, plan: TextPlan, call: RunCall) -> None:

@@ -36,7 +36,7 @@ class _Piece:
     Attributes:
         digest: hash of the document.
         text: text of the part.
-        end: number of characters of the part that come before the end of the document that may be
+        end: number of the part's characters that come before the end of the document, which may be
             held out.
     """
 

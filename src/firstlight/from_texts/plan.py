@@ -92,7 +92,8 @@ class Choices:
         return {choice.key for choice in self.choices}
 
     def with_value(self, key: str, value: Any) -> Choices:
-        """Return the choices with another value for a key; unchanged if the key was not chosen."""
+        """Return the choices with a different value for a key, or unchanged if the key was not
+        chosen."""
         return replace(
             self,
             choices=[replace(one, value=value) if one.key == key else one for one in self.choices],
@@ -201,7 +202,7 @@ def compile_ways(
 
 def is_displaced(key: str, fixed: Mapping[str, Any]) -> bool:
     """Return True if the user sets an alternative to `key`, such as warmup_ratio for
-    warmup_steps, or a kind of schedule to which it does not apply."""
+    warmup_steps, or a kind of schedule that does not have `key`."""
     from firstlight.optim.schedule import ALTERNATIVES, KINDS_OF_KEYS
 
     section, _, name = key.partition(".")
@@ -261,7 +262,7 @@ class Parts:
     def share_text(self, seconds: float) -> str:
         """Return the fraction of the training loop's time that `seconds` take, as text."""
         share = seconds / max(self.loop_seconds, 1e-9)
-        return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+        return "less than 1%" if share < 0.005 else f"{100 * share:.0f}%"
 
 
 @dataclass(frozen=True)
@@ -451,16 +452,16 @@ class RunFacts:
         )
 
     def warmup(self, percent: int) -> Choice:
-        """Choose the warm-up: a percentage of the run, at least ten steps, but at most 10 % of a
+        """Choose the warm-up: a percentage of the run, at least ten steps, but at most 10% of a
         short run.
 
         Args:
             percent: length of the warm-up in a long run, in percent of the run.
         """
         steps = max(self.steps * percent // 100, min(10, self.steps // 10))
-        share = f"{percent} % of the run, at least 10 steps"
+        share = f"{percent}% of the run, at least 10 steps"
         if self.steps < 100:
-            share = "10 % of a short run"
+            share = "10% of a short run"
         return Choice("schedule.warmup_steps", steps, share)
 
     def other_choices(self, machine: MachineFacts, held_out_tokens: float) -> Iterator[Choice]:
@@ -562,7 +563,7 @@ class RunPlan(ABC):
 
     @abstractmethod
     def choose_again(self, length: Length) -> Self:
-        """Return the plan for another length of the run."""
+        """Return the plan for a different length of the run."""
 
     def require_time(self, length: Length) -> None:
         """Reject a time budget that does not leave enough time for steps.

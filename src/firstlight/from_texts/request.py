@@ -131,7 +131,7 @@ class Request:
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
 
-#: Override with which all inputs are read as conversations.
+#: Override that makes all inputs be read as conversations.
 AS_CHAT = ("data.kind", "chat")
 
 
@@ -177,8 +177,8 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe sections with keys that are chosen later and without which the given keys would
-    be invalid.
+    """Return recipe sections with keys that are chosen later. Without these keys, the given keys
+    would be invalid.
     """
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}

@@ -94,7 +94,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     """Return the result of a call, read from the run folder's files.
 
     Args:
-        call: call of `train_texts`.
+        call: the call to `train_texts`.
         result: result of the training; None if the run was already complete.
         request: inputs, length and overrides of the run.
     """
@@ -249,7 +249,7 @@ def result_lines(run: TextRun) -> Iterator[str]:
         compared = f" ({', '.join(beside)})" if beside else ""
         kind = "answers" if run.answers else "text"
         share = run.held_out_share
-        part = f", measured on {100 * share:.0f} % of it" if share < 0.995 else ""
+        part = f", measured on {100 * share:.0f}% of it" if share < 0.995 else ""
         yield f"result: {run.bits_per_byte:.3f} bits per byte of held-out {kind}{part}{compared}"
     if run.best:
         yield (

@@ -1,4 +1,4 @@
-"""One call of `train_texts`: its run folder, the state that it saves there for later calls, and its
+"""One call to `train_texts`: its run folder, the state that it saves there for later calls, and its
 time budget."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATE_NAME = "pipeline.json"
 DATA_FOLDER = "data"
 #: File in the run folder that lists conversations longer than a row.
 TOO_LONG_NAME = "too-long.txt"
-#: Lock file in the run folder, held during a call of `train_texts`.
+#: Lock file in the run folder, held during a call to `train_texts`.
 LOCK_NAME = ".pipeline.lock"
 #: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
 RECIPE_NAME = "recipe.yaml"
@@ -67,7 +67,7 @@ OnStep = Callable[[Mapping[str, Any]], None]
 
 
 class RunCall:
-    """One call of `train_texts`: its run folder, time and messages.
+    """One call to `train_texts`: its run folder, time and messages.
 
     Args:
         folder: run folder.
@@ -418,7 +418,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remembered(request: Request) -> dict[str, Any]:
-    """Return the options by which a later call recognises the same run, as a JSON object."""
+    """Return the options that identify a run to later calls, as a JSON object."""
     overrides = [list(one) for one in request.overrides if one[0] != "run.dir"]
     kept = {name: getattr(request, name) for name in _LENGTH_AND_SIZE}
     if request.init_from is not None:

@@ -81,7 +81,7 @@ class CorpusFacts:
         text_bytes: UTF-8 bytes of the documents, without duplicates.
         characters: number of characters in the documents, without duplicates.
         total_bytes: estimated bytes of the whole corpus; `text_bytes` if all of it was read.
-        common_characters: number of distinct characters that make up 99.9 % of the text.
+        common_characters: number of distinct characters that make up 99.9% of the text.
         scripts: fraction of the letters' bytes, keyed by script, largest first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.

@@ -67,7 +67,7 @@ class ToolCall:
 
     Attributes:
         name: the tool's name.
-        arguments: its arguments, a JSON object as text.
+        arguments: arguments of the call, a JSON object as text.
     """
 
     name: str

@@ -96,7 +96,7 @@ class ConversationDecoder:
     Args:
         model: a model in evaluation mode.
         compile: see `BatchDecoder`. If True, the cache has the size of the model's context from the
-            start, and the first call of `with_room` compiles the step.
+            start, and the first call to `with_room` compiles the step.
     """
 
     def __init__(self, model: Model, *, compile: bool = False) -> None:

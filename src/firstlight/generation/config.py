@@ -35,7 +35,7 @@ class SamplingConfig:
             2019).
         stop: texts that end the continuation; they are not part of it.
         logprobs: number of most likely tokens whose log-probabilities are returned for each new
-            token, in addition to the token's own; None returns none.
+            token, in addition to the log-probability of that token; None returns none.
         frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each time
             that the token was chosen; 0 disables the penalty. Defined as in OpenAI's API.
         presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
@@ -43,8 +43,8 @@ class SamplingConfig:
         logit_bias: mapping from token id to a number from -100 to 100 that is added to the token's
             logit.
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
-            token of the prompt, in addition to the token's own; None returns none. If set,
-            `max_new_tokens` may be 0.
+            token of the prompt, in addition to the log-probability of that token; None returns
+            none. If set, `max_new_tokens` may be 0.
         slide: continue beyond the model's context: when the context is full, its most recent half
             becomes the new prompt and older text is dropped.
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full,

@@ -81,7 +81,7 @@ def load(
         # bytes as a bf16 product.
         raise ConfigError(
             "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
-            "use bfloat16 or the device cpu"
+            "use bfloat16, or set the device to cpu"
         )
     loaded = read_model_folder(
         checkpoint,

@@ -312,7 +312,7 @@ def _cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-        raise PermissionError(f"{folder} is writable for other users")
+        raise PermissionError(f"{folder} is writable by other users")
     return folder
 
 

@@ -18,7 +18,7 @@ from firstlight.models import KVCache, Llama, Model
 from firstlight.models.llama import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.ops import Embedding, attention
 
-#: Head dimensions must be a multiple of this, so that a head consists of whole vectors of up to 16
+#: Head dimensions must be a multiple of this number, so that a head has whole vectors of up to 16
 #: numbers.
 _HEAD_MULTIPLE = 16
 #: Maximum number of texts in a step. For more texts, torch's matrix products are faster.

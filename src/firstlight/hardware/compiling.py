@@ -51,7 +51,7 @@ class Compiling:
         compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
         seconds: expected seconds of compiling.
         gain: expected speed of a step as a multiple of the speed without torch.compile.
-        launch_gain: the same for a step whose time is dominated by kernel launches.
+        launch_gain: expected gain for a step whose time is dominated by kernel launches.
     """
 
     compiles: bool
@@ -135,7 +135,8 @@ class Compiler:
 
     @property
     def _key(self) -> str:
-        return f"{self.device}, {self.cores} cores, torch {_torch_version()}"
+        # Stored multiples refer to `_USUAL`; the number changes with it.
+        return f"{self.device}, {self.cores} cores, torch {_torch_version()}, 2"
 
     def _times(self) -> dict[str, float]:
         """Return the stored multiples, or {} if the file is missing or damaged."""

@@ -113,7 +113,7 @@ def _require_code(properties: Any) -> None:
         raise ConfigError(
             f"torch {torch.__version__} has no code for {properties.name} (compute capability "
             f"{capability[0]}.{capability[1]}): pip install --force-reinstall torch --index-url "
-            f"https://download.pytorch.org/whl/{index}, or use the device cpu"
+            f"https://download.pytorch.org/whl/{index}, or set the device to cpu"
         )
 
 
@@ -138,7 +138,7 @@ _WORTHWHILE = 1.2
 
 @functools.cache
 def bf16_is_faster(device: torch.device) -> bool:
-    """Return True if a device multiplies bf16 matrices faster than fp32 matrices.
+    """Return True if matrix products on a device are faster in bf16 than in fp32.
 
     On CPUs this is measured, because support does not imply speed: a CPU with bf16 instructions
     (avx512_bf16, but no AMX) ran bf16 at half the rate of fp32.
@@ -176,7 +176,7 @@ def _cpu_name() -> str:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products in `dtype` on `device`, to which MFU refers.
+    """Return the peak FLOP/s of matrix products in `dtype` on `device`, the reference for MFU.
 
     For bf16 on a GPU in the table, this is the figure of the data sheet. Otherwise it is measured
     as the best of several large products, which takes a fraction of a second.

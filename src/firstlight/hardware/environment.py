@@ -82,7 +82,7 @@ def set_at_import() -> None:
 
 def takes_expandable_segments(root: Path = Path("/")) -> bool:
     """Return True if torch's allocator can use expandable segments, which let a tensor reuse freed
-    GPU memory of another size.
+    GPU memory of a different size.
 
     They use virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
     the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);
@@ -115,8 +115,8 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Context manager or decorator in which torch's threads wait as in a command if other programs
-    keep the cores busy at its start.
+    """Context manager or decorator: torch's threads wait as in a command if other programs keep the
+    cores busy at its start.
 
     torch reads `GOMP_SPINCOUNT` when it is imported, and the cores may have been free then. Does
     nothing in a command, or if the user has set that variable.

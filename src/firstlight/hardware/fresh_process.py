@@ -2,7 +2,7 @@
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
-A measurement is a module with a function `measure` that maps a request to a result, both JSON
+A measurement is a module with a `measure` function that maps a request to a result, both JSON
 objects. With - as REQUEST, the request is read from stdin.
 
 `ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`
@@ -59,7 +59,7 @@ def ask(
     killed.
 
     Args:
-        module: name of a module with the function `measure`.
+        module: name of a module with a `measure` function.
         request: argument of the function, passed as JSON.
         environment: environment variables of the process.
         seconds: time limit of the process; None for no limit.
@@ -234,7 +234,7 @@ class ForkServer:
 
     Args:
         environment: environment variables of all processes.
-        module: name of a module with the function `measure`.
+        module: name of a module with a `measure` function.
     """
 
     def __init__(self, environment: Mapping[str, str], module: str) -> None:
@@ -259,7 +259,7 @@ class ForkServer:
             end_group(self._server.pid)
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """Measure in a fork; see the function `ask`."""
+        """Measure in a fork; see the `ask` function."""
         with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             job = {"request": request, "out": str(out), "err": str(err)}

@@ -85,8 +85,8 @@ _WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 def matrix_packet_bytes(capability: tuple[int, int]) -> int:
-    """Return the number of bytes of which a matrix's row length should be a multiple for tensor
-    cores to read rows at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
+    """Return a number of bytes. If the length of a matrix's rows is a multiple of it, tensor cores
+    read the rows at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
     "Matrix Multiplication Background User's Guide", table 1)."""
     return 128 if capability in _WIDE_PACKETS else 16
 

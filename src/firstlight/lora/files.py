@@ -306,7 +306,7 @@ def _adapted_layer(name: str) -> tuple[str, str] | None:
 
 def adapter_settings(folder: Path) -> str:
     """Return the settings that affect an adapter's output, as JSON text: adapters with the same
-    tensors and the same text compute the same.
+    tensors and the same text give the same outputs.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -321,7 +321,7 @@ class Adapter(NamedTuple):
     """An adapter from a file.
 
     Attributes:
-        config: settings with which `add_lora` creates its layers, with full layer names.
+        config: settings that `add_lora` needs to create its layers, with full layer names.
         tensors: values for `fill_adapter`.
         changes_base: True if the file replaced the base model's frozen embedding or head.
     """
@@ -371,7 +371,7 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
 
 
 def adapter_lora(model: Model, folder: Path) -> LoraConfig:
-    """Return the settings with which `add_lora` creates the adapter in a folder, without reading
+    """Return the settings that `add_lora` needs to create the adapter in a folder, without reading
     its values. Tokens that the model lacks are added to the model.
 
     Args:
@@ -495,8 +495,8 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
     if new and new != list(range(rows, rows + len(new))):
         raise ModelError(
             f"{folder / ADAPTER_CONFIG_NAME}: trainable_token_indices contains token {new[-1]}, "
-            f"but the base model has {rows} tokens: name the base with which the adapter was "
-            "trained"
+            f"but the base model has {rows} tokens: name the base model that the adapter was "
+            "trained with"
         )
     rows += len(new)
     if rows > count:
@@ -516,7 +516,7 @@ def _require_rank(
     before memory is allocated according to the settings.
 
     Raises:
-        ModelError: A is missing, or has another shape.
+        ModelError: A is missing, or has a different shape.
     """
     base = model.get_submodule(layer)
     if base is model.embedding:

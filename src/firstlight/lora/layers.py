@@ -358,7 +358,7 @@ def add_lora(
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
     """Freeze a plain model and add trainable adapters to its layers. Until it is trained, the model
-    computes the same as before (with 4-bit weights, almost the same).
+    gives the same outputs as before (almost the same outputs with 4-bit weights).
 
     Args:
         model: the model; changed in place.
@@ -486,7 +486,7 @@ def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> L
     `end`, unless the config already trains embedding and head.
 
     Raises:
-        ConfigError: another adapter changes the embedding or head whose rows are to be trained.
+        ConfigError: another adapter changes the embedding or head that has these rows.
     """
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     tables = [model.embedding_name]
@@ -503,9 +503,9 @@ def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> L
         if used:
             short = [n.rpartition(".")[2] for n in (rows_of if is_shared else used)]
             raise ConfigError(
-                f"lora.{key} changes {used[0].rpartition('.')[2]}, whose rows of the "
-                f"{end - first} new tokens are to be trained: use lora.modules_to_save for "
-                f"{' and '.join(short)}"
+                f"lora.{key} changes {used[0].rpartition('.')[2]}, but its rows for the "
+                f"{end - first} new tokens must be trained too, and the two can't be combined: use "
+                f"lora.modules_to_save for {' and '.join(short)}"
             )
     for name in tables:
         if name not in saved:
@@ -723,7 +723,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
         where: name of the tensors' source for error messages.
 
     Raises:
-        ModelError: a tensor is missing, unexpected or of another shape.
+        ModelError: a tensor is missing, unexpected or has a different shape.
     """
     places = dict(_places(model))
     for name in sorted(places.keys() ^ tensors.keys()):

@@ -1,9 +1,9 @@
 """Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, arXiv 2305.14314, section 3).
 
 A block of 64 numbers is stored as a scale (its largest absolute value) and, for each number, the
-nearest of 16 quantiles of a normal distribution. The scales of the blocks are quantised to 8 bits
-in turn. This takes 0.516 bytes per weight. bitsandbytes quantises and dequantises, on CPUs and CUDA
-GPUs.
+nearest of 16 quantiles of a normal distribution. The scales of the blocks are themselves quantised
+to 8 bits. This takes 0.516 bytes per weight. bitsandbytes quantises and dequantises, on CPUs and
+CUDA GPUs.
 """
 
 from __future__ import annotations

@@ -247,7 +247,8 @@ def require_same_bits(hardware: Hardware) -> None:
     the environment variable only once.
 
     Raises:
-        ConfigError: the environment has another size, or a matrix product was computed without it.
+        ConfigError: the environment sets a different size, or a matrix product was computed without
+        it.
     """
     if hardware.device.type != "cuda":
         return
@@ -276,7 +277,7 @@ def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
     """Context manager for bitwise reproducible computations: always on a CPU; on a CUDA GPU only
-    with `deterministic`, which requires an earlier call of `require_same_bits`.
+    with `deterministic`, which requires an earlier call to `require_same_bits`.
 
     Without this context, the order of sums is not fixed: on a CPU, in compiled code (the gradient
     of the embedding); on a GPU, in the backward passes of attention and of a compiled embedding.

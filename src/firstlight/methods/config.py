@@ -30,9 +30,9 @@ class EfficiencyConfig(Section):
     """The `efficiency` section of a recipe. Each key is one method; most can be combined."""
 
     precision: Precision = "auto"
-    """number format of the computation. "auto" is bf16 if the hardware multiplies it faster than
-    fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), otherwise fp32. "tf32"
-    rounds the inputs of fp32 matrix products to 10 bits on GPUs that support it. "bf16" is
+    """number format of the computation. "auto" is bf16 if matrix products are faster in bf16
+    than in fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), otherwise fp32.
+    "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that support it. "bf16" is
     autocast: parameters, moments and the loss stay in fp32, matrix products run in bf16.
     "bf16_params" keeps the model's parameters in bf16 and fp32 master weights in the optimizer.
     "fp16" is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of linear
@@ -45,7 +45,7 @@ class EfficiencyConfig(Section):
     matmul_precision: MatmulPrecision | None = None
     """value of torch.set_float32_matmul_precision during training steps, for products of fp32
     tensors (precision "fp32" or "tf32"): "highest" computes them in fp32; "high" is precision
-    "tf32"; "medium" rounds their inputs to bf16 if the hardware multiplies that faster (on CPUs; on
+    "tf32"; "medium" rounds their inputs to bf16 if products are faster in bf16 (on CPUs; on
     NVIDIA GPUs torch computes as with "high"). null is "high" with precision "tf32", otherwise
     torch's setting, which is "highest"."""
     attention: Attention = "auto"
@@ -75,8 +75,8 @@ class EfficiencyConfig(Section):
     empty_cache_steps: int = Field(0, ge=0)
     """number of steps after which the GPU's unused cached memory is released; 0 is never."""
     vocab_multiple: int = Field(1, ge=1)
-    """multiple to which the number of rows of the embedding and the head is padded (64 suits tensor
-    cores); 1 adds none. Rows beyond the vocabulary do not produce logits and are not exported."""
+    """embedding and head are padded to a multiple of this number of rows (64 suits tensor cores);
+    1 adds no rows. Rows beyond the vocabulary do not produce logits and are not exported."""
     compile: bool | Literal["auto"] = "auto"
     """compile the training step's forward and backward pass with torch.compile, which reduces
     memory accesses and memory use. Compilation takes seconds to a minute at the start and requires
@@ -105,7 +105,7 @@ class EfficiencyConfig(Section):
 
     @property
     def products(self) -> Precision:
-        """The format in which a GPU multiplies: `precision`, or "tf32" for fp32 tensors with
+        """The format of a GPU's matrix products: `precision`, or "tf32" for fp32 tensors with
         `matmul_precision` "high" or "medium"."""
         is_tf32 = self.precision == "fp32" and self.matmul_precision in ("high", "medium")
         return "tf32" if is_tf32 else self.precision

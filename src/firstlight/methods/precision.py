@@ -34,9 +34,9 @@ BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
-    """Return the L2 distance of trained weights from exact ones, relative to the distance by which
-    training moved the exact ones. All arguments have the same tensors [...] of a model, on the
-    CPU."""
+    """Return the L2 distance between trained weights and exact weights, divided by the distance
+    that training moved the exact weights. All arguments have the same tensors [...] of a model, on
+    the CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
         apart += float((one.double() - other.double()).square().sum())
@@ -59,8 +59,8 @@ def has_only_fp16_units(hardware: Hardware) -> bool:
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
-    """Return the dtype of matrix products. "auto" is bf16 if this hardware multiplies it faster
-    than fp32, otherwise fp32."""
+    """Return the dtype of matrix products. "auto" is bf16 if products are faster in bf16 than in
+    fp32 on this hardware, otherwise fp32."""
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
         return torch.bfloat16 if worth_it else torch.float32
@@ -78,7 +78,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Context manager in which matrix products run in `dtype`. Does nothing for fp32."""
+    """Run matrix products in `dtype` in the context. Do nothing for fp32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     # torch's cache of rounded weights is off: a forward pass uses each weight once, and with
@@ -156,7 +156,7 @@ def packet_note(
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """Context manager in which fp32 matrix products use `config.matmul_precision`. With precision
+    """Compute fp32 matrix products with `config.matmul_precision` in the context. With precision
     "tf32" they use TF32 if the hardware supports it (inputs with 10 bits of mantissa). torch's
     global setting is restored at the end."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision
@@ -227,9 +227,9 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers that precision "fp8" multiplies in fp8, by name: large ones whose sizes are
-    multiples of 16, as fp8 tensor cores require. The head is excluded, because its errors would
-    directly affect the loss, and so are routers."""
+    """Return the layers whose products are in fp8 with precision "fp8", by name: large layers whose
+    sizes are multiples of 16, as fp8 tensor cores require. The head is excluded, because its errors
+    would directly affect the loss, and so are routers."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
         name: module

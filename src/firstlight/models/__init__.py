@@ -118,7 +118,7 @@ def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 
     Args:
         config: config of the model.
-        vocab_multiple: multiple to which the rows of the embedding and the head are padded.
+        vocab_multiple: the rows of embedding and head are padded to a multiple of this number.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
     return FAMILIES[config.model_type].model(config, rows)  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[in
 
     Args:
         config: config of the model.
-        vocab_multiple: multiple to which the embedding's rows are padded.
+        vocab_multiple: the embedding's rows are padded to a multiple of this number.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)

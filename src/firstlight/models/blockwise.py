@@ -28,7 +28,7 @@ from firstlight.models.ops import (
 
 #: Queries per block; number of scores, and minimum number of query heads, computed at a time. On an
 #: AMD EPYC in bf16 with 256 to 8,192 tokens, halving or doubling any of these made attention up to
-#: 20 % slower.
+#: 20% slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -169,7 +169,7 @@ class _Part:
     key-value heads over all rows, with G query heads each.
 
     Scores are computed in fp32, as in fused kernels: in bf16, a score of 10 would have an error of
-    up to 0.03, and its weight an error of up to 3 %. torch does not have a CPU matrix product with
+    up to 0.03, and its weight an error of up to 3%. torch does not have a CPU matrix product with
     bf16 inputs and an fp32 result.
 
     Attributes:
@@ -193,9 +193,10 @@ class _Part:
         of_queries = self._scale
         of_keys = 1.0
         self._of_scores = 1.0
-        # In fp32 the result must match transformers bit for bit. transformers applies the scale at
-        # another point: with value heads of another size, torch's math kernel applies its square
-        # root to queries and keys; with sinks or a soft cap, the family's class scales the scores.
+        # In fp32 the result must match transformers bit for bit, and transformers applies the scale
+        # elsewhere. If value heads differ in size from key heads, torch's math kernel multiplies
+        # queries and keys by the square root of the scale. With sinks or a soft cap, the family's
+        # class scales the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)

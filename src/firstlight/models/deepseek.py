@@ -215,10 +215,13 @@ class DeepseekConfig(DecoderConfig):
         if self.num_experts_per_tok > group * self.topk_group:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} is more than the "
-                f"{group * self.topk_group} experts of topk_group {self.topk_group}"
+                f"{group * self.topk_group} experts in {self.topk_group} groups (topk_group)"
             )
         if self.model_type == "deepseek_v3" and group < 2:
-            raise ValueError("a group needs two experts or more: deepseek_v3 compares its best two")
+            raise ValueError(
+                "a group must have at least two experts, because deepseek_v3 ranks groups by their "
+                "best two: lower n_group"
+            )
         if self.first_k_dense_replace >= self.num_hidden_layers:
             raise ValueError(
                 f"first_k_dense_replace {self.first_k_dense_replace} leaves no layer with "

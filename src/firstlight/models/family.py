@@ -70,7 +70,7 @@ class ExpertNames:
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
 
-#: Settings with which llama.cpp computes the experts of Qwen's families, for `GGUFSpec.fixed`.
+#: Settings that llama.cpp uses for the experts of Qwen's families, for `GGUFSpec.fixed`.
 GGUF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "norm_topk_prob": (True,),
     "decoder_sparse_step": (1,),
@@ -200,7 +200,8 @@ class FamilySpec:
         fused: True if queries, keys and values share one matrix, and gate and up projection
             another; "mlp" if only gate and up projection share one.
         rope: rotary positions.
-        full_attention_every: n if all layers but every n-th have the window; 0 for no pattern.
+        full_attention_every: n if every n-th layer has full attention, and the others the window;
+            0 for no pattern.
         no_rope_every: n if every n-th layer has no rotary positions; only these layers have the
             window, if there is one. 0 for no pattern.
         period_key: older key of config.json for `full_attention_every`; "" if none.
@@ -212,7 +213,7 @@ class FamilySpec:
         has_buffers: True if the files have tensors that are buffers of the model.
         has_mxfp4: True if experts may be stored in MXFP4.
         left_out: prefixes of the names of tensors in the files that the model ignores.
-        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern by which transformers splits text
+        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern that transformers uses to split text
             for every tokenizer of the family; None uses the tokenizer's pattern.
     """
 

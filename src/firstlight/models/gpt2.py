@@ -44,8 +44,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-#: Keys added after the first versions. Omitted from the section if they have their default value,
-#: so that the hash of a base model, which runs with `lora` store, does not change.
+#: Keys added after the first versions. They are omitted from the section if they have their default
+#: value, so that a base model keeps the hash that runs with `lora` have stored.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(

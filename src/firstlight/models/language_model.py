@@ -50,9 +50,8 @@ class LanguageModel(nn.Module):
 
     A family's class names its modules in the class attributes, creates them in `__init__`, and
     computes the last layer's output in `decode`. Its `__init__` has a second argument
-    `padded_vocab_size`: the number of rows of embedding and head, a multiple of a size with which
-    matrix products are fast; None is `vocab_size`. Rows beyond the vocabulary are zero and have no
-    logits.
+    `padded_vocab_size`: the number of rows of embedding and head, rounded up so that matrix
+    products are fast; None is `vocab_size`. Rows beyond the vocabulary are zero and have no logits.
 
     Args:
         config: sizes and settings of the model.

@@ -116,8 +116,8 @@ class DecoderConfig(FamilyConfig):
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Families without `LATER_KEYS` dump the same section as before these keys existed, so that
-        # the hash of a base model, which runs with `lora` store, does not change. A None is left
-        # out if it is the default.
+        # a base model keeps the hash that runs with `lora` have stored. A None is left out if it is
+        # the default.
         own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value
@@ -367,7 +367,7 @@ def values_from_json(
         ModelError: the config has a setting that would change the outputs and is not implemented.
     """
     _check_built(spec, config, has_choice=spec.activation_key in names)
-    # Renamed to our names. If a config.json has both names, transformers reads the family's own.
+    # Renamed to our names. If config.json has both names, transformers reads the family's name.
     own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
     config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
     values = dict(spec.hf_defaults)

@@ -109,9 +109,10 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     """Compute a grouped matrix product: the rows of expert e times the transpose of
     `weight_EFC[e]`, [M, F], in autocast's dtype or the weight's.
 
-    torch's grouped kernel needs rows of a multiple of 16 bytes, and on GPUs bf16 and compute
-    capability 8.0 or higher. If the kernel can't be used, each expert has a separate product, over
-    its rows or, if that is faster, over blocks of rows (see `_takes_blocks`).
+    torch's grouped kernel requires that the size of a row is a multiple of 16 bytes. On GPUs it
+    also requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, each
+    expert has a separate product, over its rows or, if that is faster, over blocks of rows (see
+    `_takes_blocks`).
 
     Args:
         x_MC: rows, sorted by expert.
@@ -124,8 +125,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
-#: The CPU reads each expert's number of rows from the GPU where there is no grouped kernel. CUDA
-#: graphs can't record this, so torch.compile records the code before and after the operator.
+#: Without a grouped kernel, the CPU reads the number of rows of each expert from the GPU. CUDA
+#: graphs can't record this, so torch.compile records only the code before and after the operator.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 

@@ -2,7 +2,7 @@
 Llama in:
 
 - norms without weights, and a norm after the embedding;
-- queries and keys that are normalised after the rotation, which has the opposite direction;
+- queries and keys that are rotated in the opposite direction, and normalised after the rotation;
 - an MLP with squared ReLU and no gate;
 - a soft cap of the logits.
 
@@ -67,8 +67,8 @@ class BareRMSNorm(RMSNorm):
 
 
 class NanoChatAttention(LlamaAttention):
-    """Grouped-query attention that normalises queries and keys after their rotation, which has the
-    opposite direction."""
+    """Grouped-query attention that rotates queries and keys in the opposite direction, and then
+    normalises them."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)

@@ -346,7 +346,7 @@ class GatedDeltaNet(nn.Module):
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
             # Written out as a sum, because the first tokens of a document must not see inputs of
-            # the document before.
+            # the previous document.
             y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
             for back in range(1, earlier + 1):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]

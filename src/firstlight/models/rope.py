@@ -121,7 +121,7 @@ def check_rope(
     Raises:
         ValueError: the settings do not fit each other or the rotated dimensions.
     """
-    # The base of the kind "dynamic" grows by the power R / (R - 2).
+    # The base of the "dynamic" kind grows by the power R / (R - 2).
     if isinstance(scaling, DynamicRope) and rotary_dim == 2:
         raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
     # YaRN divides by the logarithm of the base to find dimensions.
@@ -158,8 +158,7 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Return the angle in radians by which each pair of dimensions rotates per position, fp32
-    [R/2].
+    """Return the rotation of each pair of dimensions per position, in radians, fp32 [R/2].
 
     Args:
         rotary_dim: R, the rotated dimensions of a head.
@@ -167,12 +166,13 @@ def rope_frequencies(
         scaling: rescaling of the frequencies for longer texts; None is no rescaling. For the kind
             "dynamic", the result is for texts within the model's context; `dynamic_frequencies` is
             for longer texts.
-        is_long: True for a text longer than the original context; read for the kind "longrope".
+        is_long: True for a text longer than the original context; read for the "longrope" kind.
     """
     # The same operations in the same order as in transformers: others would change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
-        # All positions of a text must use the same set, because cached keys were rotated with it.
+        # All positions of a text must use the same divisors, because cached keys have already been
+        # rotated.
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)
@@ -188,7 +188,7 @@ def rope_frequencies(
 def dynamic_frequencies(
     rotary_dim: int, rope_theta: float, scaling: DynamicRope, length: Tensor, max_positions: int
 ) -> Tensor:
-    """Return the frequencies of the kind "dynamic" for texts longer than the model's context, fp32
+    """Return the frequencies of the "dynamic" kind for texts longer than the model's context, fp32
     [R/2], or [B, R/2] for lengths [B].
 
     The base is rope_theta * (factor * length / max_positions - (factor - 1))^(R / (R - 2)).

@@ -204,7 +204,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     the same in managed memory, which CUDA moves to the CPU while GPU memory is full; moving it
     takes time (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): no first moment, and
     only one row and one column of second moments per matrix, almost 0 bytes. Its steps are relative
-    to the parameter's root mean square, so it needs another learning_rate, about 1e-2. "muon"
+    to the parameter's root mean square, so it needs a different learning_rate, about 1e-2. "muon"
     (Jordan et al. 2024): Muon for the matrices and stacked experts in the layers (4 bytes), and
     AdamW for embeddings, head and norms (8 bytes). Each update costs 15 additional matrix products
     per matrix, but fewer steps are needed. "sgd": momentum only, 4 bytes, or 0 with sgd_momentum 0;
@@ -218,8 +218,8 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     the parameter's size (see adafactor_variant)."""
     cautious_weight_decay: bool = False
     """true applies weight decay to a value only in steps whose update also moves it towards zero
-    (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. It needs temporary copies of one
-    parameter, three with AdamW."""
+    (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. It needs a temporary copy of one
+    parameter, or three copies with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
     """weight decay of token and position embeddings, and of a head that is tied to them; null is
     `weight_decay`. 0 preserves the rows of rare tokens: weight decay shrinks a row in every step,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Return True if the tensor is a DTensor, of which this process holds one shard."""
+    """Return True if the tensor is a DTensor: this process then holds one shard of it."""
     # DTensor is not imported here: the import takes most of a second, and if the module has not
     # been imported, no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
@@ -72,7 +72,7 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
 
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
     """Shard a full tensor, which every rank holds, in the same way as `example`. Return the tensor
-    itself if `example` is not sharded or has another shape.
+    itself if `example` is not sharded or has a different shape.
 
     Args:
         tensor: full tensor with the same values on every rank.
@@ -102,7 +102,7 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     `parameters[i]`, and a process without a parameter receives None.
 
     A collective operation. All n processes together receive as much data as each of them would
-    receive from n calls of `gather`.
+    receive from n calls to `gather`.
 
     Args:
         shards: this process's shard of a tensor for each parameter, with the parameter's shape; all
@@ -203,8 +203,8 @@ def _lengths(length: int, processes: int) -> list[int]:
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Exchange values with the other processes of the group.
 
-    Send `given[i]` values of `sent` [sum(given)] to process i. Return [sum(taken)], of which
-    `taken[i]` values come from process i. Both tensors are in the order of the ranks.
+    Send `given[i]` values of `sent` [sum(given)] to process i. Return the received values,
+    [sum(taken)]: `taken[i]` values from each process i. Both tensors are in the order of the ranks.
     """
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
@@ -215,8 +215,8 @@ def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: Process
 def full_parameters(
     model: nn.Module, *, changed: bool = False, keep: bool = True
 ) -> Iterator[None]:
-    """Context in which sharded parameters are full tensors on the CPU of every rank, for reading
-    and writing but not for computing. A collective operation: every rank has to enter it.
+    """Replace sharded parameters by full tensors on the CPU of every rank in the context, for
+    reading and writing but not for computing. A collective operation: every rank has to enter it.
 
     Args:
         model: model whose modules hold the full parameters inside the context.

@@ -37,7 +37,7 @@ _SMALLEST = 4096
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Context that suppresses warnings and log messages. Both libraries log kernels that they can't
+    """Suppress warnings and log messages in the context. Both libraries log kernels that they can't
     load, and torch's compiler warns about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -105,7 +105,7 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create the optimizer `bitsandbytes.optim.KIND`, and test it on the parameters' device."""
+    """Create a `bitsandbytes.optim.KIND` optimizer, and test it on the parameters' device."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer
@@ -230,8 +230,8 @@ class EightBitConfig(OptimizerKeys):
     to them) with torch's AdamW and fp32 moments, as Dettmers et al. 2022 recommend. This takes 8
     bytes per embedding parameter; paged_adamw8bit does not page these moments. null is true with
     8-bit optimizers. false saves 6 bytes per embedding parameter, but a row then shares its scale
-    with others unless hidden_size is a multiple of 256, and with bitsandbytes on a GPU rows of rare
-    tokens moved ten times too far."""
+    with others unless hidden_size is a multiple of 256. With bitsandbytes on a GPU, rows of rare
+    tokens then moved ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:

@@ -43,8 +43,8 @@ MuonCoefficients = Literal["jordan", "polar_express"]
 
 _EPS = 1e-7
 
-#: `optimizer.muon_coefficients` -> (factor applied to the norm by which the matrix is first
-#: divided; a, b, c of each step x = a x + b (x x^T) x + c (x x^T)^2 x). "jordan" is as in
+#: `optimizer.muon_coefficients` -> (factor of the norm; a, b, c of each step x = a x + b (x x^T) x
+#: + c (x x^T)^2 x). First the matrix is divided by its norm times the factor. "jordan" is as in
 #: torch.optim.Muon. "polar_express" brings singular values closer to one: each step uses the
 #: optimal odd polynomial for the singular values that the previous step leaves, starting from the
 #: range 0.001 to 1. It is algorithm 1 of arXiv 2505.16932 with a cushion of 0.02 and a safety
@@ -97,7 +97,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which `orthogonalised` multiplies matrices on a device."""
+    """Return the dtype that `orthogonalised` uses for matrix products on a device."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Keys of the `model` section with which the settings were tuned.
+#: Keys of the `model` section that were set when the settings were tuned.
 MODEL: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
 
 #: Settings by recipe section. Their learning rates are for a hidden_size of `RATE_WIDTH`.

@@ -103,7 +103,7 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Context in which the master weights replace the parameters: reads and writes are fp32.
+        """Replace the parameters by the master weights in the context: reads and writes are fp32.
 
         Afterwards the parameters use their former memory again, and hold the rounded master
         weights.
@@ -223,7 +223,7 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: Parameter -> the list with which it is updated in the backward pass.
+        #: Parameter -> the list of parameters that are updated together in the backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }
@@ -245,6 +245,8 @@ class Optimizer:
         )
         self._norms: dict[str, Tensor] = {}
         self._divisor: Tensor | None = None
+        #: Parameters that the last `step` has counted on the host.
+        self._counted: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         if in_backward:
             for name, parameter in self.parameters.items():
                 self._update_in_backward(name, parameter)
@@ -374,6 +376,15 @@ class Optimizer:
         if self.in_backward:
             return
         self.accumulate()
+        # AdamW's kernel does not count a skipped update.
+        self._counted = [
+            (optimizer, parameter)
+            for optimizer in (self._torch_optimizers if found_inf is not None else ())
+            if not isinstance(optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
                 # Set in the same way as torch.amp.GradScaler sets them for torch's fused kernels.
@@ -385,14 +396,10 @@ class Optimizer:
 
     def take_back_counts(self) -> None:
         """Decrease the update counters that the last `step` increased on the host although
-        `found_inf` was 1. Call this before the gradients are freed."""
-        for optimizer in self._torch_optimizers:
-            if isinstance(optimizer, torch.optim.AdamW):
-                continue  # its kernel does not count a skipped update
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None and "step" in optimizer.state[parameter]:
-                        optimizer.state[parameter]["step"] -= 1
+        `found_inf` was 1."""
+        for optimizer, parameter in self._counted:
+            if "step" in optimizer.state[parameter]:
+                optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
         """Free the gradients, and discard the norms recorded by `in_backward`."""
@@ -441,7 +448,7 @@ class Optimizer:
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model's parameters are their fp32 master weights.
+        """Replace the model's parameters by their fp32 master weights in the context.
 
         For reading and writing checkpoints, not for computing. Afterwards the parameters hold the
         rounded master weights in their former memory. Without master weights, this does nothing.
@@ -509,7 +516,8 @@ class Optimizer:
         because the schedule sets them at every step.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
+            CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the
+                message names it.
         """
         layouts = self._layouts()
         require_fitting_state(layouts, tensors)
@@ -545,7 +553,6 @@ def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
     torch's fused SGD reads it as well, but leaves its momentum uninitialised if the first update is
     skipped. torch's other optimizers and the 8-bit optimizers do not read it.
-    is skipped. torch's other optimizers and the 8-bit optimizers do not read it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
@@ -574,7 +581,8 @@ def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, T
         tensors: saved tensors by `<parameter name>.<state name>`.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected, or of another shape or dtype (named).
+        CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the
+            message names it.
     """
     expected = {
         f"{name}.{key}": entry for name, layout in layouts.items() for key, entry in layout.items()

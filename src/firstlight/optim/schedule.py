@@ -114,8 +114,8 @@ class Schedule:
         Stable: 1 up to step decay_begin, and as long as `is_open`.
         Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
             cosine (Loshchilov and Hutter 2017, without restarts) or linear; for wsd (Hu et al.
-            2024) it is linear or 1-sqrt (Haegele et al. 2024). If another number of steps replaced
-            the run's, the rest of the curve is stretched or compressed from there on. With
+            2024) it is linear or 1-sqrt (Haegele et al. 2024). If the run's number of
+            steps is replaced, the rest of the curve is stretched or compressed from there on. With
             decay_starts_at_peak, the whole curve is one step later.
 
         Kind "constant" has no decay. Kind "inverse_sqrt" falls with the inverse square root of the
@@ -249,7 +249,7 @@ class ScheduleConfig(Section):
     begin; cosine and linear: after the warm-up), and corrected if the speed changes later.
     max_steps or epochs, if also set, are upper limits."""
     warmup_steps: int | None = Field(None, ge=0)
-    """steps over which the learning rate rises; null is 5 % of decay_steps."""
+    """steps over which the learning rate rises; null is 5% of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """tokens over which the learning rate rises, instead of warmup_steps, rounded down to full
     steps: 375,000,000 tokens at 524,288 per step are 715 steps."""
@@ -266,7 +266,7 @@ class ScheduleConfig(Section):
     """step at which the learning rate reaches its minimum, where it stays, counted from the run's
     first step; null is the last step of the run."""
     decay_tokens: int | None = Field(None, gt=0)
-    """tokens by which the learning rate reaches its minimum, counted from the run's first token,
+    """tokens after which the learning rate reaches its minimum, counted from the run's first token,
     instead of decay_steps; rounded down to full steps."""
     decay_starts_at_peak: bool | None = None
     """true starts the decay at the peak and ends it one step short of the minimum, like the cosine
@@ -286,8 +286,8 @@ class ScheduleConfig(Section):
     """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio; other
     peaks, such as muon_learning_rate, fall by the same factor."""
     resume: bool = False
-    """true continues the schedule of --init-from at the step of its checkpoint, with its optimizer
-    state, on any data; false starts a new schedule at step 0."""
+    """true continues the schedule of the --init-from checkpoint at the checkpoint's step, with the
+    checkpoint's optimizer state, on any data; false starts a new schedule at step 0."""
 
     @model_validator(mode="before")
     @classmethod

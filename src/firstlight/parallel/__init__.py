@@ -2,9 +2,9 @@
 
 `elastic` starts the processes. `world` reads rank and world size from the launcher's environment
 variables; `rendezvous` connects the processes and compares their recipes. `group` opens torch's
-process group, notices processes that failed or stopped by their heartbeats, and has the collective
-operations, which do nothing in a world of one process. `engine` and the modules of the other
-engines distribute a model over the processes; `engine_choice` selects the engine of a run.
+process group, uses heartbeats to notice processes that have failed or stopped, and has the
+collective operations, which do nothing in a world of one process. `engine` and the modules of the
+other engines distribute a model over the processes; `engine_choice` selects the engine of a run.
 """
 
 from firstlight.parallel.group import (

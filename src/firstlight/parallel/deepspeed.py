@@ -81,7 +81,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which stdout goes to stderr, and warnings about DeepSpeed's code are hidden."""
+    """Redirect stdout to stderr and hide warnings about DeepSpeed's code in the context."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -176,9 +176,9 @@ class ZeroModel:
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Context in which parameters sharded by stage 3 are replaced by full parameters on the CPU
-        of every process, for reading and writing, not for computing. Parameters of stages 1 and 2
-        are always full. All processes have to call it.
+        """Replace parameters sharded by stage 3 by full parameters on the CPU of every process in
+        the context, for reading and writing, not for computing. Parameters of stages 1 and 2 are
+        always full. All processes have to call it.
 
         Args:
             changed: True copies values written inside back to the sharded parameters; they must be
@@ -369,7 +369,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     """Compile DeepSpeed's library for offloading into files, unless an earlier run has compiled it:
     this takes minutes, once on each machine. All processes have to call it.
 
-        local_rank: this process's number on its machine.
+    Args:
         local_rank: this process's number on its machine.
 
     Raises:
@@ -400,7 +400,7 @@ def _load(builder: Any) -> None:
     except (RuntimeError, ImportError, OSError) as error:
         raise ConfigError(
             "distributed.offload nvme: DeepSpeed's library for NVMe can't be compiled "
-            "({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
+            f"({' '.join(str(error).split())[:300]}): set distributed.offload to cpu"
         ) from error
 
 
@@ -412,8 +412,8 @@ def _report_lock(name: str) -> None:
     lock = Path(_get_build_directory(name, verbose=False)) / "lock"
     if lock.exists():
         say(
-            f"waiting for {lock}: another process compiles DeepSpeed's library; if there is none, "
-            "it was killed: delete that file"
+            f"waiting for {lock}: another process is compiling DeepSpeed's library (if no such "
+            "process is running, it was killed: delete the file)"
         )
 
 
@@ -616,8 +616,8 @@ class ZeroOptimizer(Optimizer):
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Context in which the model's parameters are full for reading, and with `changed` also for
-        writing; see `ZeroModel.whole_parameters`."""
+        """Make the model's parameters full in the context, for reading and, with `changed`, also
+        for writing; see `ZeroModel.whole_parameters`."""
         return self.zero.whole_parameters(changed=changed)
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -710,7 +710,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _at_hand(self, number: int) -> Iterator[None]:
-        """Context that loads a group's state from its files (offload nvme) into memory, and writes
+        """Load a group's state from its files (offload nvme) into memory for the context, and write
         it back at the end."""
         inner = self._inner
         in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)

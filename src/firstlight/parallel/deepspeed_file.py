@@ -78,7 +78,8 @@ class DeepSpeedFile:
 
     Attributes:
         recipe: recipe key ("optimizer.learning_rate") -> the key's name in the file and its value.
-        handed_on: nested settings for `deepspeed.initialize`, in addition to the engine's own.
+        handed_on: nested settings for `deepspeed.initialize`, in addition to the settings that the
+            engine passes.
         train_batch_size: sequences of a step, over all processes; None if the file leaves it open.
     """
 

@@ -49,16 +49,17 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.parallel import rank_start
 from firstlight.parallel.rendezvous import ROUND, RankError, tcp_store, tell_failure
 
-#: Seconds that the other ranks have to end by themselves after one rank has failed.
+#: Time limit in seconds for the other ranks to end by themselves after one rank has failed.
 _GRACE_SECONDS = 8.0
 
 #: Seconds during which ranks on other machines can still read the failure from the store.
 _LINGER_SECONDS = 4.0
 
-#: Seconds that ranks have to save and exit after a signal. A second signal ends them sooner.
+#: Time limit in seconds for ranks to save and exit after a signal. A second signal ends them
+#: sooner.
 _SAVING_SECONDS = 3600
 
-#: Seconds that all machines have to connect to the rendezvous.
+#: Time limit in seconds for all machines to connect to the rendezvous.
 _RENDEZVOUS_SECONDS = 900
 
 #: Exit codes of ranks that have not failed: the run is complete, was stopped and saved, or
@@ -71,10 +72,10 @@ _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 #: Signals passed on to the ranks, unless they are ignored (nohup).
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-#: Number of lines of a failed rank's output that are shown: the last ones.
+#: Number of last lines of a failed rank's output that are shown.
 _MAX_LINES = 60
 
-#: Seconds that the launcher has to connect to the store to report a failure to the ranks.
+#: Time limit in seconds for the launcher to connect to the store and report a failure to the ranks.
 _ANNOUNCING_SECONDS = 2.0
 
 _ERROR_START = "firstlight: error: "
@@ -361,7 +362,8 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without logging, because torch elastic logs each failure as a page of tables."""
+    """Disable logging in the context, because torch elastic logs each failure as a page of
+    tables."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

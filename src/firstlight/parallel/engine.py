@@ -168,7 +168,7 @@ class Engine:
 
         Args:
             config: the architecture.
-            vocab_multiple: multiple to which the vocabulary is padded.
+            vocab_multiple: the vocabulary is padded to a multiple of this number.
             generator: source of the random initial values; None leaves them uninitialized.
             init: see `LanguageModel.init_weights`.
 
@@ -298,7 +298,7 @@ class Engine:
 
         Args:
             model: the distributed model.
-            optimizer: its optimizer.
+            optimizer: optimizer of the model.
             tensors_of: see `TensorsOf`; it is called while the parameters are full.
         """
         # Every process has the full state, so nothing has to be gathered.

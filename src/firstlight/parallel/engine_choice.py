@@ -82,8 +82,8 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
         name = "none" if size == 1 else ("fsdp" if group > 1 else "ddp")
     if name == "none" and size > 1:
         raise ConfigError(
-            f"distributed.engine none is for {one}, but there are {size}, each of which would "
-            f"train a separate model: set it to {others}"
+            f"distributed.engine none is for {one}, but there are {size}, and each would train a "
+            f"separate model: set it to {others}"
         )
     if group > 1 and name == "deepspeed":
         raise ConfigError(

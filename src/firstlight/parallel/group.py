@@ -56,8 +56,8 @@ _DECIDE_SECONDS = 0.25
 #: Seconds without a heartbeat after which a rank has failed, once an exchange has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
-#: Seconds that the main thread has to notice a known failure and to unwind. A thread that waits in
-#: a collective operation can't do so, because no Python exception reaches it there.
+#: Time limit in seconds for the main thread to notice a known failure and to unwind. A thread that
+#: waits in a collective operation can't do so, because no Python exception reaches it there.
 _GRACE_SECONDS = 3.0
 
 
@@ -215,7 +215,7 @@ def _end_process(failure: str) -> None:
 
 # The group
 
-#: Default limit of the rendezvous and of a collective operation: torch's own for NCCL.
+#: Default limit of the rendezvous and of a collective operation: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 #: Words that identify an error of an exchange: gloo's errors are plain RuntimeErrors.
@@ -265,7 +265,7 @@ def process_group(
     *,
     fingerprint: str = "",
 ) -> Iterator[None]:
-    """Context in which torch.distributed's default group is open; does nothing in a world of one.
+    """Open torch.distributed's default group for the context; do nothing in a world of one.
 
     All ranks have to enter and to leave it. A failure of one rank inside ends the block on all
     ranks, with an error that names the failed rank (see `Heartbeat`). If the main thread waits in
@@ -274,9 +274,9 @@ def process_group(
 
     Args:
         world: this process among the others.
-        device: the device of its tensors. Tensors on the CPU are exchanged by gloo, tensors on GPUs
-            by NCCL.
-        timeout_seconds: limit of the rendezvous, of an exchange between ranks, and of the time
+        device: the device of this process's tensors. Tensors on the CPU are exchanged by gloo,
+            tensors on GPUs by NCCL. timeout_seconds: limit of the rendezvous, of an exchange
+            between ranks, and of the time
             without a heartbeat of a rank.
         fingerprint: a hash of the recipe, which must be the same on all ranks.
 
@@ -319,7 +319,7 @@ def process_group(
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """Context in which torch's default group contains only this process, for libraries that need a
+    """Open a default group of torch that contains only this process, for libraries that need a
     group (DeepSpeed)."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -31,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 class _Received(nn.Module):
     """Stand-in for the embedding: returns the hidden states [batch, seq_len, hidden_size] that the
-    previous stage has sent, which `Pipeline.take` sets."""
+    previous stage has sent and that `Pipeline.take` has set."""
 
     weight: Tensor
 
@@ -89,7 +89,7 @@ def stage_model(
 
     Args:
         config: a config for which `unstageable` gives no reasons.
-        vocab_multiple: multiple to which the vocabulary is padded.
+        vocab_multiple: the vocabulary is padded to a multiple of this number.
         stage, stages: number of this process's stage, and the number of stages.
         generator: source of the whole model's random initial values; None leaves values
             uninitialized, except zeros in the rows that pad the vocabulary.
@@ -240,7 +240,7 @@ class Pipeline:
         return next(self._model.parameters()).dtype
 
     def take(self, hidden: Tensor) -> None:
-        """Set the previous stage's output, with which the next call of `forward` begins.
+        """Set the previous stage's output, which is the input of the next call to `forward`.
 
         Args:
             hidden: hidden states [batch, seq_len, hidden_size].

@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def become_rank(folder: Path, launcher: int, command: list[str]) -> None:
-    """Bind this process's life to its launcher's, redirect its output, and run the command.
+    """Make this process end when its launcher ends, redirect its output, and run the command.
 
     Args:
         folder: folder for the output of ranks other than 0.

@@ -3,8 +3,7 @@
 The processes connect to torch's key-value store (TCPStore). torch elastic's agent hosts the store;
 without an agent, rank 0 does. Each process writes a `RankInfo` there and reads those of the others:
 world sizes and recipes must be equal, and ranks must differ. This happens before
-`init_process_group`, in which ranks of different worlds would wait for each other until the
-timeout.
+`init_process_group`, where ranks of different worlds would wait for one another until the timeout.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class RankInfo:
 
     Attributes:
         rank, size: the process's rank and the world size, from its launcher.
-        host: name of its machine.
-        pid: its process id.
-        fingerprint: a hash of its recipe.
-        gpu: the UUID of its GPU; "" without a GPU.
+        host: name of the process's machine.
+        pid: process id.
+        fingerprint: hash of the process's recipe.
+        gpu: UUID of the process's GPU; "" without a GPU.
     """
 
     rank: int

@@ -81,8 +81,7 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
     If variables of several launchers are set, the innermost launcher takes precedence: RANK and
     WORLD_SIZE come before those of MPI and Slurm, because srun or mpirun may start torchrun on each
-    machine. A
-    process inside a Slurm allocation that srun did not start is a world of one.
+    machine. A process inside a Slurm allocation that srun did not start is a world of one.
 
     Args:
         variables: the environment variables; None is `os.environ`.
@@ -213,7 +212,7 @@ def _require_same(place: World, other: _Launcher, theirs: World) -> None:
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
             f"RANK is {place.rank} and WORLD_SIZE is {place.size}, but {other.name} started "
-            f"{theirs.size} processes, of which this is {theirs.rank} ({other.rank}): unset RANK "
+            f"{theirs.size} processes, and this process has {other.rank} {theirs.rank}: unset RANK "
             "and WORLD_SIZE"
         )
 

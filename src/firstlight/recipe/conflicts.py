@@ -258,7 +258,7 @@ def _preference_conflicts(
 
 
 def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield further conflicts with the engine deepspeed."""
+    """Yield further conflicts with the deepspeed engine."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield (

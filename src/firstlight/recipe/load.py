@@ -450,7 +450,7 @@ def yaml_text(values: object) -> str:
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """Fill the recipe's open keys with values from the file `distributed.deepspeed_config`.
+    """Fill the recipe's open keys with values from the file at `distributed.deepspeed_config`.
 
     Applying it to its result changes nothing, so a resumed run gets the same recipe.
 
@@ -505,7 +505,7 @@ def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Reci
     """Return the recipe with new values for some keys (section -> key -> value), validated.
 
     Raises:
-        ConfigError: a value is invalid; the message names the file `path` and the key.
+        ConfigError: a value is invalid; the message contains `path` and the key.
     """
     sections = {}
     for section, changes in values.items():

@@ -97,8 +97,8 @@ class BatchConfig(Section):
         """
         if self.global_batch_tokens is None or self.gradient_accumulation_steps is not None:
             raise ConfigError(
-                "batch.micro_batch_size auto needs batch.global_batch_tokens, which fixes the "
-                "batch of a step, and no batch.gradient_accumulation_steps: set "
+                "batch.micro_batch_size auto requires batch.global_batch_tokens, which fixes the "
+                "batch of a step, instead of batch.gradient_accumulation_steps: set "
                 f"global_batch_tokens to a multiple of data.seq_len, {seq_len}"
             )
         rows, rest = divmod(self.global_batch_tokens, seq_len)

@@ -119,7 +119,7 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
 def for_new_model(
     recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
 ) -> Recipe:
-    """Apply the settings `NEW_MODEL` for optimizer, schedule and initial weights to a recipe that
+    """Apply the `NEW_MODEL` settings for optimizer, schedule and initial weights to a recipe that
     sets none of these.
 
     These settings were tuned together. A recipe that sets any key of the optimizer, the schedule's
@@ -207,8 +207,9 @@ def resolve(
 ) -> ResolvedRecipe:
     """Return the recipe with every open key resolved.
 
-    A resumed run must compute as before, but choices that depend on the machine or on a measurement
-    could turn out differently. The earlier choices (`facts.earlier`) therefore take precedence.
+    A resumed run must continue with the same choices, but choices that depend on the machine or on
+    a measurement could turn out differently. The earlier choices (`facts.earlier`) therefore take
+    precedence.
 
     Args:
         recipe: the recipe as written.

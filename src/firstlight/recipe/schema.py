@@ -37,8 +37,8 @@ class RunConfig(Section):
     check_device: bool = True
     """true compares the results of a GPU with the CPU before a run, unless the GPU has passed
     `firstlight info --check`. This takes a second or two, and wrong results stop the run. A GPU
-    that has passed is checked again with another driver, torch version, precision or attention
-    backend."""
+    that has passed is checked again if the driver, torch version, precision or attention backend
+    changes."""
     deterministic: bool = False
     """true gives bit-identical results on a CUDA GPU, so that a resumed run equals an uninterrupted
     run. It is slower, especially in attention's backward pass. On a CPU, results are always
@@ -57,7 +57,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_tensorboard(cls, values: object) -> object:
-        """Convert the key `tensorboard: true` of older recipes to an entry of `trackers`."""
+        """Convert `tensorboard: true` in older recipes to an entry of `trackers`."""
         if not isinstance(values, dict) or type(values.get("tensorboard")) is not bool:
             return values
         others = {key: value for key, value in values.items() if key != "tensorboard"}
@@ -163,7 +163,7 @@ class PlanningConfig(Section):
     """
 
     vocab_size: int | None = Field(None, ge=1)
-    """vocabulary size of the tokenizer with which the data will be prepared."""
+    """vocabulary size of the tokenizer that will be used to prepare the data."""
     model: AnyModelConfig | None = None
     """model configuration of the weights that --init-from will name, for a recipe without a `model`
     section."""

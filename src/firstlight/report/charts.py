@@ -50,7 +50,7 @@ _MARKS = {
     "decision": "resumed",
     "lowest-validation-loss": "c1",
 }
-#: Entry `Software` of the PNG metadata, which identifies a report's picture.
+#: `Software` entry of the PNG metadata, which identifies a report's picture.
 PICTURE_ORIGIN = "firstlight report"
 #: Maximum number of points for which a line's points are drawn as dots.
 _FEW = 60

@@ -37,7 +37,8 @@ class RunComparison:
         labels: a unique name for each run.
         numbers: `final_numbers` of each run.
         findings: result of `findings_of` for each run.
-        differences: value in each run for each recipe key ("section.key") whose values differ.
+        differences: each recipe key ("section.key") that differs between runs, mapped to its value
+            in each run.
     """
 
     runs: Sequence[RunRecord]

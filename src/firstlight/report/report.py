@@ -67,7 +67,7 @@ from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, requ
 
 #: Element that identifies an HTML report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Number of bytes at the beginning of a file that are searched for the mark of a report.
+#: Number of bytes at the beginning of a file that are searched for `GENERATOR`.
 _HEAD_BYTES = 2000
 #: Default file name for the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
@@ -294,7 +294,7 @@ _BUCKETS_PER_PIXEL = 0.7
 def _figure(
     identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of the template's macro `figure`.
+    """Return the arguments of the template's `figure` macro.
 
     Args:
         identity: id of the element, unique within the page.

@@ -215,7 +215,7 @@ class _Page:
         session, reply = chainlit.user_session.get("session"), chainlit.Message("")
         notes, thoughts = [], ""
         if self._answers.busy:
-            notes = [chainlit.Message("Another tab's answer is being generated; this one is next.")]
+            notes = [chainlit.Message("Another tab's answer is being generated; yours is next.")]
             await notes[0].send()
         try:
             async with contextlib.aclosing(self._answers.pieces(session, message.content)) as parts:

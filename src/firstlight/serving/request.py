@@ -78,7 +78,7 @@ _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 def _needs(name: str, switch: str) -> dict[str, Any]:
-    """Return a JSON Schema rule: the field `name` is null or missing unless the field `switch` is
+    """Return a JSON Schema rule: the `name` field is null or missing unless the `switch` field is
     true.
     """
     switched = {"properties": {switch: {"const": True}}, "required": [switch]}
@@ -254,7 +254,7 @@ class CompletionRequest(GenerationRequest):
             of such lists.
         max_tokens: see `GenerationRequest`; 0 generates no tokens and is useful with `echo`.
         logprobs: number of most likely tokens whose log-probabilities are returned for each token,
-            in addition to the token's own.
+            in addition to the log-probability of that token.
         echo: true starts each choice with the prompt and, with `logprobs`, its log-probabilities.
     """
 
@@ -878,7 +878,7 @@ class RequestEncoder:
             schema, source = request.forced_schema, "tools"
         make_constraint = self._constraints(schema, source)
         if schema is not None:
-            end_ids = self._chat_ends  # The tokens with which the grammar ends.
+            end_ids = self._chat_ends  # The tokens that end the grammar's text.
         settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
         samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:

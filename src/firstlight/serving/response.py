@@ -172,13 +172,13 @@ class ResponseFormat:
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
             prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
-        includes_usage: True if the last event contains the token counts; the field `usage` of the
+        includes_usage: True if the last event contains the token counts; the `usage` field of the
             other events is then null.
 
     Attributes:
         prefix: beginning of the response's id.
         kind: response model of the complete response.
-        event_object: field `object` of an event.
+        event_object: `object` field of an event.
     """
 
     prefix: str
@@ -285,7 +285,7 @@ class Echo:
 
 
 class CompletionFormat(ResponseFormat):
-    """The format `text_completion`, for complete responses and events.
+    """The `text_completion` format, for complete responses and events.
 
     Args:
         echoes: prompt of each choice; empty without `echo`.
@@ -321,7 +321,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The formats `chat.completion` and `chat.completion.chunk`.
+    """The `chat.completion` and `chat.completion.chunk` formats.
 
     Args:
         answers: format of the answers' parts.
@@ -445,7 +445,7 @@ class TokenTexts:
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:
-        """Return the field `logprobs` of a chat choice."""
+        """Return the `logprobs` field of a chat choice."""
         content = [
             ChosenChatToken.model_construct(
                 **self._chat_token(entry.token_id, entry.logprob),
@@ -474,7 +474,7 @@ class TokenTexts:
 
 
 class LogprobsWriter:
-    """Writes the field `logprobs` of one completion choice, either for the complete choice or event
+    """Writes the `logprobs` field of one completion choice, either for the complete choice or event
     by event.
 
     Args:

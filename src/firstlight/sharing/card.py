@@ -207,7 +207,7 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """Return the options of the call `firstlight train TEXTS` that created a run, including
+    """Return the options of the `firstlight train TEXTS` call that created a run, including
     "inputs" and "overrides" with neutral paths, or an empty mapping for other runs.
     """
     state = read_state(run_folder)
@@ -437,7 +437,7 @@ def corpus_card(
     """Return the text of a corpus card.
 
     Args:
-        facts: names of the corpus's inputs, its splits, and the options with which it was prepared.
+        facts: names of the corpus's inputs, its splits, and the options used to prepare it.
         manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
         licence: the hub's id of the licence, such as "cc-by-4.0", or None if no licence was
@@ -749,7 +749,7 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
 
 
 def _call_on_texts(facts: ModelFacts) -> str:
-    """Return the call `firstlight train TEXTS` that created the run, as a shell command."""
+    """Return the `firstlight train TEXTS` call that created the run, as a shell command."""
     request = facts.request
     words = ["firstlight", "train", *request["inputs"]]
     for key, option in (("tokens", "--tokens"), ("steps", "--steps"), ("size", "--size")):

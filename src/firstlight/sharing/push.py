@@ -259,7 +259,7 @@ def _forget_folders(path: Path) -> None:
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Return the names of the shards, after checking that each shard matches its SHA-256 in the
-    manifest and that the tokenizer is the one with which they were made.
+    manifest and that they were made with the tokenizer in the folder.
 
     Raises:
         DataError: a shard is missing or damaged, or the tokenizer differs.
@@ -275,7 +275,8 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
                 )
     if Tokenizer.from_pretrained(folder).fingerprint != manifest["tokenizer_sha256"]:
         raise DataError(
-            f"the tokenizer in {folder} differs from the one with which its shards were prepared"
+            f"the shards in {folder} were not prepared with the tokenizer in this folder: prepare "
+            "the corpus again"
         )
     missing = [name for name in _TOKENIZER_FILES if not (folder / name).is_file()]
     if missing:

@@ -60,7 +60,7 @@ def require_vocab_size(vocab_size: int, special_tokens: int = 1) -> None:
     if vocab_size < smallest:
         raise TokenizerError(
             f"vocab_size {vocab_size} is too small: byte-level BPE needs at least {smallest} "
-            f"(256 bytes and {special_tokens} special)"
+            f"(256 bytes and {special_tokens} special tokens)"
         )
 
 

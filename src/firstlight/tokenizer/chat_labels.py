@@ -301,8 +301,8 @@ class ChatEncoder:
         """Encode a conversation as tokens.
 
         Args:
-            messages: objects with the strings `role` and `content`; tool calls and reasoning in the
-                format returned by `messages.normalize_message`.
+            messages: objects whose `role` and `content` are strings; tool calls and reasoning are
+                in the format returned by `messages.normalize_message`.
             options: additional variables of the template, as plain JSON, such as `tools`.
             masked: indices of assistant messages that are excluded from the loss.
             train_on: choice of labels; "all" means all tokens except those in masked messages.

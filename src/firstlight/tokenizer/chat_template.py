@@ -98,7 +98,7 @@ def render_chat(
 
     Args:
         template: the template, in Jinja.
-        messages: objects with the strings `role` and `content`. Additional entries must be plain
+        messages: objects whose `role` and `content` are strings. Additional entries must be plain
             JSON; the template may use them.
         variables: additional variables of the template, such as `bos_token`.
         add_generation_prompt: True to end the text with the beginning of the assistant's next turn.
@@ -326,8 +326,8 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
     that calls tools may have None as its content.
 
     Raises:
-        InputError: the messages are not a list of objects with the strings `role` and `content`, or
-            are not JSON.
+        InputError: the messages are not a list of objects whose `role` and `content` are strings,
+            or are not JSON.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(
@@ -381,10 +381,9 @@ def protected(
         template: the chat template.
 
     Returns:
-        (marked messages, pattern). When searched in the template's output for the marked
-        messages, matches special tokens that the template wrote (group "special"), marked names
-        (group "text"), and single marks that the template has separated from their name (neither
-        group).
+        (marked messages, pattern). In the template's output for the marked messages, the pattern
+        matches special tokens that the template wrote (group "special"), marked names (group
+        "text"), and single marks that the template has separated from their name (neither group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)

@@ -37,7 +37,8 @@ _DECIDING = ("normalizer", "pre_tokenizer", "model")
 _CANT_ENCODE = "the tokenizer can't encode this text"
 
 #: Minimum length in characters of a text that is encoded with `encode_batch` in another thread. The
-#: library's `encode` holds Python's global interpreter lock, for three seconds per megabyte.
+#: library's `encode` takes three seconds per megabyte, and holds Python's global interpreter lock
+#: all the time.
 _LONG = 1 << 14
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -298,7 +299,7 @@ class Tokenizer:
         """Render a conversation as one text, like the transformers method of the same name.
 
         Args:
-            messages: objects with the strings `role` and `content`.
+            messages: objects whose `role` and `content` are strings.
             add_generation_prompt: True to end the text with the beginning of the assistant's next
                 turn.
 

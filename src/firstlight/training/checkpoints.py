@@ -82,7 +82,7 @@ class RunCheckpoints:
 
     @property
     def are_due(self) -> bool:
-        """True if a checkpoint is due, or is requested by a file `save-now` in the run folder.
+        """True if a checkpoint is due, or is requested by a `save-now` file in the run folder.
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
         a run with a time budget, one is also due `Run.save_interval` seconds after the last one. If
@@ -110,7 +110,8 @@ class RunCheckpoints:
         run = self.run
         if run.budget is None or not run.recipe.checkpoint.every_steps:
             return False
-        # Only the main process looks at the clock, because others might be late a step earlier.
+        # Only the main process looks at the clock, because in other processes the checkpoint might
+        # be due a step earlier or later.
         waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
         # Compared first without the size of a checkpoint, which takes a moment to add up.
         if waited < save_interval(run.budget.seconds, 0.0):
@@ -279,9 +280,9 @@ _EVALUATION_NAME = "averaged.json"
 
 
 def write_average(run: Run) -> None:
-    """Average the weights of a finished run's last checkpoints, evaluate them and write them
-    (Izmailov et al. 2018, arXiv 1803.05407; applied to checkpoints: Kaddour 2022, arXiv
-    2209.14981). Afterwards the model has the averaged weights.
+    """Average the weights of a finished run's last checkpoints (Izmailov et al. 2018, arXiv
+    1803.05407; applied to checkpoints: Kaddour 2022, arXiv 2209.14981). Evaluate and write the
+    averaged weights, which the model then keeps.
 
     The average is computed from the checkpoints on disk when the run is complete, so that it does
     not take any memory during training. Checkpoints saved between two regular checkpoints because

@@ -102,7 +102,7 @@ def require_checked_device(
     is_cpu = hardware.device.type == "cpu"
     if is_cpu or not recipe.run.check_device or _has_passed(hardware, keys):
         return
-    tell(f"comparing a small step on {hardware.device} ({hardware.name}) with the CPU, once")
+    tell(f"checking {hardware.device} ({hardware.name}) once: comparing a small step with the CPU")
     if (problem := check_device(hardware, keys)["problem"]) is not None:
         raise ConfigError(f"{problem}; set run.check_device to false to train anyway")
 
@@ -183,8 +183,8 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return advice for a device that computes wrong values, beginning with a setting with which it
-    passes, if there is one.
+    """Return advice for a device that computes wrong values. If the device passes the check with
+    another setting, that setting comes first.
     """
     remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
@@ -378,7 +378,8 @@ class _Comparison(TorchFunctionMode):
             distance = float((one - exact).norm() / exact.norm())
             if self.wrong is None and distance > self.bound:
                 self.wrong = (
-                    f"{name} is {distance:.1%} off fp64 on the CPU (bound {self.bound:.1%})"
+                    f"{name} differs from fp64 on the CPU by {distance:.1%} (limit: "
+                    f"{self.bound:.1%})"
                 )
 
 

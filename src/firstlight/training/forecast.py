@@ -40,7 +40,7 @@ _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2
 
-#: Number of first steps of a process, which are slower because they allocate memory and compile.
+#: Number of slow steps at the start of a process: they allocate memory and compile.
 _SLOW_STEPS = 2
 
 
@@ -97,8 +97,8 @@ class Forecaster(Protocol):
         """
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
-        """Return text that explains why memory ran out and names the one change of the recipe with
-        which the run would fit, with its cost in speed. Return None if neither is known.
+        """Return text that explains why memory ran out and suggests a single change to the recipe
+        that would make the run fit, with its cost in speed. Return None if neither is known.
 
         Args:
             recipe: recipe with the micro-batch size that did not fit.
@@ -204,10 +204,11 @@ class ForecastComparison:
         """Return the measurements of the run so far.
 
         Returns:
-            - "peak_bytes": on a GPU, the peak of tensors by torch's allocator; None on a CPU, for
-              which torch does not count.
-            - "allocated_bytes": on a CPU, the peak of tensors and of libraries' buffers in a step,
-              by the C library's allocator; None if that does not count.
+            - "peak_bytes": on a GPU, the peak size of all tensors according to torch's allocator;
+              None on a CPU, where torch does not measure it.
+            - "allocated_bytes": on a CPU, the peak size of tensors and libraries' buffers in a
+              step, according to the C library's allocator; None if the allocator does not measure
+              it.
             - "process_bytes": on a CPU, the peak of the process's resident memory since the
               prediction; None on a GPU.
             - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians of all

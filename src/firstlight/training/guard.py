@@ -121,7 +121,7 @@ class Guard:
 def z_score(value: float, before: deque[float]) -> float:
     """Return the number of standard deviations by which `value` exceeds the mean of the previous
     values, or 0 if there are fewer than `FEWEST_STEPS`. The standard deviation is taken as at least
-    1 % of the mean.
+    1% of the mean.
     """
     if len(before) < FEWEST_STEPS:
         return 0.0

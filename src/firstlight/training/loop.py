@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from firstlight.checkpoint.manifest import checkpoint_folder
 from firstlight.console import notebook_display, time_text
 from firstlight.errors import (
@@ -27,6 +29,7 @@ from firstlight.errors import (
 from firstlight.evaluation.perplexity import Evaluation
 from firstlight.hardware.environment import cores_are_busy, sharing_cores
 from firstlight.methods.compilation import compile_time_recorder
+from firstlight.models import Model
 from firstlight.parallel import find_world
 from firstlight.recipe import Recipe, load_recipe, parse_recipe
 from firstlight.recipe.load import with_deepspeed_file
@@ -49,8 +52,7 @@ from firstlight.training.processes import (
 from firstlight.training.progress import show_picture
 from firstlight.training.run import Run
 from firstlight.training.start import begin_run, open_run, set_up
-from firstlight.training.state import restore_torch_random_states, torch_random_states
-from firstlight.training.step import MicroBatchTooLargeError, Passes, run_passes, train_step
+from firstlight.training.step import Passes, run_passes, train_step
 from firstlight.training.validation import evaluate, evaluations_due
 
 T = TypeVar("T")
@@ -247,7 +249,8 @@ def training_loop(
         run.decide_length()  # only for a run with a time budget
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
-        if run.stopped_by is not None and not program.is_ahead:
+        if run.stopped_by is not None:
+            ahead.drop()
             break
         try:
             if run.state.pending is None:  # otherwise the evaluation of a step comes first
@@ -289,8 +292,7 @@ def training_loop(
         except RunReplacedError:
             if stopping.signal is None:
                 raise
-        # A checkpoint contains random states, which the next step's passes may have changed.
-        if not program.is_ahead and checkpoints.are_due:
+        if checkpoints.are_due:
             checkpoints.save()
 
 
@@ -304,7 +306,7 @@ class RunAhead:
 
     Args:
         run: the run.
-        checkpoints: its checkpoints.
+        checkpoints: checkpoints of the run.
         stopping: receives requests to stop.
     """
 
@@ -313,12 +315,16 @@ class RunAhead:
         self._checkpoints, self._stopping = checkpoints, stopping
         self._passes: Passes | None = None
         program = run.program
-        # The loss scale depends on the current gradients; statistics are collected by step.
+        # The loss scale depends on the current gradients; statistics are collected by step; random
+        # numbers would be drawn before those of `on_step`; offloaded activations of two steps would
+        # need memory at the same time.
         self._is_possible = (
             run.engine.world.size == 1
             and program.scaler is None
             and program.preference is None
             and program.model.router_statistics is None
+            and not _has_dropout(program.model)
+            and not run.recipe.efficiency.activation_offload
         )
 
     def begin(self) -> bool:
@@ -329,14 +335,15 @@ class RunAhead:
         batches = run.read_early()
         if run.unreadable is not None:
             return False
-        random = torch_random_states()
         try:
             self._passes = run_passes(
                 program.loss_sum, program.optimizer, run.micro_batches(batches), None, run.engine
             )
-        except MicroBatchTooLargeError as error:  # the next step tries again, with fewer rows
+        except Exception as error:  # noqa: BLE001  (the next step runs into it again, as its own)
+            # Otherwise the traceback keeps the tensors of the failed passes in memory.
             traceback.clear_frames(error.__traceback__)
-            restore_torch_random_states(random)
+            program.optimizer.zero_grad()
+            run.put_back()
             return False
         program.is_ahead = True
         return True
@@ -363,6 +370,12 @@ class RunAhead:
         if self.take() is not None:
             self._run.program.optimizer.zero_grad()
         self._run.put_back()
+
+
+def _has_dropout(model: Model) -> bool:
+    """Return True if training draws random numbers."""
+    layers = (module for module in model.modules() if isinstance(module, nn.Dropout))
+    return any(layer.p > 0 for layer in layers) or getattr(model.config, "attn_pdrop", 0.0) > 0
 
 
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:

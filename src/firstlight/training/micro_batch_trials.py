@@ -168,8 +168,8 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
 
 
 def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
-    """Run two steps in this process. The first creates the optimizer's state, with which the second
-    reaches the peak memory.
+    """Run two steps in this process. The first step creates the optimizer's state, so memory peaks
+    in the second step.
 
     Raises:
         RuntimeError, MemoryError: the micro-batch does not fit in memory.

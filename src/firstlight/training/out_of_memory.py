@@ -1,5 +1,5 @@
-"""Recover from a failed step by repeating it: with smaller micro-batches if memory runs out, and
-without torch.compile if that fails."""
+"""Recover from a failed step by repeating it: with smaller micro-batches if memory ran out, and
+without torch.compile if the compilation failed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from firstlight.errors import TrainingError
 from firstlight.hardware.device import is_out_of_memory
 from firstlight.methods.compilation import is_compile_failure
+from firstlight.optim.eight_bit import compiles_update
 from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import fewer_rows
 from firstlight.training.run import Run
@@ -22,9 +23,9 @@ from firstlight.training.step import MicroBatchTooLargeError
 
 @contextlib.contextmanager
 def repeated_step(run: Run) -> Iterator[None]:
-    """Run one attempt at a step. If memory runs out, reduce the run's micro-batch size; if
-    torch.compile fails in a run that chose it itself, continue without it. Reset the random states,
-    so that the next attempt draws the same random numbers.
+    """Run one attempt at a step. If memory runs out, reduce the run's micro-batch size. If
+    torch.compile fails and the user did not choose it, continue without it. Reset the random
+    states, so that the next attempt draws the same random numbers.
 
     Raises:
         TrainingError: not even a single row fits in memory, memory ran out during the update, or
@@ -64,7 +65,7 @@ def repeated_step(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncompiled_after_failure(run: Run) -> Iterator[None]:
-    """Use torch.compile again on exit if the run could not (see `repeated_step`)."""
+    """On exit, enable torch.compile again if it failed during the run (see `repeated_step`)."""
     chose_compiling = run.chose_compiling
     try:
         yield
@@ -82,6 +83,8 @@ def _continue_uncompiled(run: Run, error: Exception) -> None:
     problem = _short(str(error).split("\n\n")[0])  # without torch's advice on its variables
     # Other processes may be waiting for this one's gradients.
     can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
+    # A compiled update may be partly applied.
+    can_repeat = can_repeat and not compiles_update(run.recipe.optimizer)
     if not (run.chose_compiling and can_repeat):
         raise TrainingError(
             f"step {run.state.step}: torch.compile failed ({problem}): set efficiency.compile to "

@@ -120,7 +120,7 @@ class PreferenceObjective:
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
-        #: Sums since the last call of `take`, [4]: rewards of the chosen answers, rewards of the
+        #: Sums since the last call to `take`, [4]: rewards of the chosen answers, rewards of the
         #: rejected answers, number of pairs whose chosen answer has the larger reward, number of
         #: pairs.
         self._sums: Tensor | None = None

@@ -152,7 +152,7 @@ class RunProgress:
     Args:
         max_steps: function that returns the total number of steps of the run, which may change
             during a run with a time budget.
-        start_step: number of steps completed before this call of `train`.
+        start_step: number of steps completed before this call to `train`.
         max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
         step_limit: function that returns the step at which a run with a time budget ends even if

@@ -48,8 +48,8 @@ _KEPT_OF_DATA = {
 }
 
 
-#: Relative difference of two learning rates that causes no warning, as a fraction of the higher
-#: one.
+#: Maximum difference between two learning rates that causes no warning, as a fraction of the higher
+#: rate.
 _SAME_RATE = 0.01
 
 
@@ -200,8 +200,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
         saved = _as_written_now(checkpoint.trainer_state.get("recipe", {}))
         for key, before, now in _changed_optimizer_keys(saved, run, keys):
             raise CheckpointError(
-                f"{folder} has the state of optimizer.{key} {before}, which schedule.resume "
-                f"continues: set it instead of {now}, or remove schedule.resume"
+                f"schedule.resume continues from the optimizer state in {folder}, which was saved "
+                f"with optimizer.{key} {before}, not {now}: restore that value, or remove "
+                "schedule.resume"
             )
         # Restores the full state; parts that belong only to the other run are dropped below.
         return folder, restore(checkpoint, run.program)

@@ -58,7 +58,7 @@ class _Read:
     """What was read for a step.
 
     Attributes:
-        batches: its micro-batches.
+        batches: micro-batches of the step.
         began: time at which reading began, by `time.perf_counter`.
         seconds: duration of reading.
         rows: number of rows read for all steps up to this one.
@@ -431,8 +431,8 @@ class Run:
         return self._read.batches
 
     def read_early(self) -> list[Batch]:
-        """Read the micro-batches of the step after the current one. The next call of `read_batches`
-        returns the same."""
+        """Read the micro-batches of the step after the current one. The next call to `read_batches`
+        returns the same micro-batches."""
         self._read_early = self._next_read()
         return self._read_early.batches
 
@@ -440,7 +440,8 @@ class Run:
         """Undo `read_early`: the batches belong to the next steps, whose number of batches may
         differ."""
         if self._read_early is not None:
-            self._unused, self._read_early = self._read_early.batches, None
+            self._unused = self._read_early.batches + self._unused
+            self._read_early = None
 
     def _next_read(self) -> _Read:
         began, batches = time.perf_counter(), list[Batch]()

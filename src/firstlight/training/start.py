@@ -284,8 +284,8 @@ def _open_data(
         dataset.vocab_size,
     ):
         raise DataError(
-            f"{dataset.folder}: tokenizer.json is not the tokenizer with which the shards were "
-            "prepared: prepare the data again"
+            f"{dataset.folder}: the shards were not prepared with the tokenizer in "
+            "tokenizer.json: prepare the data again"
         )
     return dataset, validation, tokenizer
 

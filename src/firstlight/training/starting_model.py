@@ -223,7 +223,7 @@ def first_model(
     if engine.config.pipeline > 1 and (init_from is not None or recipe.lora is not None):
         raise ConfigError(
             "distributed.pipeline can only start from random weights or resume a run (--resume): "
-            "remove {'--init-from' if recipe.lora is None else 'lora'}, or use "
+            f"remove {'--init-from' if recipe.lora is None else 'lora'}, or use "
             "distributed.engine fsdp"
         )
     if recipe.lora is not None and newest is not None:
@@ -318,8 +318,8 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
 
 
 def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> FirstModel:
-    """Load the base model of a resumed run, with its weights. If the start gave the run's `lora`
-    section, only dropout and quantisation are read from the recipe's.
+    """Load the base model of a resumed run, with its weights. If the starting model provided the
+    run's `lora` section, only dropout and quantisation are read from the recipe's section.
 
     Raises:
         CheckpointError: the run had no `lora` section, or its base model is missing or has changed.
@@ -418,7 +418,7 @@ def _new_config(recipe: Recipe, tokenizer: Tokenizer, engine: Engine) -> ModelCo
         relation = "larger" if wanted > tokenizer.vocab_size else "smaller"
         raise DataError(
             f"model.vocab_size {wanted} is {relation} than the vocabulary of the data's tokenizer, "
-            f"{tokenizer.vocab_size}: remove model.vocab_size to use the tokenizer's"
+            f"which has {tokenizer.vocab_size} tokens: remove model.vocab_size to use this number"
         )
     config = recipe.model.model_copy(update={"vocab_size": tokenizer.vocab_size})
     stages = engine.config.pipeline
@@ -582,8 +582,8 @@ def _continued(
     """
     if adapter.changes_base:
         raise ConfigError(
-            f"{init_from} contains an embedding that differs from its base's but is not trained: "
-            "merge it "
+            f"{init_from} contains an embedding that is not trained, but differs from the base "
+            "model's embedding: merge the adapter "
             f"with `firstlight convert {init_from} --to hf --out DIR`, and start from DIR"
         )
     found = adapter.config
@@ -598,7 +598,7 @@ def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], No
     found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
     if _token_ids(lora) <= _token_ids(found):
-        # The start may have completed the rows, and files name their tables in full.
+        # Rows may have been added when the run started, and files name their tables in full.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")

@@ -86,8 +86,8 @@ def save_interval(seconds: float, save_seconds: float) -> float:
     return max(min(LOST_SHARE * seconds, MOST_LOST_SECONDS), save_seconds / SAVE_SHARE)
 
 
-#: Number of first steps of a process, which are slower because they allocate memory and compile.
-#: Later steps are called settled steps.
+#: Number of slow steps at the start of a process: they allocate memory and compile. Later steps are
+#: called settled steps.
 _SLOW_STEPS = 2
 
 #: Number of settled steps whose times are remembered.
@@ -129,8 +129,9 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds by which the first steps exceed the same number of settled steps; at least one
-        settled step is required. In a compiled run, this is the compile time.
+        """Difference in seconds between the duration of the first steps and of the same number of
+        settled steps. At least one settled step is required. In a compiled run, this is the compile
+        time.
         """
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
         return sum(max(seconds - each * sequences, 0.0) for sequences, seconds in self.slow_steps)
@@ -175,8 +176,8 @@ class LoopTimes:
 #: Maximum seconds in a line of a log, about a thousand years; a larger number indicates damage.
 _MOST_SECONDS = 3e10
 
-#: Minimum number of settled steps, and of their total seconds, before a decision; in short runs, a
-#: fraction of the run's duration instead.
+#: Minimum number of settled steps before a decision, and minimum duration of these steps in
+#: seconds. In short runs, the minimum duration is a fraction of the run's duration.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
@@ -197,8 +198,8 @@ _CHECKS = 500
 #: Fraction of the remaining steps after which a decided number of steps is checked again, and
 #: fraction of the run's time by which the run may miss its end without a correction. In a
 #: simulation, machines that became three times slower or faster during the decay missed the end by
-#: 2 %. Checking after half of the steps instead, they missed it by 20 %; after an eighth, the
-#: number was corrected up to twice as often.
+#: 2%. With checks after half of the steps, they missed it by 20%. With checks after an eighth of
+#: the steps, the number was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
@@ -442,7 +443,7 @@ class TimeBudget:
         self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
     ) -> int:
         """Return the number of steps of the run, checked again after a part of its decided steps.
-        The number changes if the run would miss the end of its time by more than 2 % because the
+        The number changes if the run would miss the end of its time by more than 2% because the
         machine has become slower or faster.
 
         At least half of the remaining steps are kept, so that the learning rate does not drop

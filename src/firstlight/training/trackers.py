@@ -59,7 +59,7 @@ class Tracker(Protocol):
             config: the resolved recipe.
 
         Returns:
-            The tracker's id of the run, with which it can be resumed.
+            The tracker's id of the run, which is needed to resume it.
         """
 
     def write(self, steps: Sequence[Step]) -> None:
@@ -104,7 +104,7 @@ TENSORBOARD_NAME = "tensorboard"
 
 
 class TensorboardTracker:
-    """TensorBoard event file in the folder `tensorboard/` of the run folder.
+    """TensorBoard event file in the `tensorboard/` folder of the run folder.
 
     Scalars are fp32. The sample texts of a step are named `samples/0`, `samples/1` and so on. The
     wall time of an event is the start of the run plus the training time up to the event, without
@@ -187,7 +187,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class WandbTracker:
-    """Weights & Biases run in the folder `wandb/` of the run folder (or of WANDB_DIR).
+    """Weights & Biases run in the `wandb/` folder of the run folder (or of WANDB_DIR).
 
     The run is offline and can be uploaded with `wandb sync`, unless WANDB_MODE sets another mode.
     """
@@ -387,7 +387,7 @@ _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
 _SECONDS_UNSAID = 3.0
 #: Seconds between two readings of the run's logs.
 _SECONDS_BETWEEN = 1.0
-#: Maximum number of steps in one call of `Tracker.write`.
+#: Maximum number of steps in one call to `Tracker.write`.
 _STEPS_AT_ONCE = 50
 #: Maximum number of characters of an error in a message.
 _MAX_ERROR = 500
@@ -622,7 +622,7 @@ class Trackers:
         began = time.monotonic()
         if running := self._running_at(began + min(limit, _SECONDS_UNSAID)):
             names = ", ".join(thread.name for thread in running)
-            self._tell(f"waiting for {names}, {limit:.0f} s at most")
+            self._tell(f"waiting for {names}, at most {limit:.0f} s")
         for thread in self._running_at(began + limit):
             self._reported.add(thread.name)
             self._tell(
@@ -643,4 +643,5 @@ class Trackers:
 def _has(thread: _TrackerThread) -> str:
     """Describe which steps a tracker has received, as text for messages."""
     done = read_progress(thread.state).done
-    return f"it has {'no step' if done < 0 else f'the steps to {done:,}'}; --resume adds the others"
+    steps = "no step" if done < 0 else f"the steps up to {done:,}"
+    return f"it has {steps}; --resume adds the others"

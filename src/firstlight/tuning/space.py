@@ -211,7 +211,7 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
     Args:
         keys: the keys.
         recipe: the recipe.
-        warmup_ratio: warm-up of the full run, as a fraction of its steps.
+        warmup_ratio: warm-up of the full run, as a fraction of the run's steps.
     """
     found: dict[str, Value] = {}
     for one in keys:
@@ -305,7 +305,7 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
 def trial_recipe(
     recipe: Recipe, values: Mapping[str, Value], trial_steps: int, full_steps: int, seq_len: int
 ) -> tuple[dict[str, Any], int]:
-    """Return the values of a trial's recipe, without its run folder, and its number of steps.
+    """Return (values of a trial's recipe without `run.dir`, number of steps of the trial).
 
     Args:
         recipe: the recipe as written.

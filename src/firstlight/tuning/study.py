@@ -295,7 +295,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     Args:
         keys: the searched keys.
         objective: name of the loss.
-        lines: lines of the trials, of which at least one is complete.
+        lines: lines of the trials; at least one trial is complete.
     """
     from matplotlib.figure import Figure
 

@@ -457,8 +457,8 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class PackedTensor:
     """A stack of matrices stored in MXFP4, with the methods of `StoredTensor`.
 
-    MXFP4 consists of 4-bit numbers (E2M1), of which each 32 share an 8-bit scale (E8M0). Source:
-    Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
+    In MXFP4, each block of 32 4-bit numbers (E2M1) shares an 8-bit scale (E8M0). Source: Open
+    Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0.
 
     The files of gpt-oss store a stack of the experts' matrices, `NAME`, [E, in, out] in the model,
     as two uint8 tensors:

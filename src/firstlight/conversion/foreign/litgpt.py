@@ -161,8 +161,8 @@ def _settings(path: Path, values: Any) -> tuple[Settings, tuple[int, int, int]]:
     for key, (default, allowed) in _FIXED.items():
         if values.get(key, default) not in allowed:
             raise ModelError(
-                f"{path}: {key} is {values.get(key, default)!r}, but only litgpt models like "
-                f"Llama, Mistral, Qwen2 and Qwen3 are supported, in which it is {allowed[0]!r}: "
+                f"{path}: {key} is {values.get(key, default)!r}, but must be {allowed[0]!r}, as "
+                "in Llama, Mistral, Qwen2 and Qwen3; other litgpt models are not supported: "
                 "export the model with `litgpt convert_from_litgpt`"
             )
     missing = [key for key in _NEEDED if not is_number(values.get(key))]

@@ -57,7 +57,7 @@ from firstlight.weights.stored import INDEX_NAME, WEIGHTS_NAME
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: Layouts of single files, tried in this order. `GPTModelFast` of LLMs-from-scratch also has the
-#: mark of `GPTModel` and therefore comes first.
+#: marker of `GPTModel` and therefore comes first.
 LAYOUTS = (
     nanogpt.LAYOUT,
     llms_from_scratch.GPT_FAST,

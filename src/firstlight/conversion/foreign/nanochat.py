@@ -47,7 +47,7 @@ _KEYS = {
     "sequence_len": "max_position_embeddings",
 }
 _FILE = re.compile(r"model_(\d+)\.pt")
-#: nanochat pads the rows of the embedding and head to a multiple of this.
+#: nanochat pads the rows of the embedding and head to a multiple of this number.
 _ROWS = 64
 #: Maximum number of names in a message.
 _SHOWN = 12

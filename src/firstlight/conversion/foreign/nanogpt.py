@@ -1,4 +1,4 @@
-"""GPT models of nanoGPT (karpathy/nanoGPT `model.py`): a file `ckpt.pt`."""
+"""GPT models of nanoGPT (karpathy/nanoGPT `model.py`): a `ckpt.pt` file."""
 
 from __future__ import annotations
 

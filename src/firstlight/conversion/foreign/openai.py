@@ -199,7 +199,7 @@ def _tensor(content: Tensor, name: str, entry: _Entry) -> Tensor:
     if _masked(crc32c(part.numpy())) != entry.checksum:
         raise _BundleError(f"has values of {name} that don't match their checksum")
     if entry.offset % entry.dtype.itemsize:
-        # A view of another dtype needs an aligned offset.
+        # A view with a different dtype needs an aligned offset.
         part = part.clone()
     return part.view(entry.dtype).view(entry.shape)
 

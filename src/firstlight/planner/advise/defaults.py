@@ -5,8 +5,8 @@ Constants without another source were measured with models of 0.8 to 5 million p
 trained on the source code of Python's standard library (`python -m benchmarks learning`). For
 larger models they are extrapolated by the published scaling laws that are named here.
 
-Learning rates do not depend on the batch size: they were measured together with the rule by which
-the batch size grows with the run (`model.batch_tokens`).
+Learning rates do not depend on the batch size: they were measured with batch sizes that grow with
+the length of the run, as in `model.batch_tokens`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ SIZES = {
 }
 
 #: Vocabulary sizes by size of the text: (maximum bytes of text, vocabulary size). For 1 MB texts
-#: that are read four times in a few minutes, a vocabulary of 512 tokens gave 0.8 % (Shakespeare)
-#: and 0.6 % (WikiText-2) fewer bits per byte than 1,024. The sizes for 1.5 to 10 MB are
+#: that are read four times in a few minutes, a vocabulary of 512 tokens gave 0.8% (Shakespeare)
+#: and 0.6% (WikiText-2) fewer bits per byte than 1,024. The sizes for 1.5 to 10 MB are
 #: interpolated.
 VOCABULARIES = (
     (1.5e6, 512),
@@ -98,8 +98,8 @@ LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 #: Tokens per step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. The number grows with the
 #: square root of the run's tokens up to MOST_BATCH_TOKENS, because the gradient noise scale grows
 #: as the loss falls (McCandlish et al. 2018). In runs of 6.3 million tokens (standard library, 1.9M
-#: parameters, one run each), 4,096 tokens per step gave the same bits per byte as 2,048, and 4.2 %
-#: fewer than 8,192. In runs of 3.4 million tokens, 4,096 gave 4.4 % fewer bits than 2,048.
+#: parameters, one run each), 4,096 tokens per step gave the same bits per byte as 2,048, and 4.2%
+#: fewer than 8,192. In runs of 3.4 million tokens, 4,096 gave 4.4% fewer bits than 2,048.
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
@@ -122,11 +122,12 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #: with 0.6 to 7.6 million parameters that read 0.9 to 44 MB of the standard library, Shakespeare,
 #: WikiText-2, and Debian's documents in eight languages.
 #:
-#: The other constants were determined from 149 runs of 64,000 to 1.5 million tokens on 116 texts
-#: (source code in 30 languages, prose, manuals, web pages, messages, data files, tables, word lists
-#: and dictionaries, a fifth of them in Chinese, Japanese, Korean, Arabic, Persian, Hebrew, Russian,
-#: Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer), and seven runs of 2 to 12.7 million tokens
-#: on the three texts above. Their n-gram bits were 0.6 to 6.4.
+#: The other constants were determined from 149 runs of 64,000 to 1.5 million tokens on 116 texts,
+#: and from seven runs of 2 to 12.7 million tokens on the first three texts named above. The 116
+#: texts were source code in 30 languages, prose, manuals, web pages, messages, data files, tables,
+#: word lists and dictionaries. A fifth of them were in Chinese, Japanese, Korean, Arabic, Persian,
+#: Hebrew, Russian, Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer. The n-gram bits of all
+#: these texts were 0.6 to 6.4.
 FLOOR = 0.66
 A = 6.5
 ALPHA = 0.27
@@ -149,7 +150,7 @@ USUAL_LONG_NGRAMS = (0.78, 1.16)
 #: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes
 #: with 85,000 tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2
 #: parameters per token, with or without dropout; at 12 passes it was much higher. With a weight
-#: decay of 3.0, six passes gave 0.2 % fewer bits than four (one run each).
+#: decay of 3.0, six passes gave 0.2% fewer bits than four (one run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
 #: If a text has fewer bytes than this, the plan warns that it is too small for learning a language.
 LITTLE_TEXT = 50_000
@@ -163,7 +164,7 @@ MORE_TEXT = 10.0
 INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
 #: Maximum number of layer parameters per token of the text: a larger model memorises the text.
 #: After four passes over 1 MB (Shakespeare, vocabulary of 512 tokens), 15 parameters per token with
-#: a weight decay of 2.5 gave 1.1 % fewer bits than 6 parameters per token with 2.0. Higher values
+#: a weight decay of 2.5 gave 1.1% fewer bits than 6 parameters per token with 2.0. Higher values
 #: were not measured.
 MOST_PARAMETERS_A_TOKEN = 16.0
 #: Weight decay; and weight decay for text that is read more often than `GOOD_EPOCHS`, with Muon and
@@ -171,9 +172,9 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 #: the text. Below that, it is proportional to the number of parameters, because a model that is
 #: small for its text does not memorise the text. Measurements with Muon after four passes over 1 MB
 #: (Shakespeare, vocabulary of 1,024 tokens): with 7.5 parameters per token, a weight decay of 2.0
-#: gave 0.9 % fewer bits than 1.0, and 3.0 gave 0.1 % fewer than 2.0; with 18 parameters per token,
-#: 2.5 gave 1.9 % fewer than 1.0. After four passes over the standard library with 0.25 parameters
-#: per token, 0.1 gave 5.4 % fewer bits than 2.0. Values between 0.25 and 3 parameters per token are
+#: gave 0.9% fewer bits than 1.0, and 3.0 gave 0.1% fewer than 2.0; with 18 parameters per token,
+#: 2.5 gave 1.9% fewer than 1.0. After four passes over the standard library with 0.25 parameters
+#: per token, 0.1 gave 5.4% fewer bits than 2.0. Values between 0.25 and 3 parameters per token are
 #: interpolated. AdamW's value was not measured again. One run each.
 WEIGHT_DECAY = 0.1
 REPEATED_WEIGHT_DECAY = 2.0
@@ -236,7 +237,7 @@ USUAL_SHARE, LONGEST_ROW = 0.99, 2048
 
 # Learning rates
 #: Learning rates of new models by optimizer, for a hidden_size of `RATE_WIDTH`. AdamW's rate comes
-#: from the setting `nanogpt-tuned` in `python -m benchmarks learning`. Lion uses a third to a tenth
+#: from the `nanogpt-tuned` setting in `python -m benchmarks learning`. Lion uses a third to a tenth
 #: of AdamW's rate (Chen et al. 2023). Adafactor's steps are relative to the size of the parameters.
 NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "muon": {

@@ -203,7 +203,7 @@ class Suggestion:
 
 
 def usual_text(vocab_size: int, tokens: float | None) -> TextFacts:
-    """Return facts about a text of which only the number of tokens is known.
+    """Return facts about a text if only its number of tokens is known.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -332,7 +332,7 @@ def _other_parameters(model: Any, config: ModelConfig) -> int:
 
 
 def with_steps(found: Suggestion, steps: int, text: TextFacts) -> Suggestion:
-    """Return the suggestion with another number of steps, and with all values that depend on it
+    """Return the suggestion with a different number of steps, and with all values that depend on it
     except `global_batch_tokens` and `seconds`.
 
     Args:

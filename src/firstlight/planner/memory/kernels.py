@@ -39,7 +39,7 @@ class Operator:
         inputs, outputs: (shape, dtype) of each tensor.
         flops: FLOPs of the operator's matrix products; 0 if it has none.
         moved_bytes: total bytes of inputs and outputs; 0 for views.
-        options: further properties of the call that affect its kernel's memory.
+        options: further properties of the call that affect the kernel's memory.
     """
 
     name: str
@@ -206,7 +206,7 @@ def blockwise_bytes(operator: Operator) -> int:
     contiguous queries, keys and values and, in the backward pass, their gradients and the result's
     gradient.
 
-    Queries are also stored in fp32; so are keys, in half precision or if values have another size.
+    Queries are also stored in fp32; so are keys, in half precision or if values differ in size.
     Each block of queries stores its scores twice in fp32 or, in the backward pass, weights and
     gradients three times in the inputs' dtype.
     """
@@ -285,7 +285,7 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     return size
 
 
-#: Keys of a block in torch's FlashAttentionKernel.cpp; `_query_block` has the queries of one.
+#: Keys per block in torch's FlashAttentionKernel.cpp; `_query_block` returns the queries per block.
 _KEY_BLOCK = 512
 _MIB = 2**20
 
@@ -301,8 +301,8 @@ def _query_block(length: int) -> int:
 
 def product_bytes(operator: Operator, target: Target) -> int:
     """Return an upper bound of the bytes of oneDNN's products in half precision, which copy blocks
-    of their factors into another layout: about 200 KiB for each thread (bf16), about 1 MB if the
-    first factor is transposed, and 1.5 MB in fp16."""
+    of their factors into a different layout: about 200 KiB for each thread (bf16), about 1 MB if
+    the first factor is transposed, and 1.5 MB in fp16."""
     # addmm has a bias before the factors; `out` variants have their result after them.
     first = 1 if "addmm" in operator.name else 0
     ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
@@ -325,8 +325,9 @@ def _laid_out_bytes(
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
     """Return the bytes of products in tiles, an upper bound measured with one and two threads: each
-    thread copies its part of the second factor into another layout, and its part of a transposed
-    first factor. If a long inner dimension is split, partial sums are added up in fp32."""
+    thread copies its part of the second factor into a different layout, and its part of a
+    transposed first factor. If a long inner dimension is split, partial sums are added up in fp32.
+    """
     # Sizes below 32 are padded.
     rows, inner, columns = (max(size, 32) for size in sizes)
     if transposed:

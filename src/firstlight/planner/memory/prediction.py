@@ -110,7 +110,7 @@ def predict(
         first_counted_tick: first tick whose operators are counted.
         phases: phases to consider; None for all.
         stretches: number of sections with equal numbers of operators into which a backward pass is
-            split. The second of 2 sections is the phase `LATE_BACKWARD`; of 3, the second is
+            split. The second of 2 sections is the `LATE_BACKWARD` phase; of 3, the second is
             `MIDDLE_BACKWARD` and the third `LATE_BACKWARD`.
     """
     timeline = Timeline(trace, target)

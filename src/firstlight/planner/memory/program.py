@@ -215,11 +215,12 @@ class CudaKernels(TorchFunctionMode):
         return found[0]
 
     def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
-        """Return torch's choice (sdp_utils.cpp). cuDNN and flash attention need half precision and
-        compute capability 8.0. cuDNN needs heads of a multiple of 8, at most 128, and dropout in
-        steps of 1/16; flash no mask and heads of at most 256. The memory-efficient kernel needs
-        heads of a multiple of 16 bytes, does not take `enable_gqa` before torch 2.14, and needs
-        capability 8.0 for bf16."""
+        """Return torch's choice (sdp_utils.cpp). cuDNN and flash attention require half precision
+        and compute capability 8.0. cuDNN also requires a head dimension that is a multiple of 8 and
+        at most 128, and a dropout that is a multiple of 1/16. Flash attention supports no mask, and
+        head dimensions of at most 256. The memory-efficient kernel requires heads whose size is a
+        multiple of 16 bytes, and capability 8.0 for bf16; it does not support `enable_gqa` before
+        torch 2.14."""
         half, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
         capability = self._target.capability
         # Evaluation and generation run without cuDNN's kernel (`varying_lengths`).
@@ -309,8 +310,8 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Context in which torch.compile generates CPU code that allocates through torch's operators,
-    with kernels that do nothing. Compiled functions are discarded on entry and exit."""
+    """Make torch.compile generate CPU code that allocates through torch's operators, with kernels
+    that do nothing, in the context. Compiled functions are discarded on entry and exit."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -359,8 +360,8 @@ class Graphs:
 
 @contextlib.contextmanager
 def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
-    """Context in which the graphs of compiled code are stored, and can run instead of the compiled
-    code.
+    """Store the graphs of code that is compiled in the context, so that they can run instead of the
+    compiled code.
 
     The graphs already determine which tensors are saved for the backward pass, so each layer of a
     model adds the same memory with the graphs as with inductor's code.
@@ -401,9 +402,9 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Context without Python's cyclic garbage collector, which takes a tenth of the time because of
-    the compiler's millions of live objects. Without it, the storages in a trace also do not depend
-    on when the collector runs."""
+    """Disable Python's cyclic garbage collector in the context. The collector takes a tenth of the
+    time, because the compiler has millions of live objects. Without it, the storages in a trace
+    also do not depend on when it runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -415,7 +416,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Context in which an attribute of `owner` has another value."""
+    """Set an attribute of `owner` to another value in the context."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -440,7 +441,7 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Context in which new tensors do not have memory; see also `tables_put_back`."""
+    """Create new tensors without memory in the context; see also `tables_put_back`."""
     # Real tensors, such as tables that a library created earlier, may be used inside.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -472,8 +473,8 @@ def mark_weights(model: nn.Module, tracer: Tracer) -> None:
 
 @contextlib.contextmanager
 def optimizer_phases(tracer: Tracer) -> Iterator[None]:
-    """Context in which the step of every torch optimizer is the phase "optimizer", and its
-    gradients and states are marked."""
+    """In the context, trace the step of every torch optimizer as the "optimizer" phase, and mark
+    its gradients and states."""
     before = ["setup"]
 
     def enter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -560,7 +561,7 @@ def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
 
 
 class _TracedOptimizer:
-    """A program's optimizer that marks gradients and master weights, and the phase "clipping"."""
+    """A program's optimizer that marks gradients and master weights, and the "clipping" phase."""
 
     def __init__(self, program: TrainingProgram, tracer: Tracer) -> None:
         self._optimizer, self._tracer = program.optimizer, tracer
@@ -574,7 +575,8 @@ class _TracedOptimizer:
         return getattr(self._optimizer, name)
 
     def accumulate(self) -> None:
-        """See `Optimizer.accumulate`, which replaces gradients of weights with those of masters."""
+        """See `Optimizer.accumulate`, which replaces the gradients of weights with gradients of
+        master weights."""
         self._tracer.mark((p.grad for p in self._weights), "gradients")
         self._optimizer.accumulate()
         self._tracer.mark((m.grad for m in self._masters), "gradients")

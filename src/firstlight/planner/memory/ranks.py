@@ -150,7 +150,7 @@ def _of_fsdp(
                 return whole
             # A layer's gradient, its fp32 copy for the sum, and the received shard.
             return whole + layer * (size + 4) + 4 * layer // pieces
-        # One layer is gathered; at the end the last, with which the backward pass begins.
+        # One layer is gathered; at the end, the last layer, where the backward pass begins.
         return size * (outside + (inside if keeps else layer))
 
     def gradients(phase: str, whole: int) -> int:
@@ -411,8 +411,8 @@ def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
 
 
 def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
-    """Return the class of the engine with which processes share a recipe's model; `Engine` for a
-    single process.
+    """Return the class of the engine that distributes a recipe's model over processes; `Engine` for
+    a single process.
 
     Raises:
         ConfigError: the engine can't run with this number of processes.
@@ -546,7 +546,7 @@ def with_peaks(
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)
-    # Assume that the allocator reserves as much beyond its peak as before.
+    # Assume that the allocator reserves as much memory beyond its peak as in `prediction`.
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
         prediction,

@@ -71,7 +71,7 @@ class TraceJob:
     """A prediction to make.
 
     Attributes:
-        calls: (function that traces, arguments) tuples, independent of each other.
+        calls: (function that traces, arguments) tuples; no call depends on another.
         join: function from the results of all calls to the prediction.
     """
 
@@ -256,7 +256,6 @@ def cut(trace: Trace, first: int, last: int) -> Trace:
         trace: a finished trace.
         first, last: first and last tick of the part. Storages that are alive at `first` start at
             tick 0 of the part.
-            at tick 0 of the part.
     """
     storages = [
         replace(
@@ -307,7 +306,7 @@ def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
 
 @contextlib.contextmanager
 def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, TrainingProgram, Batch]]:
-    """Context in which everything is traced: the tracer, the recipe's program, and a batch."""
+    """Trace everything in the context. Yield the tracer, the recipe's program, and a batch."""
     recipe, tracer = planned.recipe, Tracer()
     lists = (lambda _: spec.LIST_VALUES) if target.kind == "cuda" else spec.list_values
     with (
@@ -412,13 +411,13 @@ _FEW = 2
 
 #: Number of layers of a fully compiled model that are traced through inductor, by activation
 #: checkpointing mode. With "full", the peak is often at a layer that is neither first nor last: a
-#: prediction with two layers was up to 4 % too low. With "selective" and "budget", a layer that is
-#: both first and last saves additional tensors: a prediction with one layer was up to 7 % too high.
+#: prediction with two layers was up to 4% too low. With "selective" and "budget", a layer that is
+#: both first and last saves additional tensors: a prediction with one layer was up to 7% too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
 #: The same with blockwise attention, which allocates much memory internally. Inductor does not know
 #: about this memory, and orders the surrounding operators differently in a layer that is both first
-#: and last: a prediction with one layer was 3 % too low.
+#: and last: a prediction with one layer was 3% too low.
 _FEW_BLOCKWISE = 2
 
 #: Phases that run no compiled code.
@@ -645,7 +644,7 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 
 
 def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
-    """Return the recipe with another number of layers of its model."""
+    """Return the recipe with a different number of layers of its model."""
     return recipe.with_keys("model", num_hidden_layers=count)
 
 

@@ -1,5 +1,5 @@
-"""A trace of code that runs on fake tensors: the storages that it creates, their lifetimes, and its
-operators.
+"""A trace of code that runs on fake tensors: the operators of the code, and the storages that it
+creates, with their lifetimes.
 
 Torch's `FakeTensorMode` gives every operator's outputs shapes but no memory. `Tracer`, a dispatch
 mode above it, records when each storage is created and freed, on a clock that ticks once per
@@ -50,7 +50,7 @@ class Storage:
         size: bytes.
         birth, death: first and last tick at which the storage is alive.
         phase: phase in which it was created; "" before the first.
-        part: kind of its content, one of `prediction.PARTS`; "" until it is known.
+        part: kind of the storage's content, one of `prediction.PARTS`; "" until it is known.
         recomputed: True if the backward pass created it by recomputing a forward pass.
     """
 
@@ -151,7 +151,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Context of a forward pass; storages alive on exit are saved for the backward pass."""
+        """Trace a forward pass in the context. Storages that are alive on exit are saved for the
+        backward pass."""
         first = self.tick + 1
         with self.phase("forward"):
             yield
@@ -159,7 +160,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which nothing is traced; it must not leave any tensors behind."""
+        """Pause tracing in the context, which must not leave any tensors behind."""
         self._is_paused = True
         try:
             yield
@@ -168,7 +169,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Context in which created storages get this part."""
+        """Assign this part to the storages created in the context."""
         before, self._part = self._part, part
         try:
             yield

@@ -97,7 +97,8 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the recipe should have fitted, less memory is free than reported: suggest the most savings.
+    # If the estimate of the recipe fits, less memory is free than reported: suggest the change that
+    # saves the most.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -114,8 +115,8 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # If the run uses another device than the planner detects, no forecast is better than a wrong
-    # one.
+    # If the run uses a different device from the one that the planner detects, a forecast would be
+    # wrong.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)

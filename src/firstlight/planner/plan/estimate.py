@@ -63,7 +63,7 @@ class Candidate:
         changes: values of keys of the recipe (`section.key`) that the candidate sets.
         evaluates: True includes the memory of evaluations.
         compiles: True predicts the memory of the compiled step, if the recipe compiles, which takes
-            at least ten seconds; False predicts that of the step without torch.compile.
+            at least ten seconds; False predicts the memory of the step without torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -244,7 +244,7 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """Return True if a single-process run keeps its state in another place than a timed step
+    """Return True if a single-process run does not keep its state on the device, as a timed step
     does."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"

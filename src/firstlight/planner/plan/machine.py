@@ -62,7 +62,7 @@ class Machine:
         memory_bytes: bytes of each device.
         usable_bytes: bytes of each device that a run may take.
         target: the device whose kernels and allocator are modelled.
-        gpu: the GPU with its rates; None for a CPU, and for a GPU of which only memory is known.
+        gpu: the GPU with its rates; None for a CPU, and for a GPU if only its memory is known.
         precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
         is_here: True for the machine that this process runs on.
     """
@@ -103,7 +103,7 @@ class Machine:
         if (0, 0) < self.gpu.capability < (5, 0):
             return [
                 f"{self.name} has compute capability {self.gpu.capability[0]}."
-                f"{self.gpu.capability[1]}, for which torch builds for CUDA 12 do not have kernels"
+                f"{self.gpu.capability[1]}, and torch's builds for CUDA 12 have no kernels for it"
             ]
         return []
 
@@ -111,7 +111,7 @@ class Machine:
     def hardware(self) -> Hardware:
         """Return the `Hardware` that describes this target to the rest of firstlight."""
         device = torch.device(self.target.kind)
-        # No capability for a GPU of which only the memory is known, so that no method is rejected.
+        # No capability for a GPU if only its memory is known, so that no method is rejected.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None
@@ -194,9 +194,9 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Return the GPU memory of a process outside of torch's allocator, or None if it was measured
-    neither on this GPU type nor on an H100 of the same capability, for which the same kernels are
-    loaded."""
+    """Return the GPU memory of a process outside of torch's allocator. If it was not measured on
+    this GPU type, return the H100's value for a GPU of the same capability, which loads the same
+    kernels, and None for other GPUs."""
     found = measured_gpu(gpu)
     if found is None and gpu.capability == GPUS["H100"].capability:
         found = measured_gpu(GPUS["H100"])
@@ -264,7 +264,7 @@ def resolve_for(recipe: Recipe, machine: Machine, init_from: str | None = None) 
 
 
 def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None) -> Facts:
-    """Return the facts with which the recipe is resolved on the machine.
+    """Return the facts needed to resolve the recipe on the machine.
 
     Args:
         recipe, machine: see `resolve_for`.

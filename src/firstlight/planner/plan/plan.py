@@ -508,9 +508,9 @@ def has_width_rule(recipe: Recipe) -> bool:
 
 
 def _kept_schedule(plan: Plan) -> dict[str, Any]:
-    """Return the recipe's schedule keys for a run of another length. Warm-up and decay that are set
-    in steps or tokens keep their fraction of the run, or get the default fraction if the length of
-    the recipe's run is unknown."""
+    """Return the recipe's schedule keys for a run of a different length. Warm-up and decay that are
+    set in steps or tokens keep their fraction of the run, or get the default fraction if the length
+    of the recipe's run is unknown."""
     config = plan.recipe.schedule
     values = config.model_dump(
         exclude={"epochs", "max_minutes", "decay_steps", "decay_tokens", "min_learning_rate"}

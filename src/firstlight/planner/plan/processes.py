@@ -37,7 +37,7 @@ T = TypeVar("T")
 #: can choose the next candidate.
 _COUNT = 2
 
-#: Seconds that workers have to exit by themselves, which takes Python some tenths of a second.
+#: Time limit in seconds for workers to exit by themselves. Python needs a few tenths of a second.
 _ENDING_SECONDS = 1.0
 
 #: Modules that are imported by the process from which workers are forked.
@@ -129,8 +129,8 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Context with worker processes that import modules at the same time as this process. They end
-    on exit, even after an exception."""
+    """Start worker processes, which import modules at the same time as this process. They end with
+    the context, even after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     # Only the fork server is started for now: starting a worker would wait for its imports.

@@ -6,8 +6,8 @@ range:
 
 - large matrix products: 0.45 to 0.85 of the dense peak, 0.65 expected;
 - flash attention: 0.35 to 0.70 forward, 0.30 to 0.60 backward. FlashAttention-2 (Dao 2023) measured
-  50-73 % forward and up to 63 % backward on A100; FlashAttention-3 (Shah et al. 2024) reports
-  35-40 % for FlashAttention-2 on H100;
+  50-73% forward and up to 63% backward on A100; FlashAttention-3 (Shah et al. 2024) reports
+  35-40% for FlashAttention-2 on H100;
 - memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, as STREAM-like programs reach;
 - every kernel: at least 2 to 6 microseconds, and 4 to 16 to launch it from Python, which is hidden
       as long as the GPU is busy.
@@ -19,10 +19,10 @@ each tile take as long as about 64 more elements of the inner dimension.
 
 For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
 (`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
-fraction of its data sheet that each reaches in products alone (`assumed_shares`), so that the order
-of two GPUs follows from their data sheets and does not depend on which of them was measured. Their
-ranges stay as wide as above, enough for two published rates of GPT-2 124M in compiled bf16 on an
-A100 with 40 GB:
+fraction of its data sheet that each type reaches in products alone (`assumed_shares`). The order of
+two GPUs therefore follows from their data sheets, and does not depend on which of them was
+measured. The ranges of types that were not measured stay as wide as above. This is enough for two
+published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -62,7 +62,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-#: Phases whose memory-bound operators belong to the kind "optimizer".
+#: Phases whose memory-bound operators belong to the "optimizer" kind.
 _OPTIMIZER_PHASES = ("optimizer", "clipping")
 
 #: Products of each expert's rows with its weight, for all experts in one call (`models.moe`).
@@ -161,7 +161,7 @@ class MatrixProduct:
 
 
 def product_of(operator: Operator) -> MatrixProduct:
-    """Return the matrix product of an operator of the kind "matrix_products". The products of all
+    """Return the matrix product of an operator of the "matrix_products" kind. The products of all
     experts are treated as one product of all rows and one weight, their backward pass as two."""
     name = operator.base_name
     if is_grouped(operator):
@@ -227,8 +227,8 @@ class Range:
     """An expected value and its range, from the slowest to the fastest run.
 
     Attributes:
-        slow, expected, fast: seconds, of which `slow` is the largest; or rates or fractions, of
-            which `slow` is the smallest.
+        slow, expected, fast: durations in seconds, rates or fractions. `slow` is the longest
+            duration, but the lowest rate or fraction.
     """
 
     slow: float
@@ -273,7 +273,7 @@ class Shares:
         attention, attention_backward: fractions of the peak that the fused kernels reach.
         bandwidth: fraction of the memory's bandwidth that kernels reach.
         link: fraction of the bandwidth of the link between GPUs.
-        overlap: fraction of the computation with which communication overlaps.
+        overlap: fraction of the computation that can overlap with communication.
         kernel_seconds: duration of the shortest kernel.
         launch_seconds: host time to launch an operator from Python.
         compiled_launch_seconds: host time to launch a compiled kernel.
@@ -371,9 +371,9 @@ _REACHED = {
 
 def reached_share(gpu: GPU) -> float:
     """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
-    Without a published measurement: 1 for GPUs whose matrix units have the half rate of GeForce
-    cards, for which the board supplies enough power (RTX 3060, 3090, 4090: 1.0 to 1.08), otherwise
-    0.8 (RTX A6000: 0.79, L40S: 0.74)."""
+    Without a published measurement, it is 1 for GPUs whose matrix units have half the usual rate,
+    as in GeForce cards, because the board supplies enough power for that rate (RTX 3060, 3090,
+    4090: 1.0 to 1.08). For others it is 0.8 (RTX A6000: 0.79, L40S: 0.74)."""
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):
             return _REACHED[name]
@@ -432,8 +432,8 @@ def kernel_seconds(
     *,
     fp8: bool = False,
 ) -> Range:
-    """Return the seconds of one call on the GPU, by the roofline model; with `fp8`, those of a
-    product in fp8 that was traced in bf16, and of the casts of its factors."""
+    """Return the seconds of one call on the GPU, by the roofline model. With `fp8`, the call is a
+    product in fp8 that was traced in bf16, and the seconds include the casts of its factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -518,7 +518,7 @@ class MeasuredGpu:
 
     Attributes:
         constants: values by the names in `BOUNDS`.
-        error: relative error (unsigned) that 95 % of the held-out configurations do not exceed.
+        error: relative error (unsigned) that 95% of the held-out configurations do not exceed.
         fitted: number of configurations to which the constants were fitted.
         held_out: number of configurations on which the error was measured.
         torch: torch version that was measured.
@@ -586,9 +586,9 @@ def assumed_shares(gpu: GPU) -> Shares:
     """Return the shares of a GPU of a type that was not measured: an H100's, with the ranges of
     `DEFAULT_SHARES`.
 
-    A kernel takes as long to launch as on the H100's host, on any GPU. Large products reach the
+    On any GPU, a kernel takes as long to launch as on the H100's host. Large products reach the
     same fraction of `reached_share` as on the H100. Fused attention has the H100's share on GPUs of
-    its capability, which run the same kernels, and on other GPUs that of `DEFAULT_SHARES`.
+    the same capability, which run the same kernels, and the share of `DEFAULT_SHARES` on others.
     """
     anchor = GPUS["H100"]
     measured = measured_gpu(anchor)

@@ -64,7 +64,7 @@ class Exchange:
             reduce-scattered once per step (FSDP); False if gradients are all-reduced once (DDP).
         processes: number of processes that share the batch.
         weight_bytes: bytes of these processes' weights, in the dtype that is sent.
-        gradient_bytes: bytes of their gradients, in the dtype that is sent.
+        gradient_bytes: bytes of the gradients of these weights, in the dtype that is sent.
         micro_batches: number of micro-batches per step.
         tensor_parallel: number of processes that share each layer; multiplies `processes`.
         hidden_bytes: bytes of a micro-batch's hidden states.
@@ -126,7 +126,7 @@ def exchange_seconds(
     Args:
         exchange: communication of the step.
         link: bytes per second between GPUs, in one direction, unless `exchange` has a rate.
-        beside: seconds of computation with which communication can overlap.
+        beside: seconds of computation that can overlap with communication.
         shares: fractions of the links' rates and of the overlap that are reached.
     """
     rate = exchange.link or link
@@ -494,9 +494,9 @@ def estimate_speed(
 # The speed of training on this machine, from timed steps of the real model
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
-# take too long, a micro-batch of fewer sequences is timed, and if it still would, models with fewer
-# layers. The time of a full step follows from these: the passes take time in proportion to the
-# sequences, and both passes and update take the same time for each further layer.
+# take too long, a micro-batch of fewer sequences is timed. If even that would take too long, models
+# with fewer layers are timed. The time of a full step follows from these: the passes take time in
+# proportion to the sequences, and both passes and update take the same time for each further layer.
 #
 # torch.compile is not timed, because compiling takes longer than an entire plan.
 
@@ -597,8 +597,8 @@ def _timed(
     """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
     sequences.
 
-    No further step is begun after `most_seconds`: on a CPU, steps in some precisions are much
-    slower than their matrix products, by which the size of the step was chosen.
+    No further step is begun after `most_seconds`. The size of the step was chosen from the speed of
+    matrix products, but on a CPU, steps in some precisions are much slower than that.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
@@ -646,11 +646,12 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
 
 
 def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> SpeedPrediction:
-    """Return the speed of a recipe whose steps can't be timed, from that of new models of its size.
+    """Return the speed of a recipe whose steps can't be timed. It is derived from the speed of new
+    models of the same size.
 
     Args:
         recipe: the resolved recipe.
-        rate: tokens per second of a new model of its size on this machine.
+        rate: tokens per second of a new model of the same size on this machine.
         hardware: the device to run on.
     """
     seconds = Range.around(_step_tokens(recipe) / rate, _SCALED_ERROR)

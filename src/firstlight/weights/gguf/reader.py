@@ -234,7 +234,7 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Raise an error for overlapping tensors, with which a small file could use unlimited
+        """Raise an error for overlapping tensors, because they would let a small file use unlimited
         memory.
 
         Raises:

@@ -27,7 +27,7 @@ from firstlight.tokenizer.parts import byte_level_split, prepend_bos, require_sh
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns with which llama.cpp splits texts into pieces that are merged separately.
+    """Patterns that llama.cpp uses to split texts into pieces, each of which is merged separately.
 
     Attributes:
         names: values of tokenizer.ggml.pre, separated by spaces; the first one is written.
@@ -237,9 +237,9 @@ def describe_tokenizer(
     which llama.cpp gives the same ids. Besides the end-of-text token, GGUF can store two of `ends`,
     the tokens that end a generation.
 
-    - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's kind "gpt2": tokens, merges, and
+    - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's "gpt2" kind: tokens, merges, and
       the name of the pattern that splits texts into pieces.
-    - BPE with byte fallback (Llama 2) becomes the kind "llama": tokens and scores.
+    - BPE with byte fallback (Llama 2) becomes the "llama" kind: tokens and scores.
 
     Ids without a token, within the vocabulary or after its end, become unused tokens `[PAD<id>]`.
 
@@ -502,13 +502,13 @@ def _scores(
 
 #: `[PAD<id>]`, which stands for an id without a token.
 _UNUSED_TOKEN = re.compile(r"\[PAD(\d+)\]")
-#: llama.cpp's default ids for the kind "llama", used if a file does not specify them.
+#: llama.cpp's default ids for the "llama" kind, used if a file does not specify them.
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """Build a tokenizer from a GGUF file's metadata that gives the same ids as llama.cpp. Return
-    None if the file does not contain one.
+    """Build a tokenizer from a GGUF file's metadata. It gives the same ids as llama.cpp. Return
+    None if the file does not contain a tokenizer.
 
     Raises:
         TokenizerError: the vocabulary is damaged, or its kind is not supported.
@@ -582,7 +582,7 @@ def _is_used(token: Any, index: int) -> bool:
 def _byte_level(
     values: Mapping[str, Any], vocabulary: dict[str, int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Build byte-level BPE for the kind "gpt2". Also return True if "bos" begins a text by default.
+    """Build byte-level BPE for the "gpt2" kind. Also return True if "bos" begins a text by default.
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
@@ -621,7 +621,7 @@ def _pieces(
     vocabulary: dict[str, int],
     named: Mapping[str, str],
 ) -> tokenizers.Tokenizer:
-    """Build BPE with byte fallback for the kind "llama".
+    """Build BPE with byte fallback for the "llama" kind.
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.

@@ -74,7 +74,7 @@ def write_gguf(
             see `gguf_notes`); a tensor is missing, unexpected, not finite or has the wrong shape;
             or a number is too large for the format.
         TokenizerError: llama.cpp would give different ids than the tokenizer.
-        MissingDependencyError: the package gguf is not installed.
+        MissingDependencyError: the gguf package is not installed.
         StorageError: the file can't be written, for example because the disk is full.
     """
     gguf = import_gguf()
