@@ -228,6 +228,33 @@ def test_written_conversation_with_text_outside_turns_raises() -> None:
         ),
         ("User: a\nUser A: x\n\nAssistant: b: c\nA: d", say("a\nUser A: x", "b: c\nA: d")),
         ("**User:** a\n\n**Assistant**: b", say("a", "b")),
+        (
+            "USER: a\n\nASSISTANT: b\n\nFUNCTION RESPONSE: c\n\nASSISTANT: d",
+            [
+                *say("a", "b"),
+                {"role": "function_response", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ],
+        ),
+        # Names of further turns are text where such a turn can't be.
+        ("Human: a\nAssistant: b:\nInput: 5\nOutput: 25", say("a", "b:\nInput: 5\nOutput: 25")),
+        ("User: a\nAssistant: b:\nSystem: Linux\nOS: x", say("a", "b:\nSystem: Linux\nOS: x")),
+        ("User: a\nSystem: x\nAssistant: b", say("a\nSystem: x", "b")),
+        ("Q: a\nInput: 5\nA: b\nInput: 6", say("a\nInput: 5", "b\nInput: 6")),
+        ("Q: a\nA: b\nFUNCTION RESPONSE: c", say("a", "b\nFUNCTION RESPONSE: c")),
+        (
+            "Instruction: a\nResponse: b\nInput: x\nInstruction: c\nInput: y\nResponse: d",
+            say("a", "b\nInput: x", "c\n\ny", "d"),
+        ),
+        ("### Instruction:\n### Input:\nx\n### Response:\nb", say("x", "b")),
+        ("### Instruction:\na\n### Input:\n\n### Response:\nb", say("a", "b")),
+        ("<q>a<A>b<Q>c<a>d", say("a", "b", "c", "d")),
+        (
+            "<user> types; the <bot> tag and the <input> tag",
+            say("types; the", "tag and the <input> tag"),
+        ),
+        ("<user>a<bot>b<\u017fystem>c", say("a", "b<\u017fystem>c")),
+        ("<question>a</question>\n<answer>\nb\n</answer>", say("a", "b")),
         ("Q: a\nA: b\n\nQ: c\nA: d", say("a", "b", "c", "d")),
         (
             "A chat between two. USER: a ASSISTANT: b</s>USER: c ASSISTANT: d</s>",
@@ -402,6 +429,10 @@ def test_prepare_chat_unreadable_line_is_named(
         ('{"a":' * 900 + "1" + "}" * 900, "can't be read as records: maximum recursion"),
         ('{"a":\n1}\n{"a": 2}', r"a\.json:3: not JSON: Extra data"),
         ('{"a": [{}], "b": [{}]}', r"several lists of objects \(a, b\): write each of them"),
+        (
+            json.dumps({"data": {"a": [GOOD], "b": [GOOD]}, "info": [{"name": "x"}]}),
+            r"several lists of objects \(a, b\)",
+        ),
     ],
 )
 def test_prepare_chat_json_file_without_records_raises(
@@ -442,6 +473,13 @@ def test_read_records_json_file_with_lines_or_one_list_in_an_object(
         ({"prompt": say("a"), "completion": say("a", "b")[1:]}, 1),
         (GOOD, 1),
         ({"conversation": [{"input": "a", "output": "b"}] * 2}, 1),
+        ({"conversation_id": 1, "conversation": [{"human": "a", "assistant": "b"}] * 2}, 1),
+        ({"conversations": [{"user": "a", "assistant": "b", "time": 3}] * 2}, 1),
+        ({"id": 1, "conversations": [{"question": "a", "answer": "b"}] * 2}, 1),
+        ({"version": 1, "conversations": [{"question": "a", "answer": "b"}] * 2}, 2),
+        ({"metadata": {"a": [{"x": 1}], "b": [{"y": 1}]}, "data": [GOOD] * 3}, 3),
+        ({"info": [{"name": "x"}], "data": [{"chat_log": say("a", "b")}] * 3}, 3),
+        ({"data": {"chat_log": say("a", "b")}}, 1),
     ],
 )
 def test_read_records_json_file_yields_nested_records(
@@ -453,6 +491,22 @@ def test_read_records_json_file_yields_nested_records(
     records = [record.value for record in read_records([source])]
     assert len(records) == count
     assert all(to_conversation(record).messages for record in records)
+
+
+def test_read_records_json_file_with_one_record_keeps_its_other_fields(tmp_path: Path) -> None:
+    content = {"system": "s", "chat_log": say("a", "b")}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    [record] = read_records(find_records([tmp_path / "a.json"]))
+    assert to_conversation(record.value).messages == say("a", "b", system="s")
+
+
+def test_read_records_json_file_of_columns_with_nulls_in_first_row_yields_rows(
+    tmp_path: Path,
+) -> None:
+    content = {"prompt": [None, "a"], "completion": [None, "b"]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    _, record = read_records(find_records([tmp_path / "a.json"]))
+    assert to_conversation(record.value).messages == say("a", "b")
 
 
 @pytest.mark.parametrize(

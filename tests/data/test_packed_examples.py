@@ -4,6 +4,7 @@ and cached.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ from firstlight.data.chat import ChatOptions, cached_chat, prepare_chat
 from firstlight.data.corpus import CorpusPart, MixedDataset, TokenDataset
 from firstlight.data.loader import IGNORE_INDEX, TokenLoader, rows_to_batch
 from firstlight.data.packing import ExampleDataset, open_split, pack_best_fit
-from firstlight.data.shards import ShardWriter
+from firstlight.data.shards import ShardWriter, manifest_digest
 from firstlight.errors import DataError, InputError
 from firstlight.files.atomic import write_json
 from firstlight.models import GPT2Config, LlamaConfig, ModelConfig, empty_model
@@ -409,6 +410,18 @@ def test_prepare_chat_same_conversations_are_prepared_once(
     assert cached() != folder
     other = cached_chat([str(copy)], [], chatml, None, ChatOptions(), told.append)
     assert (other / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes()
+
+
+def test_manifest_digest_ignores_unused_fields(tmp_path: Path, chatml: Tokenizer) -> None:
+    records = [{"messages": say("a", "b")}] * 4
+    plain = prepare_chat([write_lines(tmp_path / "a.jsonl", records)], chatml, tmp_path / "a")
+    more = [{"id": 1, **record} for record in records]
+    counted = prepare_chat([write_lines(tmp_path / "b.jsonl", more)], chatml, tmp_path / "b")
+    assert counted["chat"]["unused_fields"] == {"id": 4}
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    assert manifest_digest(counted) == manifest_digest(plain) == digest
+    other = counted | {"chat": counted["chat"] | {"train_on": "all"}}
+    assert manifest_digest(other) != digest
 
 
 # The command

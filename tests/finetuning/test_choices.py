@@ -19,7 +19,7 @@ from benchmarks.memory import measured_memory
 from builders import draw_records, say, write_lines, write_texts
 from firstlight.cli.main import main
 from firstlight.data.records import find_records
-from firstlight.errors import ConfigError, InputError
+from firstlight.errors import ConfigError, FirstlightError, InputError
 from firstlight.finetuning.choices import (
     Method,
     StartingModel,
@@ -34,7 +34,7 @@ from firstlight.from_texts.plan import Choice, Choices
 from firstlight.from_texts.request import Request
 from firstlight.from_texts.result import TextRun, result_lines
 from firstlight.from_texts.run import train_texts
-from firstlight.from_texts.scan import conversations_in, require_texts
+from firstlight.from_texts.scan import conversations_in, other_files, require_texts
 from firstlight.lora.files import ADAPTER_WEIGHTS_NAME, adapter_files
 from firstlight.lora.layers import LoraConfig, adapter_tensors, add_lora
 from firstlight.lora.loading import load_model
@@ -243,11 +243,20 @@ def test_fine_tuning_template_for_chatml_tokens_follows_tools_of_conversations(
     records = draw_records(20)
     if tools:
         records = [one | {"tools": [{"name": "look", "description": "Looks."}]} for one in records]
-    chats = write_lines(tmp_path / "chats.jsonl", records)
+    # A record may be a bare list of messages.
+    chats = write_lines(tmp_path / "chats.jsonl", [say("a", "b"), *records])
     request = Request([str(chats)], steps=1, init_from=str(start))
     work = FineTuning(request, lambda _: None, progress=False)
     assert work._chats is not None
     assert work._chats.section["template"] == ("hermes" if tools else "chatml")
+
+
+def test_fine_tuning_kind_of_conversations_follows_text_key(tmp_path: Path) -> None:
+    chats = write_lines(tmp_path / "a.jsonl", [{"messages": say("a", "b")}])
+    others = write_lines(tmp_path / "b.jsonl", [{"prompt": "a", "completion": "b", "text": "c"}])
+    request = Request([str(chats), str(others)], init_from=str(tmp_path / "none"), text_key="body")
+    with pytest.raises(FirstlightError, match="none"):
+        FineTuning(request, lambda _: None, progress=False)
 
 
 def test_fine_tuning_without_held_out_conversations_reports_it_once(
@@ -312,6 +321,9 @@ def test_conversations_in_detects_conversations_by_content(
     with pytest.raises(InputError, match=rf"from a model that answers: .* {pairs} --init-from MO"):
         require_texts([str(pairs)])
     assert len(find_records([folder])) == 5
+    texts, chats = str(folder / "*.txt"), folder / "a.jsonl"
+    unread = other_files([texts, str(chats)], conversations_in([str(chats)]))
+    assert unread == [str(folder / "e.txt")]
 
 
 def test_fine_tuning_on_preference_pairs_trains_with_dpo(

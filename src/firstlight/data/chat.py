@@ -404,7 +404,7 @@ class _ChatPreparation:
 
 
 #: Version of cached folders. Increase it when the result for the same input changes.
-_VERSION = 3
+_VERSION = 4
 
 
 def cached_chat(

@@ -569,14 +569,17 @@ class _Markup(NamedTuple):
     Attributes:
         head: pattern for the beginning of a turn, with the role as its group.
         end: pattern for the end of a turn.
-        roles: roles of turns whose beginning does not contain the role's name.
+        roles: roles of turns whose beginning does not contain the role's name, by upper-case name.
         name: beginnings of the turns, for messages.
+        after: upper-case name of a turn -> name of the only turn that it may follow, or "" if it
+            may only be the first. In any other place, its beginning is part of the text.
     """
 
     head: str
     end: str
-    roles: Mapping[str, str] = _ROLES
+    roles: Mapping[str, str] = {}
     name: str = ""
+    after: Mapping[str, str] = {}
 
 
 _LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
@@ -657,20 +660,20 @@ def _without_end(text: str) -> str:
 #: Beginnings of turns in which a text names the speakers; {} stands for the names.
 _SPEAKERS = (
     r"###[ \t]*({})(?:[ \t]*:|[ \t]*(?=\n))",
-    r"<((?i:{}))>:?",
+    r"<((?ai:{}))>:?",
     r"\[\|({})\|\]",
     r"(?m:^)[ \t]*\**({})\**:\**",
     r"(?:(?<=\s)|(?<=</s>)|\A)(?=[A-Z]{{2}})({}):",
 )
-#: Names of users and of the assistants that reply to them.
+#: Names of users, of the assistants that reply to them, and of further turns.
 _SPEAKER_NAMES = (
-    ("Human|User|Prompter|Customer", "Assistant|AI|Bot|Chatbot|GPT|Agent|Model"),
-    ("HUMAN|USER", "ASSISTANT|AI|BOT"),
-    ("Instruction", "Response|Output|Answer"),
-    ("Question", "Answer|Response"),
-    ("Q", "A"),
+    ("Human|User|Prompter|Customer", "Assistant|AI|Bot|Chatbot|GPT|Agent|Model", ""),
+    ("HUMAN|USER", "ASSISTANT|AI|BOT", "|FUNCTION RESPONSE"),
+    ("Instruction", "Response|Output|Answer", "|Input"),
+    ("Question", "Answer|Response", ""),
+    ("Q", "A", ""),
 )
-_SYSTEM_NAMES, _FURTHER_NAMES = "System|SYSTEM", "Input|FUNCTION RESPONSE"
+_SYSTEM_NAMES = "System|SYSTEM"
 #: Number of characters of a text that are searched for turns.
 _EXAMINED_CHARACTERS = 1 << 18
 #: Paragraph before the first turn, which becomes the system message.
@@ -686,7 +689,7 @@ def transcript_of(text: str) -> _Markup | None:
     before = _PREAMBLE.match(text)
     begin = 0 if before is None else before.end()
     rest = text[begin : begin + _EXAMINED_CHARACTERS]
-    for speaker, (asking, replying) in itertools.product(_SPEAKERS, _SPEAKER_NAMES):
+    for speaker, (asking, replying, further) in itertools.product(_SPEAKERS, _SPEAKER_NAMES):
         first = re.match(speaker.format(asking), rest)
         if first is None and (system := re.match(speaker.format(_SYSTEM_NAMES), rest)):
             first = re.compile(speaker.format(asking)).search(rest, system.end())
@@ -694,10 +697,12 @@ def transcript_of(text: str) -> _Markup | None:
             continue
         if (second := re.compile(speaker.format(replying)).search(rest, first.end())) is None:
             continue
-        roles = {**_ROLES, first[1]: "user", second[1]: "assistant"}
+        asked, replied = first[1].upper(), second[1].upper()
+        roles = {asked: "user", replied: "assistant", "INPUT": "user"}
+        after = {"SYSTEM": "", "INPUT": asked, "FUNCTION RESPONSE": replied}
         marks = f"{first[0].strip()} and {second[0].strip()}"
-        head = speaker.format(f"{first[1]}|{second[1]}|{_SYSTEM_NAMES}|{_FURTHER_NAMES}")
-        markup = _Markup(head, r"(?!)", roles, marks)
+        head = speaker.format(f"{first[1]}|{second[1]}|{_SYSTEM_NAMES}{further}")
+        markup = _Markup(head, r"(?!)", roles, marks, after)
         said = [one["role"] for one in _from_written(rest, markup)]
         said = [role for role in said if role != "system"]
         if len(said) > 1 and all(one != other for one, other in itertools.pairwise(said)):
@@ -719,21 +724,30 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
     Raises:
         BadRecordError: part of the text lies outside all turns, or a role is unknown.
     """
-    before, *turns = re.split(markup.head, text)
+    heads: list[re.Match[str]] = []
+    names = [""]
+    for head in re.finditer(markup.head, text):
+        name = head[1].upper()
+        if markup.after.get(name, names[-1]) == names[-1]:
+            heads.append(head)
+            names.append(name)
+    ends = [head.start() for head in heads] + [len(text)]
+    before = text[: ends[0]]
     messages: list[dict[str, Any]] = []
     if markup.name and before.strip():
         messages.append(_message("system", before.strip()))
         before = ""
     outside = [before]
-    for name, turn in zip(turns[::2], turns[1::2], strict=True):
-        content, *rest = re.split(markup.end, turn, maxsplit=1)
+    for name, head, end in zip(names[1:], heads, ends[1:], strict=True):
+        content, *rest = re.split(markup.end, text[head.end() : end], maxsplit=1)
         outside += rest
         # The text of a turn without an end token extends to the next turn or to the end.
-        content = content if rest else _without_end(content).strip()
-        if name == "Input" and messages:
+        if not rest:
+            content = _without_end(content).strip().removesuffix(f"</{head[1]}>").rstrip()
+        if name == "INPUT" and content and messages and messages[-1]["role"] == "user":
             messages[-1]["content"] += f"\n\n{content}"
         elif content or rest:
-            role = markup.roles.get(name) or _role(name, "a turn of the text")
+            role = markup.roles.get(name) or _role(head[1], "a turn of the text")
             messages.append(_message(role, content))
     for text in outside:
         if left := _EDGES.sub("", text).strip():

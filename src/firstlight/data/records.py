@@ -41,6 +41,7 @@ from firstlight.data.kinds import (
     MESSAGE_FIELDS,
     conversation_kind,
     exported_chats,
+    field_name,
 )
 from firstlight.data.opening import (
     EncodingProblem,
@@ -388,10 +389,14 @@ def _first_values(text: str) -> list[Any]:
     return []
 
 
-def _records_in(value: Any) -> list[Any]:
+def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
     """Return the records in the value of a JSON file. The value is a list, one record (or a bare
     list of messages), an object of records by id or of columns, or an object such as
     {"data": [...]} with one list of records, which may be inside another object.
+
+    Args:
+        value: the value.
+        is_inner: True for a part of the file's value, which need not contain records.
 
     Raises:
         ValueError: an object has several lists of records.
@@ -403,26 +408,39 @@ def _records_in(value: Any) -> list[Any]:
     # Records in a field that usually contains the messages of one record.
     for name in MESSAGE_FIELDS:
         entries = value.get(name)
-        if isinstance(entries, list) and entries and _is_record(entries[0]):
+        if (
+            isinstance(entries, list)
+            and entries
+            and _is_record(entries[0])
+            and not _is_turn(entries[0], value, name)
+        ):
             return entries
     if conversation_kind(value) is not None:
         return _rows_of_columns(value) or [value]
     if value and all(map(_is_record, value.values())):
         return list(value.values())
-    inner = {key: _records_in(one) for key, one in value.items() if isinstance(one, dict | list)}
-    lists = {key: found for key, found in inner.items() if found and _is_record(found[0])} or {
+    inner = {
+        key: _records_in(one, is_inner=True)
+        for key, one in value.items()
+        if isinstance(one, dict | list)
+    }
+    records = {key: found for key, found in inner.items() if found and _is_record(found[0])}
+    lists = records or {
         key: found
         for key, found in inner.items()
         if found and isinstance(value[key], list) and isinstance(found[0], dict)
     }
     if len(lists) > 1:
+        if is_inner and not records:
+            return [value]
         names = ", ".join(lists)
         raise ValueError(
             f"it contains several lists of objects ({names}): write each of them to a separate "
             f"file, for example with jq -c '.{next(iter(lists))}[]' FILE > "
             f"{next(iter(lists))}.jsonl"
         )
-    return next(iter(lists.values()), [value])
+    # A single list of messages belongs to a record with further fields.
+    return [value] if _has_messages(value) else next(iter(lists.values()), [value])
 
 
 def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
@@ -435,18 +453,47 @@ def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
     if not all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
         return []
     rows = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
-    return rows if len(columns) > 1 and rows and str in map(type, rows[0].values()) else []
+    has_text = any(isinstance(one, str) for row in rows for one in row.values())
+    return rows if len(columns) > 1 and has_text else []
+
+
+#: Fields that identify a single conversation.
+_CONVERSATION_IDS = frozenset(
+    "id conversation_id conv_id dialog_id dialogue_id chat_id session_id thread_id".split()
+)
 
 
 def _is_record(value: Any) -> bool:
     """Return True for a conversation or preference pair that is not a turn of a conversation."""
     if isinstance(value, list):
         return _is_conversation(value)
-    return (
-        isinstance(value, dict)
-        and conversation_kind(value, "") is not None
-        and not value.keys() <= {"input", "output"}
-    )
+    if not isinstance(value, dict):
+        return False
+    is_known = conversation_kind(value, "") is not None and not value.keys() <= {"input", "output"}
+    return is_known or _has_messages(value)
+
+
+def _has_messages(value: dict[str, Any]) -> bool:
+    """Return True for a record with a list of messages in a field of an unknown name."""
+    name = message_field(value)
+    return name is not None and isinstance(value[name], list) and _is_conversation(value[name])
+
+
+def _is_turn(entry: Any, value: dict[str, Any], name: str) -> bool:
+    """Return True if the entries of a file's field are the turns of one conversation, each a
+    question and its answer, rather than records.
+
+    Args:
+        entry: the first entry.
+        value: the file's value.
+        name: the field, one of `MESSAGE_FIELDS`.
+    """
+    if not isinstance(entry, dict) or conversation_kind(entry, "") != "chat":
+        return False
+    if not entry.keys().isdisjoint(MESSAGE_FIELDS):
+        return False
+    of_one = name == "conversation" or not _CONVERSATION_IDS.isdisjoint(map(field_name, value))
+    return of_one or "assistant" in map(field_name, entry)
 
 
 def _is_conversation(value: list[Any]) -> bool:

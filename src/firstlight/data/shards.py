@@ -140,6 +140,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest, by which a run recognises its data."""
+    content = dict(manifest)
+    if "chat" in content:
+        # The counts of unused fields do not change the data, and earlier versions did not write
+        # them: their runs can still be resumed.
+        content["chat"] = {k: v for k, v in content["chat"].items() if k != "unused_fields"}
+    # Sorted, because the order of keys in the manifest is irrelevant to the data.
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
         value = entry.get(name) if isinstance(entry, dict) else None

@@ -147,7 +147,7 @@ class FineTuning:
             raise ConfigError(f"--val-input is only for texts: for conversations, use {names}")
         if found and request.as_is:
             raise ConfigError("--as-is is only for texts: omit it for conversations")
-        kinds = {kind_of_records(one): one.name for one in found if not is_given}
+        kinds = {kind_of_records(one, request.text_key): one.name for one in found if not is_given}
         if len(kinds) > 1:
             raise InputError(
                 f"{kinds['preference']} contains preference pairs and {kinds['chat']} "
@@ -638,6 +638,7 @@ def _have_tools(sources: Sequence[DataSource]) -> bool:
         for record in itertools.islice(records, _LOOKED_AT):
             with contextlib.suppress(BadRecordError, ValueError):
                 messages = to_conversation(record.value).messages
-                if "tools" in template_options(record_fields(record.value), messages):
+                fields = record_fields(record.value) if isinstance(record.value, dict) else {}
+                if "tools" in template_options(fields, messages):
                     return True
     return False

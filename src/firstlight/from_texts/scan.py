@@ -521,7 +521,7 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
     others = [source for source in others if source.name not in names]
     is_mostly_text = sum(one.size for one in others) >= sum(one.size for one in sources)
     if not (is_mostly_text or any(one.dataset for one in others)):
-        kind = kind_of_records(sources[0])
+        kind = kind_of_records(sources[0], text_key)
         held = "conversations" if kind == "chat" else "preference pairs"
         advice = start_from(kind or "chat", file_names(inputs, sources))
         if others:
@@ -553,9 +553,8 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
         try:
             others += [one.name for one in find_records([item]) if one.name not in names]
         except InputError:  # A text file, which may itself be an input.
-            if Path(item).is_file() and item not in others:
-                others.append(item)
-    return others
+            others += [item] if Path(item).is_file() else []
+    return list(dict.fromkeys(others))
 
 
 #: Minimum bytes of text: less would leave no validation text.

@@ -4,8 +4,6 @@ files of conversations.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from firstlight.data.chat import ChatOptions, cached_chat
 from firstlight.data.corpus import Corpus, CorpusPart, MixedDataset, TokenDataset, whole_weights
 from firstlight.data.packing import open_split, open_training_split
 from firstlight.data.remote import is_url, local_folder
+from firstlight.data.shards import manifest_digest
 from firstlight.errors import ConfigError, DataError
 from firstlight.recipe import DataConfig, ResolvedRecipe
 from firstlight.tokenizer import Tokenizer
@@ -166,13 +165,11 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
         tokenizer: tokenizer of the data.
     """
     data = recipe.data
-    # Sorted, because the order of keys in the manifest is irrelevant to the data.
-    manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     identity: dict[str, Any] = {
         "dir": str(dataset.folder.resolve()),
         "seq_len": data.seq_len,
         "document_masking": data.document_masking,
-        "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
+        "manifest_sha256": manifest_digest(dataset.manifest),
         "tokenizer_sha256": tokenizer.fingerprint,
     }
     if data.mix is not None:

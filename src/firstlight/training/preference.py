@@ -33,6 +33,7 @@ from firstlight.checkpoint.selection import resolve_model_folder
 from firstlight.data.corpus import Corpus
 from firstlight.data.loader import rows_to_batch
 from firstlight.data.packing import PreferenceDataset, preference_splits
+from firstlight.data.shards import manifest_digest
 from firstlight.errors import CheckpointError, InputError, ModelError
 from firstlight.files.atomic import make_folder, read_json, write_json
 from firstlight.files.cache import cache_folder, held
@@ -300,10 +301,9 @@ def take_references(
 def _place(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, identity: str, hardware: Hardware
 ) -> Path:
-    manifest = json.dumps(dataset.manifest, sort_keys=True).encode()
     content = {
         "version": _VERSION,
-        "pairs": [hashlib.sha256(manifest).hexdigest(), dataset.split],
+        "pairs": [manifest_digest(dataset.manifest), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
         # Other precisions and devices round differently, which matters for rewards because they are
