@@ -240,7 +240,7 @@ def test_newest_checkpoint_damaged_file_is_named_and_older_used(
 
 
 @pytest.mark.parametrize("name", _FILES)
-def test_newest_checkpoint_missing_file_is_named_and_older_used(tmp_path: Path, name: str) -> None:
+def test_newest_checkpoint_names_missing_file_and_returns_older(tmp_path: Path, name: str) -> None:
     older, newer = save(tmp_path, 4, 8)
     (newer / name).unlink()
     assert newest_checkpoint(tmp_path) == (older, [f"{newer / name} is missing"])

@@ -526,7 +526,7 @@ _ERRORS = {
     "generate run --prompt x --top-k -1": "top_k must be",
     "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
     "generate run --prompt x --seed -1": "seed must be",
-    f"generate run --prompt {'x' * 400}": "tokens, but the model's context is 64",
+    f"generate run --prompt {'x' * 400}": "room in the model's context of 64 tokens",
     "info nowhere": "model folder nowhere does not exist",
     "info text.txt": "text.txt is a file, not a folder",
     "info empty": "empty is not a model folder",

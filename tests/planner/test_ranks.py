@@ -100,7 +100,7 @@ def test_rank_memory_reference_of_preference_pairs_uses_whole_model() -> None:
     assert found.parts["weights"] == whole()["weights"] // 4
 
 
-def test_rank_memory_zero_shards_by_stage_and_keeps_weight_copy() -> None:
+def test_rank_memory_deepspeed_shards_by_zero_stage_and_keeps_weight_copy() -> None:
     size = whole()["weights"]
     for stage, weights in ((1, size), (2, size), (3, size // 4)):
         found = of_one_rank(alone(), recipe(engine="deepspeed", zero_stage=stage), 4)

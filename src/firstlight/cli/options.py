@@ -103,14 +103,14 @@ def config_options(
 def field_option(
     config: type, name: str, option: str, metavar: str | None = None
 ) -> Callable[[F], F]:
-    """Return an option whose name differs from the field's: a path, or an option that can be
-    repeated.
+    """Return the option for a field under a name that differs from the field's: a path option, or
+    one that can be given several times.
 
     Args:
-        config: dataclass; the option takes the field's default and text.
+        config: dataclass that supplies the option's default and help text.
         name: name of the field.
         option: name of the option; it can be given several times unless the field is a path.
-        metavar: placeholder of the value in --help.
+        metavar: placeholder for the value in --help.
     """
     field = config_fields(config)[name]
     settings: dict[str, Any] = {"default": field.default, "help": field.help, "metavar": metavar}

@@ -194,5 +194,5 @@ def _write_all(file: FileIO, data: bytes | bytearray | memoryview) -> None:
     while rest:
         taken = disk.write(file, rest)
         if not taken:
-            raise OSError(errno.EIO, "the disk accepts no more bytes", file.name)
+            raise OSError(errno.EIO, "the disk is not accepting any more data", file.name)
         rest = rest[taken:]

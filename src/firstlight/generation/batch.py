@@ -349,8 +349,8 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         raise ConfigError("the prompt has no tokens: the model needs at least one to continue from")
     if len(prompt_ids) + room > limit:
         raise ConfigError(
-            f"the prompt has {len(prompt_ids)} tokens, but the model's context is {limit}: shorten "
-            "the prompt, or generate with slide (--slide)"
+            f"the prompt has {len(prompt_ids)} tokens, which leaves too little room in the model's "
+            f"context of {limit} tokens: shorten the prompt, or enable slide (--slide)"
         )
     if max(prompt_ids) >= model.config.vocab_size:
         raise ModelError(

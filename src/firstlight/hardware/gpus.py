@@ -67,8 +67,8 @@ class GPU:
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
 
     def peak_flops(self, precision: str) -> float:
-        """Return the FLOP/s of matrix products in a recipe's `efficiency.precision`; the rate of
-        fp32 if the hardware does not support the format."""
+        """Return the FLOP/s of matrix products at a precision (a value of `efficiency.precision`),
+        or the fp32 rate if the hardware does not support it."""
         rates = {
             "tf32": self.tf32,
             "fp16": self.fp16,

@@ -150,8 +150,8 @@ def load_model(
 def model_without_weights(
     folder: Path, config: ModelConfig, *, merge: bool = True
 ) -> tuple[Model, LoraConfig | None]:
-    """Return the model that `load_model` loads from a folder, on the meta device, and the settings
-    of the folder's adapter, or None if there is no adapter.
+    """Build on the meta device the model that `load_model` would load from a folder. Return it, and
+    the settings of the folder's adapter (None if there is no adapter).
 
     Args:
         folder: a model folder, or an adapter's folder.

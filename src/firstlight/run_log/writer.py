@@ -154,7 +154,8 @@ def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
         several: True if a step may occur several times.
     """
     find = bisect_right if several else bisect_left
-    # For each length, the subsequence with the lowest last step: that step and its index.
+    # For each length, the lowest last step of a subsequence of that length, and that step's index.
+    # For each step, the index of the step before it.
     ends: list[int] = []
     places: list[int] = []
     before: list[int] = []

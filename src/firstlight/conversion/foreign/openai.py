@@ -393,8 +393,8 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 
 @functools.cache
 def _byte_table() -> Sequence[int]:
-    """Return the CRC table, which contains the change of the checksum for each of the 256 byte
-    values.
+    """Return the CRC table: for each of the 256 byte values, the value to XOR into the shifted
+    checksum.
     """
     table = list(range(256))
     for _ in range(8):

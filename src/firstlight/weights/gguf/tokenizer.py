@@ -61,7 +61,7 @@ _OTHER_SPACES = (
     "llama.cpp splits white space outside ASCII (such as the ideographic space) differently: "
     "texts with it get different ids"
 )
-#: Letters of alphabets with capital letters, as in DeepSeek's first tokenizer.
+#: Letters of scripts that distinguish upper and lower case, as in DeepSeek's first tokenizer.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-"
