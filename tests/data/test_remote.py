@@ -320,7 +320,7 @@ def test_local_folder_full_disk_raises_before_fetching(
         (
             "gs://bucket/data",
             MissingDependencyError,
-            r"'gcsfs': pip install 'firstlight\[remote\]'",
+            r"'gcsfs' package: pip install 'firstlight\[remote\]'",
         ),
         ("nosuch://x/y", DataError, "nosuch://x/y can't be opened: Protocol not known: nosuch"),
         ("memory://not-there", DataError, "has no manifest.json: use a complete folder"),

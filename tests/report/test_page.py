@@ -190,7 +190,7 @@ def test_run_page_best_validation_loss_may_be_earlier_one(tmp_path: Path) -> Non
 def test_run_page_supports_runs_of_any_length(tmp_path: Path, count: int) -> None:
     run = write_run(tmp_path / "run", [record(step) for step in range(1, count + 1)])
     page = page_of(run)
-    assert f"{count} steps" in page.content
+    assert f"{count} step{'s' if count != 1 else ''}" in page.content
     assert ("nothing yet" in page.content) == (count == 0)
 
 

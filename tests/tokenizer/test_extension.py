@@ -322,7 +322,7 @@ def test_extend_command_accepts_template_file_and_model_folder(
         ("SOURCE --add <a> --out SOURCE", 1, "already exists and is not overwritten: choose ano"),
         ("SOURCE --add the <a> <a> --out OUT", 1, "the new token '<a>' is repeated"),
         ("OUT --add <a> --out OUT", 1, "does not exist"),
-        ("SOURCE --chat-template chatlm --out OUT", 1, "chatlm is neither chatml, llama2, llama3"),
+        ("SOURCE --chat-template chatlm --out OUT", 1, "chatlm is neither chatml, hermes, llama2"),
         ("SOURCE --chat-template SOURCE --out OUT", 1, "source can't be read: Is a directory"),
         ("SOURCE --chat-template BAD --out OUT", 1, "bad.jinja is not UTF-8"),
         ("SOURCE --chat-template WRONG --out OUT", 1, "the chat template doesn't compile: line 1"),

@@ -142,13 +142,13 @@ def test_largest_micro_batch_other_failure_shows_last_line(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "batch,said",
     [
-        ({}, r"needs batch\.global_batch_tokens.*multiple of .* 16"),
+        ({}, r"requires batch\.global_batch_tokens.*multiple of .* 16"),
         (
             {
                 "global_batch_tokens": 64,
                 "gradient_accumulation_steps": 2,
             },
-            r"no batch\.gradient_accumulation_steps",
+            r"instead of batch\.gradient_accumulation_steps",
         ),
         ({"global_batch_tokens": 40}, "use 32 or 48"),
         ({"global_batch_tokens": 4}, "use 16$"),
