@@ -370,7 +370,7 @@ def test_generate_batch_invalid_prompt_raises_before_computing(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BatchDecoder, "add", None)
-    with pytest.raises(ConfigError, match="context is 96"):
+    with pytest.raises(ConfigError, match="context of 96"):
         generate_batch(loaded, ["the", "the " * 200], SamplingConfig())
     with pytest.raises(ConfigError, match="batch_size must be at least 1, not 0"):
         generate_batch(loaded, ["the"], SamplingConfig(), batch_size=0)

@@ -121,7 +121,9 @@ def test_generate_max_new_tokens_does_not_determine_memory(model: Model) -> None
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 500])
 def test_generate_prompt_filling_context_raises_config_error(model: Model, length: int) -> None:
-    with pytest.raises(ConfigError, match=f"prompt has {length} tokens.* context is {CONTEXT}"):
+    with pytest.raises(
+        ConfigError, match=f"prompt has {length} tokens.* context of {CONTEXT} tokens"
+    ):
         next(generate_ids(model, [1] * length, GREEDY))
 
 

@@ -25,7 +25,7 @@ def bounds_table(switches: Iterable[Switch]) -> str:
             if name != "optimizer.learning_rate"
         )
         keys += {"any": "", "cpu": " on a CPU", "cuda": " on a GPU"}[switch.on]
-        bounds = f"{switch.kind} | {switch.loss:.6g} | {100 * switch.weights:g} %"
+        bounds = f"{switch.kind} | {switch.loss:.6g} | {100 * switch.weights:g}%"
         rows.setdefault(bounds, []).append(keys)
     return "\n".join(
         [
