@@ -34,7 +34,7 @@ from firstlight.generation.config import SamplingConfig
 from firstlight.generation.continuation import Chosen, Continuation
 from firstlight.generation.engine import first_tokens, next_tokens
 from firstlight.generation.few_rows import Int8Linear, rounded, use_few_rows
-from firstlight.hardware.device import Hardware, synchronize
+from firstlight.hardware.device import Hardware, download, synchronize
 from firstlight.hardware.fresh_process import ask, training_environment
 from firstlight.methods.memory import chunked_head_loss
 from firstlight.models import Model
@@ -566,7 +566,7 @@ class _Training:
         #: FLOPs per token.
         self.flops = train_flops_per_token(made, recipe.data.seq_len, frozen=frozen)
         self.batch = random_batch(recipe).to(bench.device)
-        self._unread: tuple[Tensor, Any] | None = None
+        self._unread: Call | None = None
 
     def row(self, step: Call | None = None, *, calls: int = 3) -> Row:
         """Return the figures of a step, see `training_row`."""
@@ -592,17 +592,9 @@ class _Training:
     def step_read_late(self, *, clips: bool = True) -> None:
         """Run a step that reads the loss of the previous step after queueing its own work."""
         loss = self.step_without_reading(clips=clips)
-        on_gpu = loss.is_cuda
-        slot = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=on_gpu)
-        slot.copy_(loss, non_blocking=on_gpu)
-        event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        if event is not None:
-            event.record()
-        before, self._unread = self._unread, (slot, event)
+        before, self._unread = self._unread, download(loss[None])
         if before is not None:
-            if before[1] is not None:
-                before[1].synchronize()
-            float(before[0])
+            before()
 
 
 def training_row(bench: Bench, step: Call, tokens: int, flops: float, *, calls: int = 3) -> Row:

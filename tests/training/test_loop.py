@@ -805,10 +805,20 @@ def test_train_passes_run_ahead_are_dropped_on_stop(
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
 
+@pytest.mark.parametrize("key", ["embd_pdrop", "attn_pdrop", "lora", ""])
 def test_train_with_dropout_runs_nothing_ahead(
-    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    key: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its random numbers would be drawn before those of `on_step`."""
+    """Its random numbers would be drawn before those of `on_step`, and before a save."""
+    none = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    given = {key: 0.1} if key in none else {}
+    values = changed(gpt2_with_dropout(recipe), model={**none, **given})
+    if key == "lora":
+        base = changed(values, run={"dir": str(tmp_path / "base")}, schedule={"max_steps": 1})
+        base["schedule"]["warmup_steps"] = 0
+        train(base)
+        values = changed(values, lora={"rank": 2, "dropout": 0.1})
+        del values["model"]
     monkeypatch.setattr("firstlight.optim.optimizer._runs_ahead", lambda _: True)
     ahead: list[bool] = []
     begin = RunAhead.begin
@@ -818,8 +828,10 @@ def test_train_with_dropout_runs_nothing_ahead(
         return ahead[-1]
 
     monkeypatch.setattr(RunAhead, "begin", noted)
-    train(gpt2_with_dropout(recipe))
-    assert ahead == [False] * 12
+    init_from = tmp_path / "base" if key == "lora" else None
+    train(values, init_from=init_from)
+    assert len(ahead) == 12
+    assert any(ahead) is (key == "")
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])

@@ -428,7 +428,7 @@ class MuonConfig(OptimizerKeys):
     """momentum of Muon."""
     muon_momentum_warmup_steps: int = Field(0, ge=0)
     """number of steps over which Muon's momentum increases linearly from `muon_first_momentum` to
-    `muon_momentum`, because early gradients change quickly. 0 is no momentum warm-up; 300 is
+    `muon_momentum`, because early gradients change quickly. 0 disables this warm-up; 300 is
     usual."""
     muon_first_momentum: float = Field(0.85, ge=0, lt=1)
     """Muon's momentum in the first step of a momentum warm-up."""

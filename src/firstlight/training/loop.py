@@ -374,8 +374,11 @@ class RunAhead:
 
 def _has_dropout(model: Model) -> bool:
     """Return True if training draws random numbers."""
-    layers = (module for module in model.modules() if isinstance(module, nn.Dropout))
-    return any(layer.p > 0 for layer in layers) or getattr(model.config, "attn_pdrop", 0.0) > 0
+    # Attention and adapters store the probability itself.
+    modules = list(model.modules())
+    found = [module.p for module in modules if isinstance(module, nn.Dropout)]
+    found += [getattr(module, "dropout", 0.0) for module in modules]
+    return any(isinstance(p, float) and p > 0 for p in found)
 
 
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
