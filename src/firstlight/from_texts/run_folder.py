@@ -250,7 +250,8 @@ def place_of_run(
     run_dir: str | Path | None,
     tell: Callable[[str], None],
 ) -> Path:
-    """Return the run folder of an earlier call with the same content and options, or a new one.
+    """Return the run folder of an earlier call with the same content and options, or a new run
+    folder if there is none.
 
     Args:
         request: inputs, length and overrides of the run.

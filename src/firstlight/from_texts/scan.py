@@ -91,7 +91,7 @@ class CorpusFacts:
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
-        hardness: how hard the text is to learn.
+        hardness: difficulty of learning the text.
         content_key: hash of all text that was read and, if only a sample was read, of the limit up
             to which each file was read.
         is_sampled: True if only part of the corpus was read.
@@ -309,7 +309,7 @@ class _Counts:
         text_key: str,
         held: HeldOut,
     ) -> CorpusFacts:
-        """Return the facts about everything that was read.
+        """Return the facts about all text that was read.
 
         Args:
             sources: all sources.
@@ -489,7 +489,7 @@ def conversations_in(
     """Return the inputs' files that contain conversations or preference pairs.
 
     Args:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
+        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
         text_key: field that holds the text, if the records are texts.
         datasets: True to also check datasets on the Hugging Face hub.
     """
@@ -540,7 +540,7 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
     they do not contain any other record files; otherwise, it is the list of the names of `sources`.
 
     Args:
-        inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
+        inputs: files, folders, globs or "hf:NAME[:CONFIG[:SPLIT]]".
         sources: sources among the inputs that contain conversations.
     """
     names = {source.name for source in sources}

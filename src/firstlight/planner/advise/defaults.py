@@ -90,9 +90,9 @@ BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384:
 #: Sequence lengths by width of the model: (maximum hidden_size, sequence length in tokens).
 SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
 #: Runs of at least LONG_RUN_TOKENS tokens use sequences of at least LONG_SEQ_LEN tokens. In runs of
-#: 6.3 million tokens, a 1.9M-parameter model of the standard library reached 1.085 bits per byte
-#: with sequences of 512 tokens and 1.142 with sequences of 256 (1.129 and 1.168 with another seed).
-#: In runs of 3.4 million tokens, it reached 1.260 with 512 and 1.247 with 256.
+#: 6.3 million tokens, a 1.9M-parameter model trained on the standard library reached 1.085 bits per
+#: byte with sequences of 512 tokens and 1.142 with sequences of 256 (1.129 and 1.168 with another
+#: seed). In runs of 3.4 million tokens, it reached 1.260 with 512 and 1.247 with 256.
 LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 
 #: BATCH_TOKENS is the number of tokens per step for a run of BATCH_AT_TOKENS tokens. The number of
@@ -152,8 +152,9 @@ USUAL_LONG_NGRAMS = (0.78, 1.16)
 #: text (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: maximum
 #: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes
 #: with 85,000 tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2
-#: parameters per token, with or without dropout. After 12 passes, it was much higher. With a weight
-#: decay of 3.0, six passes gave 0.2% fewer bits than four passes (one run each).
+#: parameters per token. This was the case with and without dropout. After 12 passes, the loss was
+#: much higher. With a weight decay of 3.0, six passes gave 0.2% fewer bits than four passes (one
+#: run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
 #: Number of bytes of text below which the plan warns that the text is too small for learning a
 #: language.
@@ -194,13 +195,13 @@ REPEATED_PARAMETERS = 3.0
 #: The model is chosen again if the measured speed and the speed for which it was chosen differ by
 #: more than this factor.
 OTHER_SPEED = 1.5
-#: Fraction of the available time. If a run takes less than this because of its limit of passes, the
-#: plan reports that it ends early.
+#: Fraction of the available time. If a run takes less than this fraction because of its limit of
+#: passes, the plan reports that the run ends early.
 EARLY = 0.8
 #: Expected seconds that a command spends on work other than training and preparing the text:
 #: imports, measuring the machine's speed, the first evaluation and the report. PREPARED_PER_SECOND
-#: is the number of bytes of text that are read and prepared per second. With 1.1 MB (Shakespeare)
-#: on 2 cores, both together took 11 s.
+#: is the number of bytes of text that are read and prepared per second. With 1.1 MB of text
+#: (Shakespeare) on 2 cores, the other work and the preparation together took 11 s.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
 #: Minimum number of bytes of text to prepare, or the entire text if it is shorter. A run that reads
 #: more text prepares as much as it needs.

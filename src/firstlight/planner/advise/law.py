@@ -99,7 +99,7 @@ def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
 
 @dataclass(frozen=True)
 class Hardness:
-    """How hard a text is to learn.
+    """Measures of how hard a text is to learn.
 
     Attributes:
         xz_bits_per_byte: bits per byte of the sample's training text compressed by xz.
@@ -131,7 +131,7 @@ class TextFacts:
         vocab_size: vocabulary size of the tokenizer.
         train_tokens: number of tokens in the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
-        hardness: how hard the text is to learn.
+        hardness: difficulty of learning the text.
         val_tokens: number of tokens in the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
     """

@@ -366,8 +366,8 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
     """Yield models of the same family in other sizes, smallest first.
 
     All other keys keep the model's values: head dimension, tied or untied head, numbers of experts,
-    context length. MLP and expert sizes stay proportional to the width, and the number of key-value
-    heads stays proportional to the number of heads.
+    and context length. MLP and expert sizes stay proportional to the width, and the number of
+    key-value heads stays proportional to the number of heads.
 
     Args:
         cuts: number of processes that must share the key-value heads evenly. The number of
@@ -394,8 +394,8 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
 
 
 def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
-    """Return the model with about this width and exactly this number of layers; arguments as in
-    `model_ladder`.
+    """Return the model with about this width and exactly this number of layers. For the other
+    arguments, see `model_ladder`.
 
     Raises:
         ValidationError: the model's other keys are invalid with these sizes.
@@ -405,7 +405,7 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
     depth = model.num_hidden_layers
     heads = model.num_attention_heads
     count = max(round(hidden * heads / width), 1)
-    # The nearest multiple of the head dimension.
+    # Round the width to the nearest multiple of the head dimension.
     hidden = hidden if width % heads else count * width // heads
     changes = {
         "hidden_size": hidden,

@@ -150,7 +150,8 @@ def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
 
 
 def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Add values by `section.key` to the sections `values` (section -> key -> value)."""
+    """Return a copy of recipe sections (section -> key -> value) to which the values in `more`,
+    keyed by `section.key`, are added."""
     found = {section: dict(keys) for section, keys in values.items()}
     for name, value in more.items():
         section, _, key = name.partition(".")

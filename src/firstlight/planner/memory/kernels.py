@@ -32,7 +32,7 @@ LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_c
 
 @dataclass(frozen=True)
 class Operator:
-    """One kind of operator call; calls with equal attributes are the same `Operator`.
+    """A kind of operator call. Calls with equal attributes share one `Operator`.
 
     Attributes:
         name: torch's name, such as "aten.mm.default".
@@ -176,7 +176,8 @@ def cuda_target(
 
     Args:
         name, capability, torch_version: see `Target`.
-        context_bytes: None uses 500 MiB, about the size observed with torch 2 and CUDA 12.
+        context_bytes: see `Target`; None for 500 MiB, about the size observed with torch 2 and CUDA
+            12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # Size of the cuBLAS workspace of each handle in torch's CUDABlas.cpp: 32 MiB on Hopper and
@@ -193,7 +194,7 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # Assumption: CUDA kernels allocate nothing except the cuBLAS workspace, see `library_bytes`.
+    # Assumption: CUDA kernels allocate nothing except the cuBLAS workspace (`library_bytes`).
     if target.kind == "cuda":
         return 0
     # Assumption: other CPU kernels allocate nothing except converted operands.
@@ -363,7 +364,7 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     return size
 
 
-#: Maximum bytes of a second factor that a thread copies at a time: 768 x 768 numbers of 16 bits.
+#: Maximum bytes of a second factor that a thread copies at a time: 768 x 768 16-bit numbers.
 _LAID_OUT_AT_ONCE = 2 * 768 * 768
 
 

@@ -72,8 +72,8 @@ def plan_module(
         recurrent layers. If the trace contains such operators, `notes` contains a warning.
 
     Raises:
-        ConfigError: an argument is invalid, or the model lacks a loss or
-            `gradient_checkpointing_enable`.
+        ConfigError: an argument is invalid, the model does not return a loss, or it does not have
+            the required `gradient_checkpointing_enable`.
     """
     make = _make_optimizer(optimizer)
     _require_valid(precision, gradient_accumulation_steps, zero_grad)

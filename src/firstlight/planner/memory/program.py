@@ -96,8 +96,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax as in torch before 1.11. It saved its entire input for the backward pass, only
-    because of the input's dtype (PyTorch issue 64000)."""
+    """Softmax of torch versions before 1.11, which save the entire input for the backward pass,
+    although they only need its dtype (PyTorch issue 64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
@@ -383,7 +383,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
     compile_graph = compile_fx._compile_fx_inner
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **options: Any) -> Any:
-        # A copy, because inductor modifies the graph.
+        # The graph is copied, because inductor modifies it.
         plain = boxed_nop(_copied(graph), inputs)
         if not fuses:
             return plain
@@ -670,7 +670,7 @@ class _Offloaded:
 #: Hardware of the traced program: a CPU with 1 PiB of memory and bf16 support.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
-#: Values of `efficiency.attention` that name a GPU's kernel; `CudaKernels` traces them.
+#: Values of `efficiency.attention` that name a GPU's kernel, which is traced with `CudaKernels`.
 _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 

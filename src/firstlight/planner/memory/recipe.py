@@ -68,7 +68,7 @@ _FULLY_TRACED = 8
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A prediction to make.
+    """The calls from which a memory prediction is computed.
 
     Attributes:
         calls: (tracing function, arguments) tuples; the calls are independent of each other.
@@ -228,9 +228,9 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
-    """Return the context for a step with compiled parts: the model, or the update, which torchao's
-    optimizer compiles itself. Real kernels would crash, because they would read addresses that fake
-    tensors do not have."""
+    """Return a context without real compiled kernels for a step whose model or update is compiled.
+    Real kernels would crash, because they would read addresses that fake tensors do not have.
+    torchao's optimizer compiles its update itself."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
@@ -462,9 +462,9 @@ def few_compiled_layers(
         recipe: the resolved recipe.
 
     Returns:
-        The recipe with few layers, the recipe with one more layer, and the number of layers of the
-        original recipe beyond the few. None if the layers are not alike, or if the original recipe
-        does not have more layers than the second.
+        The recipe with few layers, the recipe with one more layer, and the number of layers that
+        the original recipe has in addition to the few. None if the layers are not alike, or if the
+        original recipe does not have more layers than the second.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]

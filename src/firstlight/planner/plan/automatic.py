@@ -97,8 +97,8 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the estimate of the recipe fits, less memory is free than reported: suggest the change that
-    # saves the most.
+    # If the recipe fits according to its estimate, less memory is free than reported. In this case,
+    # suggest the change that saves the most memory.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())

@@ -262,7 +262,7 @@ def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        evaluates: True includes the memory of evaluations.
+        evaluates: True to include the memory of evaluations.
     """
     minutes = recipe.schedule.max_minutes
     is_short = minutes is not None and minutes < _TRACED_MINUTES
