@@ -74,7 +74,7 @@ class Checkpoint:
     """Content of a checkpoint that is to be written or has been read.
 
     Attributes:
-        files: text files, keyed by name (config, tokenizer).
+        files: text files of the config and tokenizer, keyed by name.
         model: tensors of model.safetensors, keyed by name. If `files` includes adapter_config.json,
             they are the tensors of adapter_model.safetensors.
         optimizer: tensors of optimizer.safetensors, keyed by name.
@@ -238,7 +238,7 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
     Args:
         folder: the checkpoint of the other run.
-        run_folder: the run folder to copy it to.
+        run_folder: the run folder to which the checkpoint is copied.
         run_id: id of the run in `run_folder`, for the manifest of the copy.
 
     Raises:
@@ -262,8 +262,8 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """Return the name of a checkpoint's weights file: the adapter's file if `names` contains an
-    adapter config, otherwise the full model's file.
+    """Return the name of a checkpoint's weights file. If `names` contains an adapter config, it is
+    the adapter's file. Otherwise, it is the full model's file.
     """
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 

@@ -222,7 +222,7 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
 
     Args:
         saved: the checkpoints of a run.
-        step: the step; None considers all checkpoints.
+        step: the step; None for all checkpoints.
     """
     return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
 

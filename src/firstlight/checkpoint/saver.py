@@ -53,8 +53,8 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the memory that is free at the first save that the copies of all processes on
-#: a machine may use.
+#: Maximum fraction of the free memory that the copies of all processes on a machine may use. The
+#: free memory is measured at the first save.
 _COPY_SHARE = 0.5
 
 

@@ -186,7 +186,8 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """Return the file or folder of a tokenizer or of the tokenizer in a model folder.
+    """Return the file or folder of a tokenizer. `name` can refer to the tokenizer itself or to a
+    model that includes it.
 
     Args:
         name: a tokenizer's file or folder, or a model as in `resolve_model_folder`. For an adapter
@@ -227,8 +228,8 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """Return the folder of the checkpoint to which a run rolls back, which is the newest checkpoint
-    before `step` that passes `verify_checkpoint`. Return None if there is none.
+    """Return the folder of the checkpoint to which a run rolls back, or None if there is none. It
+    is the newest checkpoint before `step` that passes `verify_checkpoint`.
 
     Checkpoints whose last step was not skipped and checkpoints at regular steps (multiples of
     `every_steps`) are preferred. A run that was stopped and resumed has an additional checkpoint.

@@ -178,7 +178,7 @@ def evaluate_tasks(
         tasks: see `ready_tasks`; a single string is one task.
         items: number of items per task; see `ready_tasks`.
         task_folder: folder with additional tasks; see `ready_tasks`.
-        batch_size: number of texts per forward pass; affects only the speed.
+        batch_size: number of texts per forward pass, which affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
         on_texts: called after each batch with the number of scored texts of the current task and
@@ -207,7 +207,7 @@ def evaluate_tasks(
 
 #: Dataset id on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: Maximum size of a file in bytes. The largest HellaSwag file, the training split, has 48 MB.
+#: Maximum size of a file in bytes. The largest HellaSwag file, the training split, is 48 MB.
 _MAX_BYTES = 1 << 30
 #: Maximum bytes per line and maximum number of endings of an item. HellaSwag items have up to 3 KB
 #: of text and 4 endings.

@@ -122,8 +122,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """Return warnings for the page and the picture. They are about numbers that can't be compared
-    and about the findings of each run.
+    """Return warnings for the page and the picture, about numbers that can't be compared and about
+    the findings of each run.
     """
     tokenizers = (
         "The runs have different tokenizers: compare bits per byte, since losses are per token."

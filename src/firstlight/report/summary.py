@@ -36,8 +36,8 @@ _WINDOW = 10
 #: Minimum number of steps after the warm-up for reporting that the loss is above the loss of
 #: guessing, and for reporting that it never fell.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: A loss far above the bound is reported earlier: multiple of the bound above which it is reported,
-#: and minimum number of logged losses.
+#: Multiple of the bound above which a loss is reported early, and minimum number of logged losses
+#: for such a report.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 

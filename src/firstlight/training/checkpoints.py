@@ -71,8 +71,8 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise a pending error of the background writer, once. Record the duration of its last
-        write.
+        """Raise a pending error of the background writer, and record the duration of its last
+        write. Each error is raised only once.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -161,7 +161,7 @@ class RunCheckpoints:
             self.save()
         self.saver.wait()
         self.saver.close()
-        # No process may end while another one is still writing.
+        # Wait for all processes, because none of them may exit while another one is still writing.
         barrier()
 
     def go_back(self, error: DivergedError) -> None:

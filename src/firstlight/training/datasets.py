@@ -70,7 +70,7 @@ def open_splits(
         else None
         for one in train
     ]
-    # A message rather than an error, because a corpus may contain only training data.
+    # Show a message rather than raise an error, because a corpus may contain only training data.
     if reports_missing:
         _report_missing(train, held_out, tell)
     if data.mix is None:

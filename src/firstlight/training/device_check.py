@@ -51,7 +51,7 @@ _MODELS: list[dict[str, Any]] = [
 
 
 class CheckedKeys(NamedTuple):
-    """Keys of the recipe's `efficiency` section for which a device is checked.
+    """Settings of the recipe's `efficiency` section with which a device is checked.
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
@@ -82,7 +82,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
         device = hardware.device
         for precision in dict.fromkeys(("fp32", facts_here(hardware).precision)):
             tell(f"checking {device} in {precision}")
-            # CUDA graphs are recorded on the current GPU.
+            # Select the GPU, because CUDA graphs are recorded on the current one.
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 results.append(check_device(hardware, CheckedKeys(precision)))
     return results
@@ -158,7 +158,7 @@ def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
 
 
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
-    """Return the cache file that exists if a device has passed."""
+    """Return the path of the cache file that records that a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
     # For other GPUs, the driver is part of the operating system's kernel, so use the kernel's
     # version. Under WSL2, the NVIDIA file does not exist either.
@@ -199,12 +199,12 @@ def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
-    """Return the largest difference from fp64 on the CPU, over a training step and a generation of
-    each model, as a multiple of its bound.
+    """Compare a training step and a generation of each model with fp64 on the CPU. Return the
+    largest difference as a multiple of its bound.
 
     Args:
         hardware: hardware with the device to check.
-        keys: keys of the recipe.
+        keys: settings to check.
         watching: comparison that is active during the device's computations, or None.
     """
     most_loss, most_distance = BOUNDS[keys.precision]
@@ -268,7 +268,7 @@ def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
 def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
     """Compare a generation by the program's model with an fp64 computation on the CPU. Return two
     differences in nats: the mean difference in the loss of the next token, and the mean increase in
-    loss caused by selecting different tokens as the most likely ones.
+    loss caused by differences in the most likely token.
 
     Args:
         program: program of the model, which is modified.
@@ -284,8 +284,8 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
-        # These kernels are not used while watching, because a TorchFunctionMode does not see
-        # operations inside them or inside recorded steps.
+        # The kernels for few rows are not used while watching, because a TorchFunctionMode does not
+        # see operations inside them or inside recorded steps.
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):

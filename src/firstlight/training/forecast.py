@@ -57,7 +57,7 @@ class Forecast:
         parts: bytes at the peak, keyed by kind of tensor.
         tokens_per_second: (lowest, expected, highest) total speed of all processes, or None if
             unknown.
-        phases: peak of each phase in bytes.
+        phases: peak of each phase in bytes, keyed by phase.
         process_bytes: peak of the process's resident memory on a CPU, including libraries and
             memory kept by the allocator; None on a GPU.
     """
@@ -180,8 +180,8 @@ class ForecastComparison:
                 found.append(float(rate))
 
     def tensor_bytes(self) -> int:
-        """Return the total size in bytes of all tensors that exist between two steps. This takes a
-        tenth of a second.
+        """Return the total size in bytes of all tensors that exist between two steps. This takes
+        about 0.1 seconds.
         """
         sizes: dict[int, int] = {}
         found: dict[int, weakref.ref[torch.Tensor]] = {}

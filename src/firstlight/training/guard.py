@@ -153,7 +153,7 @@ class LossScaler:
     gradients are divided by it afterwards (Micikevicius et al. 2018, arXiv 1710.03740).
 
     A step whose gradients overflow is skipped, and the scale is halved. After 2,000 good steps in a
-    row the scale is doubled.
+    row, the scale is doubled.
 
     Attributes:
         scale: the loss scale, a power of two, so that scaling is exact.

@@ -67,8 +67,9 @@ class RunSummary:
         seconds: duration of this call's training loop in seconds, including evaluations and saves.
         step_seconds: median duration of a step in seconds. All medians are None if there are no
             steps.
-        samples_per_second: median; a sample is a sequence of `seq_len` tokens.
-        tokens_per_second: median.
+        samples_per_second: median number of samples per second. A sample is a sequence of `seq_len`
+            tokens.
+        tokens_per_second: median number of tokens per second.
         tokens: number of tokens in the sequences of this call's steps.
     """
 
@@ -170,18 +171,19 @@ def train(
             only in a notebook.
         forecaster: object that predicts memory and speed, such as
             `planner.plan.processes.RunForecaster`.
-        began: `time.time()` value from which `schedule.max_minutes` counts; None counts from the
-            first step.
+        began: `time.time()` value at which `schedule.max_minutes` begins; None for the first step.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
-        chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly.
-            If torch.compile fails, the run then continues without it. Always True for "auto".
+        chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly,
+            which is always assumed if it is "auto". If torch.compile fails, the run then continues
+            without it.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
             do not match. These errors are raised before any file is written. During training, they
-            are raised if data can't be read, after saving a checkpoint, or if the run folder was
-            moved, without writing to its old path.
+            are also raised if data can't be read or if the run folder was moved. In the former
+            case, a checkpoint is saved first. In the latter case, nothing is written to the old
+            path.
         RankError: another process failed.
         DivergedError: the run diverged and can't be rolled back to a checkpoint.
         TrainingError: one row or an update does not fit in memory, or a batch has no labels.
@@ -313,7 +315,7 @@ class RunAhead:
 
     Args:
         run: the run.
-        checkpoints: checkpoints of the run.
+        checkpoints: object that saves the run's checkpoints.
         stopping: receives requests to stop.
     """
 
@@ -335,7 +337,7 @@ class RunAhead:
         )
 
     def begin(self) -> bool:
-        """Run the passes of the next step, if possible; return True if they were run."""
+        """Run the passes of the next step if possible. Return True if they were run."""
         run, program = self._run, self._run.program
         if not self._is_possible or self._is_followed():
             return False
@@ -367,7 +369,9 @@ class RunAhead:
         )
 
     def take(self) -> Passes | None:
-        """Return the passes of the current step, once; None if they were not run ahead."""
+        """Return the passes of the current step if they were run ahead, or None. They are returned
+        only once.
+        """
         passes, self._passes = self._passes, None
         self._run.program.is_ahead = False
         return passes
@@ -429,7 +433,7 @@ def _watched(
     freeze: Callable[[], None],
 ) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that passes each step's metrics to the progress view, to the comparison
-    with the forecast, and to `on_step`. After each step it calls `freeze` (see `_frozen_objects`).
+    with the forecast, and to `on_step`. After each step, it calls `freeze` (see `_frozen_objects`).
     After the first settled step, it records the compile time, unless other programs kept the cores
     busy when the run began.
     """

@@ -211,7 +211,7 @@ def give_references(
         model: the model to be trained, with its initial weights in a new run.
         newest: the checkpoint from which the run is resumed; None for a new run. The checkpoint
             names the starting model, which is loaded only if its references are not in the cache.
-        started_from: the starting model of a new run; None for a resumed run.
+        started_from: identity of the starting model of a new run; None for a resumed run.
 
     Raises:
         CheckpointError: the starting model must be loaded, but is missing or has changed.

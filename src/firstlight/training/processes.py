@@ -109,8 +109,8 @@ def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
 
 
 def first_reason(reason: str | None) -> str | None:
-    """Return, in all processes, the stop reason of the first process that has one, or None. This is
-    a collective operation.
+    """Return the stop reason of the first process that has one, or None. All processes get the same
+    result. This is a collective operation.
     """
     # Exchange a flag first, because this function is called in every step, and the text is needed
     # only in the last one.
@@ -223,7 +223,7 @@ class Stopping:
                 except OSError:  # the terminal was closed
                     silence()
             return
-        # The second signal has its previous effect, which may end the process at once.
+        # The second signal has its previous effect, which may end the process immediately.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)

@@ -68,7 +68,7 @@ class LossCurve:
         self._steps_of_a_mean = 1
 
     def add(self, step: int, loss: float) -> None:
-        """Add a step's loss; ignore it if it is not finite."""
+        """Add a step's loss. Losses that are not finite are ignored."""
         if not math.isfinite(loss):
             return
         self.first_step, self.last_step = self.first_step or step, step
@@ -291,7 +291,7 @@ class RunProgress:
 
     @property
     def _step(self) -> str:
-        """Number of the last step, followed by the total number of steps if that is final."""
+        """Number of the last step, followed by the total number of steps if it is final."""
         step = f"step {self._record['step']:,}"
         return f"{step}/{self._max_steps():,}" if self._is_settled() else step
 

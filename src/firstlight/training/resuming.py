@@ -122,7 +122,7 @@ def take_up(run: Run, folder: Path) -> None:
 def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     """Compare the learning rates of the next step in the checkpoint's schedule and in the run's
     schedule. Return a message if they differ, for example because a run with a cosine schedule is
-    extended, or None if they are equal.
+    extended, or None if they are nearly equal.
 
     Args:
         run: the run, restored from the checkpoint.
@@ -168,8 +168,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
-    """Initialise a new run from another run's checkpoint, for `schedule.resume`: weights, moments,
-    random states and schedule step. The data starts at its first row.
+    """Initialise a new run for `schedule.resume` with the weights, moments, random states and
+    schedule step of another run's checkpoint. The data starts at its first row.
 
     Args:
         run: the new run.
@@ -224,8 +224,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe in a checkpoint as the current version writes it: with null for
-    `optimizer.embeddings_in_32_bits` unless the optimizer is 8-bit. Older versions wrote false.
+    """Return the recipe in a checkpoint in its current form. For optimizers that are not 8-bit,
+    older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current version writes
+    null.
     """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
@@ -270,8 +271,8 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """Return the checkpoint from which all processes continue: the run's newest checkpoint, or the
-    checkpoint to branch off from, or None for a new run.
+    """Return the checkpoint from which all processes continue. It is the run's newest checkpoint or
+    the checkpoint to branch off from. Return None for a new run.
 
     Args:
         engine: the engine of the run.
@@ -281,8 +282,8 @@ def shared_newest(
         tell: called with each message to the user.
 
     Raises:
-        CheckpointError: the run folder contains checkpoints, but `resume` is False; a checkpoint
-            belongs to another run or is about to be deleted; or a process can't access it.
+        CheckpointError: the run folder contains checkpoints but `resume` is False, a checkpoint
+            belongs to another run or was deleted, or a process can't access it.
     """
 
     def find() -> str | None:
@@ -304,8 +305,8 @@ def shared_newest(
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """Return the resolved recipe of the run being resumed, or {} if there is none. The new process
-    keeps its values for "auto" keys.
+    """Return the resolved recipe of the run being resumed, or {} if there is none. The resumed run
+    keeps this recipe's values for "auto" keys.
 
     If the run was killed before its first checkpoint, the recipe is read from the run folder.
     """

@@ -1,4 +1,4 @@
-"""The `Run` class: the parts of a run, its state, and the metrics of its steps."""
+"""The `Run` class, which contains the parts of a run, its state and the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Run:
         state: progress of the run, saved with each checkpoint.
         saved_step: step of this run's newest checkpoint, or -1 if there is none.
         unsaved: True if the state has changed since the newest checkpoint.
-        evaluation: last evaluation of this call.
-        last_record: metrics of this call's last step.
+        evaluation: last evaluation during this call to `train`.
+        last_record: metrics of the last step of this call to `train`.
         samples: sample texts of the current step, as lines of samples.jsonl.
         unreadable: message of the error raised while reading data, or None.
         stopped_by: reason for ending before the last step, or None.
@@ -253,7 +253,8 @@ class Run:
         self.saved_step, self.unsaved = self.state.step, False
 
     def require_folder(self) -> None:
-        """Raise an error if the run folder no longer belongs to this run; call this before writing.
+        """Raise an error if the run folder no longer belongs to this run. Call this before writing
+        to it.
 
         Raises:
             CheckpointError: the folder was moved, removed or taken over by another run.
@@ -385,8 +386,8 @@ class Run:
 
     @property
     def save_seconds(self) -> tuple[float, float]:
-        """Seconds for which training waits for a save, and for the save after the last step. They
-        are measured from the last save, or estimated if there was none.
+        """Seconds for which training waits for a regular save and for the save after the last step.
+        Both are based on the last save, or estimated if there was none.
         """
         if "save" in self.times.seconds:
             save = self.times.seconds["save"]
@@ -584,7 +585,9 @@ class Run:
         }
 
     def write_record(self) -> dict[str, Any]:
-        """Write the step's complete metrics and sample texts to the logs; return the metrics."""
+        """Write the step's complete metrics and sample texts to the logs, and return the
+        metrics.
+        """
         record = self.state.pending
         assert record is not None
         # Another run may have replaced this folder.

@@ -134,7 +134,9 @@ def _written_keys(model: ModelConfig) -> set[str]:
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ, sorted. A missing key is treated as None."""
+    """Return the keys whose values differ between two mappings, in sorted order. A missing key is
+    treated as None.
+    """
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
@@ -149,7 +151,7 @@ class ModelIdentity:
 
     Attributes:
         name: the folder or hub id of the model.
-        sha256: hash of the model's weights, see `base_identity`.
+        sha256: hash of the model's weights; see `base_identity`.
     """
 
     name: str
@@ -377,7 +379,7 @@ def attach(
     other frozen weights are stored in this dtype too.
 
     Args:
-        model: the model; changed in place.
+        model: the model, which is changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
         values: values of the adapters, see `fill_adapter`; empty for new adapters.
@@ -582,8 +584,8 @@ def _continued(
     recipe's dropout and quantization.
 
     Raises:
-        ConfigError: the adapter includes embedding tables that differ from those of the base model,
-            so it can't be trained without them.
+        ConfigError: the adapter's files replace an embedding or head of the base model that is not
+            trained.
     """
     if adapter.changes_base:
         raise ConfigError(
@@ -605,8 +607,9 @@ def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], No
     found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
     if _token_ids(lora) <= _token_ids(found):
-        # Ignore this key if the adapter covers the recipe's tokens: tokens may have been added when
-        # the run started, and the adapter's files spell out the names of the tables.
+        # If the adapter covers all of the recipe's tokens, this key is not reported. It may differ
+        # because tokens were added when the run started, or because adapter files contain full
+        # table names.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")

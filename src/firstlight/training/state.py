@@ -32,7 +32,9 @@ _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """Return the states of torch's random generators, which dropout uses: uint8 [n] per device."""
+    """Return the states of torch's random generators, which are used for dropout, as uint8 [n] for
+    each device.
+    """
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
     # Read the states of GPUs only if CUDA is already in use, because reading a state would create a
     # CUDA context of hundreds of MB.
@@ -55,7 +57,8 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """Return `torch_random_states` of every `engine.rank`. This is a collective operation.
+    """Return the results of `torch_random_states` for all ranks (`engine.rank`). This is a
+    collective operation.
 
     The states of rank 0 have the names used by `torch_random_states`. The names of other states
     include the rank. Processes that share the same sequences (tensor parallelism, pipeline stages)
@@ -94,7 +97,7 @@ def _rank_name(name: str, rank: int) -> str:
 
 def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
     """Restore the states of this rank's torch generators. If a run is resumed with more processes,
-    the generators of a rank without a saved state are seeded anew.
+    a rank without a saved state seeds its generators instead.
 
     Args:
         states: the checkpoint's tensors, see `states_of_ranks`.
@@ -195,7 +198,8 @@ class TrainState:
         best_val_loss: lowest validation loss measured after any step; None before the first one.
         pending: metrics of the last step while they are incomplete, for example before its
             evaluation; None after they are written.
-        events: lines of events.jsonl in order: divergences, rollbacks, out-of-memory events.
+        events: lines of events.jsonl in order, such as divergences, rollbacks and out-of-memory
+            events.
     """
 
     step: int = 0
@@ -290,7 +294,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
     """Return the run's state, read from a checkpoint's trainer state.
 
     Raises:
-        CheckpointError: a key is missing, or a value is impossible.
+        CheckpointError: a key is missing, or a value is invalid.
     """
     try:
         state = TrainState(

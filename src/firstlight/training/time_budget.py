@@ -71,9 +71,9 @@ def sampled_token_seconds(token_seconds: float) -> float:
 
 
 #: Maximum time between two checkpoints of a run with a time budget, as a fraction of the budget and
-#: in seconds. The smaller value applies. It limits the lost time even if `checkpoint.every_steps`
-#: steps take longer than planned. If saves are slow, the interval is increased so that they take at
-#: most SAVE_SHARE of the time.
+#: in seconds. The smaller value applies. The limit bounds the lost work even if
+#: `checkpoint.every_steps` steps take longer than planned. If saves are slow, the interval is
+#: increased so that they take at most SAVE_SHARE of the time.
 LOST_SHARE, MOST_LOST_SECONDS = 1 / 6, 600.0
 SAVE_SHARE = 0.05
 
@@ -133,9 +133,9 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Difference in seconds between the duration of the first steps and of the same number of
-        settled steps. At least one settled step is required. In a compiled run, this is the compile
-        time.
+        """Difference in seconds between the durations of the first steps and of the same number of
+        settled steps. For a compiled run, this is the compile time. At least one settled step is
+        required.
         """
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
         return sum(max(seconds - each * sequences, 0.0) for sequences, seconds in self.slow_steps)

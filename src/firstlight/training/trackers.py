@@ -33,7 +33,8 @@ from firstlight.recipe.load import yaml_text
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import LineFollower, StepFollower
 
-#: Project name (in MLflow, experiment) of runs, unless an environment variable sets another.
+#: Project name of runs (experiment name in MLflow), unless an environment variable sets a different
+#: one.
 PROJECT = "firstlight"
 
 #: Metrics of a step, and the sample texts generated after it.
@@ -605,7 +606,7 @@ class Trackers:
         with self._redirected:
             try:
                 self._wait()
-            finally:  # even if Ctrl-C ends the waiting
+            finally:  # even if Ctrl-C interrupts the wait
                 GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:
