@@ -1,5 +1,5 @@
-"""Cooldowns: runs that branch off from a checkpoint of another run (the trunk), saved while its
-learning rate was constant, and decay the learning rate from there.
+"""Cooldowns, which are runs that branch off from a checkpoint of another run (the trunk) and decay
+the learning rate from there. The trunk's learning rate must be constant at the checkpoint's step.
 
 Several cooldowns from one trunk yield the losses of runs of different lengths without training each
 of these runs from the start (Hu et al. 2024; Haegele et al. 2024).

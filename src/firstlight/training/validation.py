@@ -37,8 +37,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
     the first step, only losses are evaluated, unless the run has no steps.
 
     In a run with a time budget, the first evaluation of a process also generates a text of two
-    tokens, and two more short texts if no sample texts are due. Their durations are used to predict
-    the duration of sample texts, and the texts are discarded.
+    tokens as a warm-up. If no sample texts are due, it then generates two more short texts, from
+    which the duration of sample texts is predicted. All of these texts are discarded.
 
     Args:
         run: the run. Metrics are added to `state.pending`, and texts to `samples`.
