@@ -1,11 +1,13 @@
-"""`Corpus`: a split of prepared data, used by training, evaluation and planning. Its classes:
+"""Define `Corpus`, a split of prepared data for training, evaluation and planning.
+
+The class of a corpus depends on its data:
 
     text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `MixedDataset`
 
-`shards` describes the files of a prepared folder; its `CorpusWriter` writes all kinds of them.
+The files of a prepared folder are described in `shards` and written by `shards.CorpusWriter`.
 
 A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens i*T+1
 ... i*T+T, each from the token before it. Every token except the very first is therefore predicted
@@ -16,10 +18,10 @@ from tokens of the same document. The details depend on the tokens around a docu
 
     bos text eos | bos text eos     The eos is the last label of a document. The label after it,
                                     the next document's bos, is masked.
-    text eos | text eos             The eos between two documents is a label of the first document,
-                                    and the input at position 0 of the second one, whose first
-                                    token is predicted from it. No label is masked, and the model
-                                    learns how documents begin.
+    text eos | text eos             The eos between two documents is a label of the first document.
+                                    It is also the input at position 0 of the second document,
+                                    from which that document's first token is predicted. No label
+                                    is masked, and the model learns how documents begin.
     text | text                     The first token of a document is not predicted.
 """
 
@@ -200,8 +202,8 @@ class Corpus(Protocol):
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Return the fraction of the rows' positions that have a label. It is 1 for text as a
-        stream; prompts and padding do not have labels.
+        """Return the fraction of the rows' positions that have a label. The fraction is 1 for
+        text. It is lower for conversations, because prompts and padding do not have labels.
         """
         return 1.0
 
@@ -244,7 +246,7 @@ class TokenDataset(Corpus):
         split: "train" or "val".
         verify: True to check, before use, every shard against the sha256 in the manifest and all
             ids against the vocabulary, which takes about a second per GB. Sizes, headers and
-            document offsets are always checked, and so is each id when it is read.
+            document offsets are always checked, and each id is checked when it is read.
 
     Raises:
         DataError: the folder is not a prepared corpus, lacks the split, is damaged, or contains
@@ -291,8 +293,8 @@ class TokenDataset(Corpus):
             raise DataError(f"{folder}: the shards of '{split}' don't match its manifest")
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
-        """Return the token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any
-        slice).
+        """Return the token ids `start:stop`, int64 [stop - start]. As with any slice, the result is
+        shorter if `stop` is beyond the end.
 
         Raises:
             DataError: a shard was changed or truncated since it was opened, or contains an id
@@ -322,7 +324,7 @@ class TokenDataset(Corpus):
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
-        stop = max(start, stop)  # An empty span, which slices also allow.
+        stop = max(start, stop)  # A slice may be empty, with stop before start.
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
             base, shard = self._starts[index], self._shards[index]
@@ -342,8 +344,8 @@ class TokenDataset(Corpus):
 
     @property
     def eos_separates(self) -> bool:
-        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2, so that the
-        first token of a document is predicted from the eos before it.
+        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2. The first
+        token of a document is then predicted from the eos before it.
         """
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
 
@@ -407,7 +409,8 @@ class TokenDataset(Corpus):
 
     def predicts_first(self, first_id: int | None) -> bool:
         """Return True if the very first token of the split is predicted from `first_id`. A leading
-        bos is not predicted, because it has no text; neither is the first token of a conversation.
+        bos is not predicted, because it has no text. The first token of a conversation is not
+        predicted either.
         """
         return first_id is not None and int(self[0:1][0]) != first_id
 
@@ -439,7 +442,8 @@ class TokenDataset(Corpus):
 # In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of
 # its epochs.
 
-#: Maximum period in rows. The corpus for each row of a period is computed and kept in memory.
+#: Maximum period in rows. It is limited because the corpus of each row in a period is computed and
+#: kept in memory.
 MAX_PERIOD = 1_000_000
 
 
@@ -488,7 +492,7 @@ class Turns:
 
     def at(self, position: int) -> tuple[int, int]:
         """Return (index of the corpus that provides the row at `position`, number of rows that this
-        corpus has provided before).
+        corpus provides before that position).
         """
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
@@ -529,7 +533,7 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """The same split of several corpora, from which rows are drawn according to weights.
+    """Mix of the same split of several corpora. Rows are drawn according to the corpora's weights.
 
     An epoch has as many rows as all corpora together. If the weights are proportional to the sizes
     of the corpora, each corpus is seen once per epoch. Otherwise a corpus with a larger weight is
@@ -612,7 +616,7 @@ class MixedDataset(Corpus):
         return [record for one in self.parts for record in one.dataset.records(seq_len)]
 
     def identity(self) -> dict[str, Any]:
-        # The weights, written as a ratio: "7:3".
+        # The weights are written as a ratio, such as "7:3".
         ratio = {"mix": ":".join(str(one.weight) for one in self.parts)}
         return ratio | {key: v for one in self.parts for key, v in one.dataset.identity().items()}
 

@@ -4,8 +4,9 @@ pure function of the seed and the position.
 The state of the loader is a single number: the total number of rows read by all ranks. Resuming is
 therefore exact at any step of any epoch, with any number of ranks, and takes no time.
 
-Reading ahead uses threads instead of processes: disk reads, and copies and searches in numpy,
-release Python's global interpreter lock, and no batch has to be sent between processes.
+Batches are read ahead by threads instead of processes. Disk reads and the copies and searches in
+numpy release Python's global interpreter lock, and batches do not need to be sent between
+processes.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Batch:
         num_valid: number of labels that are not -100.
         document_ids: zero-based document number of each input token within its row, int32 [B, T];
             None without document masking.
-        references: log-probability of each document's answer (preference pairs) under the reference
-            model (the model before training), fp64 [B, D], where D is the maximum number of
-            documents in a row. 0 means unknown; NaN means that the row has no such document.
-            Documents 2 i and 2 i + 1 form a pair. None for other data.
+        references: for preference pairs, the log-probability of each document's answer under the
+            reference model (the model before training), fp64 [B, D], where D is the maximum number
+            of documents in a row. Documents 2 i and 2 i + 1 form a pair. 0 means that the
+            log-probability is unknown, and NaN that the row has no such document. None for other
+            data.
     """
 
     input_ids: Tensor
@@ -173,8 +175,8 @@ class TokenLoader:
         seq_len: number of positions per row.
         micro_batch_size: number of rows per batch.
         seed: random seed for the row order.
-        rows_seen: total number of rows that all ranks have read before; any rank's `state_dict()`
-            contains it as "rows_seen".
+        rows_seen: total number of rows that all ranks have already read, as in the `state_dict()`
+            of any rank.
         document_masking: True to number the documents and predict each token only from tokens of
             the same document.
         rank: index of this rank's part of each global batch.
@@ -315,11 +317,11 @@ class DataConfig(Section):
     reasoning) and the ends of its turns, last for the tokens of its last message only, answers for
     the same tokens as assistant but without the reasoning, all for all tokens."""
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """treatment of a record in `files` that is not a conversation, or from which the chat template
-    omits something: refuse to start, skip the record, or keep the part that the template keeps.
+    """handling of a record in `files` that is not a conversation, or of which the chat template
+    omits a part: refuse to start, skip the record, or keep the part that the template renders.
     """
     long: LongPolicy = "refuse"
-    """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
+    """handling of conversations longer than a row: refuse to start, drop them, or cut off their
     ends."""
     seq_len: int | None = Field(None, gt=0)
     """number of tokens per training row; null uses the model's max_position_embeddings."""
