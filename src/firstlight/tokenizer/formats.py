@@ -76,11 +76,10 @@ _NUM_GPT2_RANKS = 50_256
 #: tokens are stored as a tree, takes 32 bytes of memory per byte.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Maximum number of tokens or characters that a tokenizer may produce for one character (some write
-#: "
-#: " as "<|newline|>"), and that it may add around a text.
+#: Maximum number of tokens or characters that a tokenizer may produce for one character (some
+#: tokenizers write a newline as "<|newline|>"), and maximum number that it may add around a text.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
-#: Maximum accepted token id; no real vocabulary reaches it.
+#: Maximum accepted token id, which is larger than in any real vocabulary.
 _HIGHEST_ID = 1 << 26
 #: Maximum size of the added tokens of a known tokenizer, in characters of JSON.
 _MOST_KNOWN_CHARS = 500_000
@@ -121,7 +120,7 @@ def find_tokenizer_file(folder: Path) -> Path:
     usual = next((name for name in _USUAL_NAMES if name in files), None)
     if usual is not None:
         return files[usual]
-    # macOS adds a hidden file for each file in an archive.
+    # Ignore hidden files, because macOS adds one for each file in an archive.
     found = [n for n in files if n.endswith(_USUAL_ENDINGS) and not n.startswith(".")]
     if len(found) > 1:
         names = ", ".join(found)
@@ -167,7 +166,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"tokenizer {path} is not valid JSON: {error}") from error
-    # "model" is also an ordinary word in GPT-2's vocabulary.
+    # In GPT-2's vocab.json, "model" is an ordinary word with an integer id.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
     _require_usable(path, content, state)
@@ -237,9 +236,12 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """Return the file in the same folder as `path` that completes the pair, or None. `names` maps
-    each possible file name to the name of the other file; the entry for `path` itself is tried
-    first.
+    """Return the file in the same folder as `path` that completes the pair, or None.
+
+    Args:
+        path: one file of the pair.
+        names: name of the other file, keyed by the name of this file. The entry for `path` is tried
+            first.
     """
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
@@ -561,8 +563,8 @@ _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Return True if the library may panic on some texts, that is, unless all steps of the
-    tokenizer are known to be safe.
+    """Return False if all steps of the tokenizer are known to be safe. Otherwise return True: the
+    library may panic on some texts.
     """
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -598,7 +600,7 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 def _is_known_frame(step: Any) -> bool:
     """Return True for a post-processor that adds no tokens around a text, or only tokens that it
-    defines. On undefined tokens the library would panic.
+    defines. The library panics if the post-processor adds an undefined token.
     """
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
         return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
@@ -619,8 +621,8 @@ def _try_out(request: tuple[str, str]) -> None:
         request: (name of the file, SHA-256 of the content to try).
 
     Raises:
-        TokenizerError: the library fails, the tokenizer makes texts far longer, or the file's
-            content has changed.
+        TokenizerError: the library fails, the tokenizer's output is far longer than the text, or
+            the file's content has changed.
     """
     name, key = request
     with library_errors(f"tokenizer {name} can't be loaded"):
@@ -644,8 +646,9 @@ def _try_out(request: tuple[str, str]) -> None:
                 normal = text if normalizer is None else normalizer.normalize_str(text)
             except MemoryError:
                 raise
-            except Exception:  # noqa: BLE001 - the library's errors have no class of their own
-                # For example, a word without a token; this is reported when such a text is encoded.
+            except Exception:  # noqa: BLE001 - the library raises plain exceptions
+                # For example, a word has no token. This error is reported when a user's text
+                # contains such a word.
                 continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:

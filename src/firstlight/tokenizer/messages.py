@@ -52,8 +52,8 @@ _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DO
 def template_options(
     fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the variables that a record passes to the chat template: its tools, which may also be
-    stored in its system message, and the entries of `chat_template_kwargs`.
+    """Return the variables that a record passes to the chat template: its tools, and the entries of
+    `chat_template_kwargs`. The tools may be a field of the record or of its system message.
 
     Args:
         fields: fields of the record.
@@ -188,7 +188,8 @@ def fit_messages(
     """
     keys = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
     without_text = None if re.search(r"content\W{0,3}\s+is\s+(not\s+)?none", template) else ""
-    # SmolLM3's template asks for such calls but does not write them itself.
+    # SmolLM3's template asks the model to write calls in this format but does not render the calls
+    # in messages.
     is_written = "tool_calls" not in template and "<tool_call>" in template
     fitted = []
     for message in messages:

@@ -45,8 +45,8 @@ _PAD_TOKENS = (
     "<|endoftext|>",
 )
 
-#: Name of the threads started by `in_thread`, and maximum time in seconds that process exit waits
-#: for them.
+#: Name of the threads started by `in_thread`, and maximum time in seconds to wait for them when the
+#: process exits.
 _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Maximum size of a chat template file in bytes.
@@ -281,7 +281,7 @@ def require_unicode(text: str) -> None:
 
 
 def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Set a post-processor that adds `bos` before every text, so that transformers adds it, too."""
+    """Set a post-processor that adds `bos` before every text, so that transformers also adds it."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
@@ -310,11 +310,11 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a long library call in another thread. Return a future for its result.
+    """Run a long library call in another thread, and return a future for its result.
 
-    Signal handlers run in the main thread, but only after a library call in that thread returns.
-    Waiting for another thread, by contrast, is interrupted immediately. If the handler raises an
-    exception, the call continues in its thread and its result is dropped.
+    Signal handlers run in the main thread, but only after a library call in that thread returns. If
+    the main thread only waits for another thread, a signal is handled immediately. If the handler
+    raises an exception, the call continues in its thread and its result is dropped.
     """
     outcome: Future[T] = Future()
 
@@ -359,9 +359,11 @@ _MUTED = threading.Lock()
 
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
-    """Capture stderr during the block. If the library panics, the output is dropped; otherwise it
-    is written at the end of the block, because it may come from other threads. Do nothing while
-    another thread is in such a block, so that texts do not wait for each other.
+    """Capture stderr during the `with` block. If the library panics, the output is dropped.
+    Otherwise the output is written at the end of the block, because it may come from other threads.
+
+    Nothing is captured while another thread is in such a block, so that threads do not wait for
+    each other.
     """
     with contextlib.ExitStack() as stack:
         if not _MUTED.acquire(blocking=False):
