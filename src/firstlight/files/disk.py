@@ -1,5 +1,5 @@
-"""File system operations. Everything that firstlight writes goes through the `disk` object, which
-tests replace to simulate errors."""
+"""File system operations. All files are written through the `disk` object, which tests replace to
+simulate errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Disk:
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes. Return the number of bytes written, which may be less than the length of
-        `data`.
+        """Write bytes, and return the number of bytes written. This number may be less than the
+        length of `data`.
         """
         return file.write(data)
 
