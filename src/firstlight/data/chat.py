@@ -83,7 +83,7 @@ class ChatOptions:
     Attributes:
         kind: kind of the records: "chat" for conversations, or "preference" for records with two
             answers to one prompt (see `conversations`). Each preference record becomes two
-            examples, and the first of them has the chosen answer.
+            examples, of which the first contains the chosen answer.
         form: format of the records; "auto" detects the format of each record from its keys.
         train_on: tokens to use as labels: "assistant" for the assistant's tokens (answers, tool
             calls, reasoning) and the end tokens of its turns; "last" for the tokens of its last
@@ -216,7 +216,7 @@ class _ChatPreparation:
                         self._writer.reject(record, BadRecordError("held_out", problem))
                         continue
                     self._count(record, conversations)
-                    # Escaped, because a file name may contain a newline.
+                    # Escape the place, because a file name may contain a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
                         self._write(split, chat)
@@ -287,8 +287,8 @@ class _ChatPreparation:
         return examples
 
     def _count(self, record: Record, conversations: Sequence[Conversation]) -> None:
-        """Count duplicate records, records with control tokens in their texts, and fields that are
-        not used."""
+        """Update the counts of duplicate records, of records with control tokens in their texts,
+        and of unused fields."""
         for field in unused_fields(record.value, conversations[0]):
             if field in self._unused or len(self._unused) < _MOST_FIELDS:
                 self._unused[field] = self._unused.get(field, 0) + 1
@@ -327,7 +327,8 @@ class _ChatPreparation:
             raise BadRecordError("template", str(error)) from error
 
     def _split_of(self, question: str, given: str) -> str:
-        """Return the split of a record's examples: the same for all records with the same question.
+        """Return the split of a record's examples. All records with the same question have the same
+        split.
 
         Args:
             question: see `Conversation.question`.
@@ -344,8 +345,8 @@ class _ChatPreparation:
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
-        # Bits per byte divide the loss by the bytes of text. An example whose only label is an end
-        # token contains no text, so at least one byte is counted.
+        # Bits per byte are computed by dividing by the bytes of text. An example whose only label
+        # is an end token contains no text, so count at least one byte.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -451,7 +452,7 @@ def cached_chat(
             if not _is_whole(folder, verify):
                 what = "preference pairs" if options.kind == "preference" else "conversations"
                 tell(f"preparing the {what} of {', '.join(map(str, files))}")
-                # An existing folder that did not pass the check is incomplete or damaged.
+                # An existing folder did not pass the check, so it is incomplete or damaged.
                 if folder.exists():
                     remove_folder(folder)
                 prepare_chat(

@@ -147,7 +147,8 @@ def split_documents(
             document.add(text[begin:])
             yield from document.end("", even_empty=is_first)
             return
-        # A separator may extend into the next block, or need more context.
+        # The last bytes of the block may be part of a separator that extends into the next block,
+        # or contain a separator that needs more context.
         place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
         end = max(begin, place - _CONTEXT)
         document.add(text[begin:end])
@@ -279,7 +280,7 @@ def without_gutenberg(text: str) -> str:
             is_inside = False
         else:
             if is_inside and is_marked and mark["print"] is None:
-                books.append(text[begin : mark.start()])  # This book has no end line.
+                books.append(text[begin : mark.start()])  # The book has no end line.
             begin, is_inside = mark.end(), True
         is_marked = True
     if not is_marked:

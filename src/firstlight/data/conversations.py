@@ -21,8 +21,8 @@ Records of preference data contain a preferred and a rejected answer to the same
 messages. The prompt is a question, with the same optional fields as in the alpaca format, or a list
 of messages. If the record has no prompt, or if both answers repeat it, the answers are full
 conversations: messages, or a text with "Human:" and "Assistant:" before its turns. The common
-beginning of both conversations is then the prompt. Only the messages after the prompt are trained
-on.
+beginning of both conversations is then the prompt. Only the messages after the prompt are used as
+labels.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ PAIRS_ARE_SELF_DESCRIBING = (
     "detect the format from the keys: omit train_on and format"
 )
 
-#: Maximum number of characters in all messages of a conversation. It is larger than the longest
-#: context of a model, and small enough for a chat template to render.
+#: Maximum number of characters in all messages of a conversation. This is more text than fits into
+#: the longest context of any model, but not too much for a chat template to render.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
@@ -86,7 +86,7 @@ REASONS = {
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Role for each lower-case role name in records. Tools keep the name that the record uses.
+#: Role for each lower-case role name in records. The names of tool roles are kept unchanged.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -321,7 +321,7 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
-        if isinstance(texts := value.get("text"), list):  # alternative answers, as in SQuAD
+        if isinstance(texts := value.get("text"), list):  # Alternative answers, as in SQuAD.
             return [_message(role, _content(texts[:1], f"`{name}`"))]
         value = value.get("messages", [value])
     if not isinstance(value, list | tuple) or not value:
@@ -691,8 +691,8 @@ _PREAMBLE = re.compile(
 
 
 def transcript_of(text: str) -> _Markup | None:
-    """Return the markup of a text that consists of the alternating turns of a user and an
-    assistant, each beginning with the speaker's name, or None for any other text."""
+    """Return the markup of a text that consists of alternating turns of a user and an assistant.
+    Each turn begins with the speaker's name. Return None for any other text."""
     before = _PREAMBLE.match(text)
     begin = 0 if before is None else before.end()
     rest = text[begin : begin + _EXAMINED_CHARACTERS]
@@ -767,7 +767,7 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations with the same prompt. Only the messages after the prompt are trained on."""
+    """Two conversations with the same prompt. Only the messages after the prompt are labels."""
 
     chosen: Conversation
     rejected: Conversation
@@ -791,7 +791,7 @@ def to_pair(record: object) -> Pair:
         )
     both = []
     for name, answer in zip(names, answers, strict=True):
-        # Full conversations repeat the prompt.
+        # If the answers are full conversations, they repeat the prompt.
         said = (
             {one["content"].strip() for one in answer} if answer[0]["role"] != "assistant" else ()
         )

@@ -2,7 +2,7 @@
 
 The class of a corpus depends on its data:
 
-    text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
+    text                `TokenDataset`, or `packing.AlignedDataset` if rows begin with documents
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `MixedDataset`
@@ -178,8 +178,8 @@ class Corpus(Protocol):
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Bits per byte of the text after gzip -9, a baseline for a model's bits per byte; None if
-        not recorded.
+        """Bits per byte of the text after compression with gzip -9, or None if not recorded. This
+        is a baseline for a model's bits per byte.
         """
         return None
 
@@ -208,8 +208,8 @@ class Corpus(Protocol):
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Yield lines of output about a split's rows: how full they are, and which examples are
-        dropped or truncated.
+        """Yield lines of output about the rows of a split, such as the share of positions that
+        examples occupy, and the numbers of dropped and truncated examples.
         """
         return iter(())
 
@@ -244,9 +244,9 @@ class TokenDataset(Corpus):
     Args:
         folder: a folder written by `prepare`.
         split: "train" or "val".
-        verify: True to check, before use, every shard against the sha256 in the manifest and all
-            ids against the vocabulary, which takes about a second per GB. Sizes, headers and
-            document offsets are always checked, and each id is checked when it is read.
+        verify: True to check every shard against the sha256 in the manifest, and all ids against
+            the vocabulary, when the split is opened. This takes about one second per GB. Sizes,
+            headers and document offsets are always checked, and each id is checked when it is read.
 
     Raises:
         DataError: the folder is not a prepared corpus, lacks the split, is damaged, or contains
@@ -432,12 +432,12 @@ class TokenDataset(Corpus):
 # interpreted as exact fractions (0.7 is 7/10) and scaled to the smallest integers in the same
 # ratio. Their sum is the period: weights 7 and 3 repeat every ten rows.
 #
-# Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with a
-# fraction w of the rows may provide its row j at position j / w (rounded down) at the earliest, and
-# must provide it before position (j + 1) / w (rounded up). At each position, the row with the
-# earliest deadline is drawn. All deadlines are then met (Baruah et al., "Proportionate progress",
-# 1996), so after any n rows a corpus has provided more than n * w - 1 and fewer than n * w + 1 of
-# them.
+# Positions, and the rows j of each corpus, are counted from 0 within a period. Consider a corpus
+# with a fraction w of the rows. The earliest position for its row j is j / w (rounded down). The
+# deadline is (j + 1) / w (rounded up): the row must be provided before this position. At each
+# position, the row with the earliest deadline is drawn. All deadlines are then met (Baruah et al.,
+# "Proportionate progress", 1996). Among any first n rows, a corpus has therefore provided more than
+# n * w - 1 and fewer than n * w + 1 rows.
 #
 # In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of
 # its epochs.
@@ -509,7 +509,8 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return the index of the corpus for each row of one period, uint32 [period]; see above.
+    """Return the index of the corpus for each row of one period, uint32 [period]. The algorithm is
+    described above.
 
     `waiting` contains (earliest position of the corpus's next row, corpus); `ready` contains
     (deadline of the corpus's next row, corpus).

@@ -304,8 +304,8 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
         return True, encode(texts, tokenizer)
     except DataError as error:
         return False, error
-    # BaseException, because a panic of the tokenizers library is not an Exception. The error is
-    # replaced because some errors can't be pickled.
+    # Catch BaseException, because a panic of the tokenizers library is not an Exception. Replace
+    # the error, because some errors can't be pickled.
     except BaseException as error:  # noqa: BLE001
         return False, DataError(
             f"the tokenizer failed ({type(error).__name__}: {error}): its files may be damaged"
@@ -335,7 +335,8 @@ def _exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
-    """Connect to a Ray cluster for the duration of the block. Yield the encoding function.
+    """Connect to a Ray cluster for the duration of the `with` block, and yield the encoding
+    function.
 
     Args:
         tokenizer: the tokenizer.

@@ -19,9 +19,9 @@ HEAD_BYTES = 1 << 16
 #: Control characters that do not occur in text: all below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: A file is binary if at least this many, and at least this fraction, of its first bytes are
-#: control characters. In compressed data, a tenth of the bytes are control characters; a text may
-#: contain a few.
+#: A file is binary if its first bytes contain at least this number, and at least this fraction, of
+#: control characters. In compressed data, about 10 % of the bytes are control characters. A text
+#: may contain a few of them.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 
@@ -208,7 +208,7 @@ REASONING_FIELDS = tuple(
 )
 #: Fields of a record that contains a single message from a tree of conversations.
 TREE_FIELDS = {"message_id", "role", "text"}
-#: (preferred answer, rejected answer)
+#: Field names of preference pairs: (preferred answer, rejected answer).
 PAIR_FIELDS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -307,9 +307,10 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field. A record with this field is a text even if it also has a
-            question and an answer, except in Alpaca's format. If `text_key` is not "text", other
-            fields do not make the record a conversation either.
+        text_key: name of the text field. A record with a "text" field is a text even if it also has
+            a question and an answer. The exceptions are preference pairs, lists of messages and
+            Alpaca's format. With any other `text_key`, a record that has this field is always a
+            text.
     """
     names = {field_name(field) for field in fields}
     if text_key in fields and text_key != "text":

@@ -46,8 +46,8 @@ class Batch:
         references: for preference pairs, the log-probability of each document's answer under the
             reference model (the model before training), fp64 [B, D], where D is the maximum number
             of documents in a row. Documents 2 i and 2 i + 1 form a pair. 0 means that the
-            log-probability is unknown, and NaN that the row has no such document. None for other
-            data.
+            log-probability is unknown, and NaN means that the row has no such document. None for
+            other data.
     """
 
     input_ids: Tensor
@@ -165,10 +165,10 @@ class TokenLoader:
     has a different row order.
 
     A batch may begin in one epoch and end in the next. Threads read the next batches while the
-    current batch is processed. The batches do not depend on the number of threads or of prefetched
-    batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a global
-    batch, and each rank gets consecutive rows of it, in rank order. The loader is a context manager
-    that stops the threads on exit.
+    current batch is processed. The batches do not depend on the number of threads or the number of
+    prefetched batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a
+    global batch, and each rank gets consecutive rows of the global batch, in rank order. The loader
+    is a context manager that stops the threads on exit.
 
     Args:
         dataset: the split, or a mix.
@@ -232,7 +232,7 @@ class TokenLoader:
     def next_batch(self) -> Batch:
         """Return this rank's `micro_batch_size` rows of the next global batch.
 
-        An error in a reading thread is raised here and again by every later call.
+        An error in a reading thread is raised by this call and by every later call.
         """
         if self._readers is None:
             batch = self._read(self.rows_seen)
@@ -301,7 +301,7 @@ class DataConfig(Section):
     starts and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
     hf:NAME[:CONFIG[:SPLIT]]."""
     val_files: list[str] | None = Field(None, min_length=1)
-    """files of conversations to validate on; null holds out `val_fraction` of `files`."""
+    """files of conversations for validation; null holds out `val_fraction` of `files`."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """fraction of `files` that is held out for validation; 0 disables validation."""
     format: ChatForm = "auto"
@@ -314,8 +314,8 @@ class DataConfig(Section):
     """tokenizer for `files`, a folder or file; null uses the tokenizer of --init-from."""
     train_on: Literal["assistant", "last", "answers", "all"] = "assistant"
     """tokens of `files` to train on: assistant for the assistant's tokens (answers, tool calls,
-    reasoning) and the ends of its turns, last for the tokens of its last message only, answers for
-    the same tokens as assistant but without the reasoning, all for all tokens."""
+    reasoning) and the end tokens of its turns; last for the tokens of its last message only;
+    answers for the same tokens as assistant, but without the reasoning; all for all tokens."""
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
     """handling of a record in `files` that is not a conversation, or of which the chat template
     omits a part: refuse to start, skip the record, or keep the part that the template renders.
@@ -332,15 +332,16 @@ class DataConfig(Section):
     start at 0 in each document. Always true for conversations.
     """
     row_alignment: RowAlignment = "stream"
-    """how text is divided into training rows: "stream" concatenates all documents and splits the
-    stream into rows, which may begin inside a document; "document" packs whole documents into rows
-    that begin with a document, and splits only documents longer than a row. Conversations are
+    """method of dividing text into training rows: "stream" concatenates all documents and splits
+    the stream into rows, which may begin inside a document; "document" packs whole documents into
+    rows that begin with a document, and splits only documents longer than a row. Conversations are
     always packed; text for validation is always split from the stream."""
     workers: int = Field(1, ge=0, le=64)
     """number of threads that read rows ahead; it does not affect the order of the rows. 0 reads
     rows when a step needs them."""
     prefetch: int = Field(2, ge=1, le=1024)
-    """number of micro-batches that are read ahead, at least as many as in one step."""
+    """number of micro-batches to read ahead. At least the micro-batches of one step are always
+    read ahead."""
     pin_memory: bool | None = None
     """page-locked memory for batches, so that copies to a GPU overlap with computation; null means
     true with a CUDA GPU."""

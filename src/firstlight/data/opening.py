@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
 #: A file may decompress to at most this number of bytes or this multiple of its size, whichever is
-#: larger. Text is 3 to 10 times as large as its compressed form, log files up to 50 times.
+#: larger. Text is usually 3 to 10 times as large as its compressed form, and log files are up to 50
+#: times as large.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
 #: Number of bytes that are added to the decompressed size for each line. Each line may be a
 #: document, and each document takes time to process.

@@ -6,8 +6,9 @@ example of n tokens takes n - 1 positions of a row: all its tokens except the la
 all except the first are predicted. Within a row, each example is a separate document: positions
 start at 0, and attention is limited to the example. The remaining positions form another document.
 Its labels are -100, as are the labels of all tokens outside the loss mask. The two examples of a
-preference pair are adjacent in the same row. Which examples share a row depends only on the lengths
-and T; the order of the rows differs in each epoch, as with text (see `loader`).
+preference pair are adjacent in the same row. The assignment of examples to rows depends only on
+their lengths and the row length. The order of the rows differs in each epoch, as with text (see
+`loader`).
 
 Text is packed with `data.row_alignment: document`. Each document is split into pieces of at most
 one row, and the pieces are packed into rows without further splitting (Ding et al. 2024, arXiv
@@ -113,15 +114,15 @@ def pack_best_fit(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Pack items into rows by best-fit decreasing: the longest items come first, and each is placed
     in the fullest row with enough room (Johnson et al. 1974). The result has at most about 11/9 of
-    the minimum number of rows. Equal lengths always give equal rows.
+    the minimum number of rows. The same lengths always result in the same rows.
 
     Args:
         lengths: length of each item, from 1 to `capacity`, int64 [items].
         capacity: length of a row.
 
     Returns:
-        (indices of the items in all rows, row by row, int64 [items]; index in them of each row's
-        first item, followed by the number of items, int64 [rows + 1])
+        (indices of the items in all rows, row by row, int64 [items]; position of each row's first
+        item in this array, followed by the number of items, int64 [rows + 1])
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []

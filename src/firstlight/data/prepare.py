@@ -519,8 +519,8 @@ def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """Split off the last `fraction` of a text, after a line ending if there is one nearby. Return
-    (first part, last part).
+    """Split a text so that the second part has about `fraction` of the characters. If there is a
+    line ending nearby, split after it. Return (first part, second part).
 
     Args:
         text: the text.

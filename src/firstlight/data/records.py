@@ -3,10 +3,10 @@
 `read_records` yields conversations and preference pairs, and `read_documents` yields texts. Each
 result includes its file and line.
 
-A *document* is one text file, one line of a JSONL file, one row of a table (CSV, Parquet), or a
-part of any of these that ends at a separator (see `cleaning`). A document that can't be read is a
-`Record` with an error, so the number of documents read equals the number of accepted plus rejected
-documents.
+A *document* is one text file, one line of a JSONL file, or one row of a table (CSV, Parquet). Each
+of these is split into several documents if it contains separators (see `cleaning`). A document that
+can't be read is a `Record` with an error, so the number of documents read equals the number of
+accepted plus rejected documents.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _MAX_JSON_BYTES = 4 << 30
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes that each rejected document adds to the count for `DataSource.most_bytes`.
+#: Number of bytes by which each rejected document reduces the limit `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
 #: If a single character makes up more than this fraction of a text, the text is useless for
 #: training.
 COMMON_SHARE = 0.999
 
-#: Number of records at the beginning of a source from which its kind is detected; some of them may
-#: be damaged.
+#: Number of records at the beginning of a source from which its kind is detected. There are several
+#: because some of them may be damaged.
 _TOLD_BY = 10
 
 _ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
@@ -481,7 +481,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _has_messages(value: dict[str, Any]) -> bool:
-    """Return True for a record with a list of messages in a field of an unknown name."""
+    """Return True for a record with a list of messages in exactly one field, under any name."""
     name = message_field(value)
     return name is not None and isinstance(value[name], list) and _is_conversation(value[name])
 
@@ -573,7 +573,7 @@ def one_character(character: str, share: float) -> str:
 
 
 def mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """Return (inode, size, ctime in ns) of a source's file, or None if it has no existing file. The
+    """Return (inode, size, ctime in ns) of a source's file, or None if there is no such file. The
     ctime is used because programs can set the mtime, but not the ctime."""
     try:
         found = None if source.path is None else source.path.stat()

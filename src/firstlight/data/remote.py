@@ -5,11 +5,11 @@ hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials a
 configured as for the protocol's own tools (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
 HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
-In the folder data/ of the cache (see `files.cache`), each corpus has a folder named after the hash
-of its URL and manifest, so a corpus that is prepared again gets a new folder. Files are created
-there atomically, after their size and SHA-256 have been verified against the manifest. A correct
-file is not downloaded again. fsspec's cache (`filecache::`) is not used, because it silently keeps
-damaged and truncated files.
+In the folder data/ of the cache (see `files.cache`), each corpus has a folder that is named after
+the hash of its URL and manifest. A corpus that is prepared again therefore gets a new folder. The
+size and SHA-256 of each file are verified against the manifest before the file is created
+atomically. A correct file is not downloaded again. fsspec's cache (`filecache::`) is not used,
+because it silently keeps damaged and truncated files.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _open_store(url: str) -> _Store:
             )
             # `trust_env` uses proxies from environment variables and passwords from ~/.netrc.
             options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
-        # Imported by name, because fsspec has no type annotations.
+        # Import the module by name, because fsspec has no type annotations.
         system, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
     except ImportError as error:
         raise _missing_package(url, error) from error
@@ -267,8 +267,8 @@ def _retried(work: Callable[[], Found]) -> Found:
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
-    """Return the manifest entries of the splits' shards, each once. None for `splits` selects all
-    splits.
+    """Return the manifest entries of the splits' shards, without duplicates. None for `splits`
+    selects all splits.
 
     Raises:
         DataError: a shard name is invalid, or two different shards have the same name.
@@ -286,8 +286,8 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Return the wanted shards that are missing from the folder or whose size or, with `verify`,
-    SHA-256 differs from their entry.
+    """Return the wanted shards that are missing from the folder or do not match their entry. The
+    size of a shard is always compared, and its SHA-256 only with `verify`.
     """
 
     def is_there(file: _Entry) -> bool:

@@ -9,7 +9,7 @@ A prepared folder contains these files:
     val-00000.bin ...       shards of the validation split, if there is one
     rejected.jsonl          rejected documents, with file, line and reason, if there are any
 
-A shard consists of the following parts, little-endian:
+A shard consists of the following parts. All numbers are little-endian.
 
     offset  size          content
     0       8             magic b"FLTOKENS"
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest, by which a run recognises its data."""
+    """Return the SHA-256 of a manifest, which identifies the data of a run."""
     content = dict(manifest)
     if "chat" in content:
         # Leave out the counts of unused fields, which do not affect the data. Earlier versions did
@@ -251,7 +251,8 @@ def _opened(path: Path) -> int:
 class Shard:
     """A shard, with its header and access to its tokens, document offsets and loss mask.
 
-    Every method that reads raises a DataError if the file was changed or truncated in the meantime.
+    Every method that reads raises a DataError if the file was changed or truncated since it was
+    opened.
 
     Args:
         path: file of the shard.
@@ -444,7 +445,7 @@ class ShardWriter:
     """Writes the documents of one split into consecutive shards.
 
     Args:
-        folder: folder for the shards, a temporary folder until the entire corpus is written.
+        folder: folder for the shards. It is a temporary folder until the entire corpus is written.
         split: "train" or "val".
         dtype: dtype of the token ids, from `token_dtype`.
         shard_tokens: number of tokens at which a shard is closed.
@@ -503,7 +504,7 @@ class ShardWriter:
         if self._file is None:
             name = f"{self._split}-{len(self.shards):05d}.bin"
             self._file = self._stack.enter_context(OutputFile(self._folder / name))
-            self._file.write(bytes(HEADER.size))  # Replaced by the header when the shard is closed.
+            self._file.write(bytes(HEADER.size))  # The header is written when the shard is closed.
         self._file.write(tokens.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
         if self._offsets[-1] >= self._shard_tokens:

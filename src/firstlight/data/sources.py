@@ -58,10 +58,11 @@ _RECORD_KINDS = (
 SOURCES_NAME = "sources.json"
 #: Input name for the source code of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Maximum number of suffixes in a message, and of commands for converting such files to text.
+#: Maximum number of suffixes in a message, and maximum number of commands for converting files to
+#: text.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
-#: Names of folders that are not searched, because their files are not text of the user.
+#: Names of folders that are not searched, because they contain files that the user did not write.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Files whose presence identifies a run folder.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})

@@ -74,7 +74,7 @@ def read_table(
     """Yield the rows of a table (RFC 4180) below its header.
 
     Args:
-        file: the table's bytes, decompressed.
+        file: decompressed content of the table.
         path: the file. Its suffix and size are used, and its name appears in messages.
         text_key: the column to read; None reads all columns.
 
@@ -342,8 +342,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
         # pyarrow can share only the values of text columns, and only without DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
-        # Compute the maximum size of one row's value per row group; then the number of copies of
-        # the largest value that fit into a batch.
+        # For each row group, compute the maximum size of the value in one row. Then compute how
+        # many copies of the largest value fit into a batch.
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
