@@ -1,7 +1,7 @@
 """Tokenizers: load the common file formats, train a new tokenizer, and stream ids back to text.
 
-Every file format is loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer is
-always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers can read.
+Files of all formats are loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer
+is always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers can read.
 
 By default, all text is plain text: `<|endoftext|>` in a document is encoded as the ordinary tokens
 for these characters, never as the special token. Special tokens are also called control tokens in
@@ -115,8 +115,8 @@ def train_tokenizer(
     _train(backend, trainer, batches())
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    # Remove the limit after training. Encoding does not need it, because it takes nearly linear
-    # time, and llama.cpp could not apply it.
+    # Remove the limit after training. Encoding takes nearly linear time without it, and llama.cpp
+    # could not apply such a limit.
     backend.pre_tokenizer = byte_level_split(pattern)
     return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
 

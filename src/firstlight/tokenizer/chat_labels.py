@@ -7,8 +7,9 @@ characters are divided into labels and other characters. These characters are la
 
     with {% generation %} blocks       The content of the blocks.
     without blocks, for each answer    The text from `start` to `end`:
-                                       - `start`: the end of the prompt that the model would get at
-                                         inference (the messages before, with the generation prompt)
+                                       - `start`: the end of the prompt that the model would get
+                                         during inference (the earlier messages and the generation
+                                         prompt)
                                        - `end`: the end of the conversation up to this answer,
                                          without the whitespace after its end token
 
@@ -26,8 +27,8 @@ If the generation prompt opens the reasoning (`<think>`) but the full text does 
 tag, then `<think>`, the reasoning and `</think>` are inserted before the answer. During inference
 the prompt ends with `<think>`, so the model must learn to continue from this tag.
 
-A token is a label if its first character is a label. A token that begins in the prompt and ends in
-the answer (because the template's last characters and the answer's first characters form one token)
+A token is a label if its first character is a label. If the template's last characters and the
+answer's first characters form one token, this token begins in the prompt and ends in the answer. It
 is not a label: during inference the prompt ends before this token, so the model can't generate it.
 """
 
@@ -223,7 +224,7 @@ class _Marker:
 
 @dataclass
 class _Span:
-    """Labels of an answer.
+    """Position of an answer's labels.
 
     Attributes:
         message: index of the answer's message.
@@ -352,7 +353,7 @@ class ChatEncoder:
         train_on: TrainOn,
     ) -> LabelledChat:
         fitted = fit_messages(messages, self._template, text_arguments=self._text_arguments)
-        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name for tools.
+        if "tools" in options and "xml_tools" in self._template:  # The name in SmolLM3's template.
             options = {**options, "xml_tools": options["tools"]}
         (*marked, own), pattern = protected(
             [*fitted, dict(options)], list(self._special), self._template
@@ -366,8 +367,8 @@ class ChatEncoder:
         answers = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         learned = set(answers[-1:] if train_on == "last" else answers) - masked
         is_partly_learned = train_on != "all" or bool(masked)
-        # The prompt of each answer and the conversation up to it are rendered in the same call as
-        # the full conversation, which saves most of the time if the template runs in a child
+        # Render the prompt of each answer and the conversation up to each answer in the same call
+        # as the full conversation. This saves most of the time if the template runs in a child
         # process.
         beginnings: list[tuple[int, bool]] = []
         if is_partly_learned and not self._has_blocks:
@@ -464,8 +465,8 @@ class ChatEncoder:
         return _Span(index, start, 0)
 
     def _generation_prompt(self, variables: Mapping[str, Any]) -> str:
-        """Return the text that the template adds after a question because of
-        `add_generation_prompt`.
+        """Return the text that the template adds after a question if `add_generation_prompt` is
+        True.
         """
         own = {key: value for key, value in variables.items() if "tools" not in key}
         key = json.dumps(own, sort_keys=True)
@@ -481,8 +482,8 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """Return the end of an answer's turn if the conversation up to the answer ends at
-        `whole`.
+        """Return the end of an answer's turn, given that the text of the conversation up to the
+        answer ends at `whole`.
         """
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
@@ -587,8 +588,8 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
 
 
 def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
-    """Insert an answer's reasoning where the generation prompt opens it, both in the text and in
-    the flags of its characters.
+    """Insert an answer's reasoning at the position where the generation prompt opens it. Update the
+    text and the flags of its characters.
     """
     tag = _OPENED.search(span.opened)
     assert tag is not None

@@ -4,8 +4,8 @@ A template is written in Jinja, in the dialect of Hugging Face's chat templates.
 comes with a downloaded model, it is treated as an untrusted program: it gets only plain JSON data
 and runs in Jinja's sandbox, where it can neither modify the data nor reach Python objects through
 it. Every template that is not built in is rendered in a child process with limited time and memory
-(see `files.limits`), because nested loops, repeatedly doubled strings and recursive macros could
-otherwise use unlimited amounts of both.
+(see `files.limits`). Without limits, nested loops, repeatedly doubled strings and recursive macros
+could use unlimited amounts of both.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def render_with_beginnings(
 
 
 class _Child(threading.local):
-    """Child process that renders templates that are not built in, started for the first such
+    """Child process for rendering templates that are not built in. It is started for the first such
     template. Each thread has a separate process, so that a slow template does not block other
     threads.
     """
@@ -384,9 +384,10 @@ def protected(
         template: the chat template.
 
     Returns:
-        (marked messages, pattern). In the template's output for the marked messages, the pattern
-        matches special tokens that the template wrote (group "special"), marked names (group
-        "text"), and single marks that the template has separated from their name (neither group).
+        (marked messages, pattern). The pattern is for the text that the template renders from the
+        marked messages. It matches special tokens that the template wrote (group "special"), marked
+        names (group "text"), and single marks that the template has separated from their name
+        (neither group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)

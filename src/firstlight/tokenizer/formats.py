@@ -73,7 +73,7 @@ _LLAMA3_SPECIAL_TOKENS = (
 _NUM_GPT2_RANKS = 50_256
 #: Limits of the child process in which an unknown tokenizer.json is tried: CPU time in seconds and
 #: memory in bytes, each with a part proportional to the file size. XLM-R's 9 MB file, whose 250,000
-#: tokens are stored as a tree, takes 32 bytes of memory per byte.
+#: tokens are stored as a tree, takes 32 bytes of memory per byte of the file.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
 #: Maximum number of tokens or characters that a tokenizer may produce for one character (some
@@ -298,8 +298,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(text[a], text[b]) for a, b in halves]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    # `ignore_merges` is set, because tiktoken first looks up the entire pre-token in the
-    # vocabulary.
+    # Set `ignore_merges`, because tiktoken first looks up the entire pre-token in the vocabulary.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
@@ -334,8 +333,8 @@ _MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
     """Yield (text, score, type) for each piece of a sentencepiece `ModelProto`.
 
-    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
-    types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score and 3 = type.
+    The types are 1 = normal, 2 = unknown, 3 = control, 4 = user-defined, 5 = unused and 6 = byte.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -355,10 +354,11 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 def _unsupported_features(content: bytes) -> list[str]:
     """Return the features of a `ModelProto` that would lead to different ids than in sentencepiece.
 
-    Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
-    2 BPE), and 24 treats whitespace as a suffix of words. Field 3 of the message is the
-    normalizer's specification: its field 2 is a character map, 3 adds a space before the text, 4
-    collapses repeated spaces. A missing field has sentencepiece's default value.
+    Field 2 of the message is the trainer's specification. Its field 3 is the model type (1 =
+    unigram, 2 = BPE), and its field 24 treats whitespace as a suffix of words. Field 3 of the
+    message is the normalizer's specification. Its field 2 is a character map, its field 3 adds a
+    space before the text, and its field 4 collapses repeated spaces. A missing field has
+    sentencepiece's default value.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -577,8 +577,8 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """Return True for a byte-level BPE model whose steps take time and memory proportional to the
-    length of the text, such as the models of firstlight, GPT-2, Llama 3 and Qwen.
+    """Return True for a byte-level BPE tokenizer whose steps take time and memory proportional to
+    the length of the text. Examples are the tokenizers of firstlight, GPT-2, Llama 3 and Qwen.
     """
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -636,7 +636,7 @@ def _try_out(request: tuple[str, str]) -> None:
     steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
     states = [json.loads(step.__getstate__()) for step in steps if step is not None]
     looked_for = list(_strings(states))
-    # The text is repeated, because a short text is allowed to grow by _MOST_PREPENDED.
+    # Also try each text repeated, because `_MOST_PREPENDED` hides the growth of a short text.
     repeated = (text * (1 + _MOST_PREPENDED // (len(text) + 1)) for text in looked_for)
     for text in (*looked_for, *repeated, *_trial_texts()):
         with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
@@ -674,8 +674,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _trial_texts() -> Iterator[str]:
-    """Yield short strings repeated to increasing lengths, each also with an ending that breaks a
-    match, and repeated characters for steps that search for a character."""
+    """Yield short strings that are repeated to increasing lengths, both as they are and with an
+    ending that breaks a match. Also yield repeated characters, for steps that search for one."""
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
@@ -721,7 +721,8 @@ _PIECE_CHARACTERS = 1 << 18
 #: Number of characters after a piece within which a boundary is searched for.
 _BOUNDARY_CHARACTERS = 1 << 18
 
-#: A space after any other character; a newline or ASCII punctuation after a letter or digit.
+#: Boundary between pieces: a space after a character that is not whitespace, or a newline or ASCII
+#: punctuation after a letter or digit.
 _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 

@@ -116,7 +116,7 @@ def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict
     Args:
         message: an object with `role` and `content`.
         writes_calls: True if the template formats calls itself. Calls written in the content as
-            `<tool_call>{...}</tool_call>` are then converted to entries.
+            `<tool_call>{...}</tool_call>` are then converted to entries of `tool_calls`.
 
     Raises:
         ValueError: a tool call has no name.
@@ -215,7 +215,7 @@ def fit_messages(
         if message["role"] == "tool" and result and "<tool_response>" in template:
             message["content"] = result[1].strip("\n")
         fitted.append(message)
-    if "!= 9" in template:  # Mistral's templates refuse ids of any other length.
+    if "!= 9" in template:  # Mistral's templates reject ids of any other length.
         _shorten_ids(fitted)
     return fitted
 

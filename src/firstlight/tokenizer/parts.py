@@ -57,12 +57,12 @@ LARGEST_FILE_BYTES = 100_000_000
 #: Maximum number of bytes to process when every token is split into two parts in every possible
 #: way. This number is the sum of the squared token lengths, 10^7 for Llama 3.
 _MOST_CUT_BYTES = 200_000_000
-#: Maximum number of tokens in a vocabulary. Each takes about 600 bytes in the library; the largest
-#: vocabulary has 262,144.
+#: Maximum number of tokens in a vocabulary. Each token takes about 600 bytes in the library. The
+#: largest known vocabulary has 262,144 tokens.
 _MOST_TOKENS = 500_000
-#: Maximum number of colons in a JSON file (one for each entry of an object) or of lines in another
-#: file. Each takes at least 100 bytes of memory once parsed. The largest published merges file has
-#: 580,000 lines.
+#: Maximum number of colons in a JSON file (one for each entry of an object), or of lines in any
+#: other file. Each entry or line takes at least 100 bytes of memory after parsing. The largest
+#: published merges file has 580,000 lines.
 _MOST_ENTRIES = 1_000_000
 
 
@@ -105,8 +105,8 @@ def require_few_tokens(path: Path, count: int) -> None:
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
-    """Reject tokens that are so long that splitting each into two parts in every way would take too
-    much time.
+    """Reject tokens that are so long that splitting each of them into two parts in every possible
+    way would take too much time.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -370,7 +370,7 @@ def _muted_library() -> Iterator[None]:
             yield
             return
         stack.callback(_MUTED.release)
-        # File descriptor 2 is redirected, because the library does not write through `sys.stderr`.
+        # Redirect file descriptor 2, because the library does not write through `sys.stderr`.
         try:
             stderr = os.dup(2)
             stack.callback(os.close, stderr)
