@@ -110,9 +110,9 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `path` if the block ends without an error.
 
-    Every file in it is synced before the rename. If the block raises, the temporary folder is
-    removed and `path` is not created. Leftovers of a killed process are removed by the next call
-    for the same `path`.
+    Every file in the temporary folder is synced before the folder is renamed. If the block raises
+    an error, the temporary folder is removed and `path` is not created. Leftovers of a killed
+    process are removed by the next call for the same `path`.
 
     Args:
         path: the folder's final path, which must not exist or must be an empty folder.
@@ -180,7 +180,7 @@ def _remove_abandoned(path: Path) -> None:
     for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if name.fullmatch(folder.name) is None:
-                continue  # The folder is a temporary one for another path, such as NAME-2.
+                continue  # This temporary folder belongs to another path, such as NAME-2.
             # Keep an empty folder: another process may have just created it and not locked it yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:

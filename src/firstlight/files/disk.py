@@ -120,8 +120,8 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Overwrite the first bytes, such as a header that contains the length of the data. Nothing
-        may be written afterwards.
+        """Overwrite the beginning of the file, such as a header that contains the length of the
+        data. Nothing may be written afterwards.
         """
         self._write_gathered()
         self._file.seek(0)
@@ -147,7 +147,7 @@ class HashedFile(OutputFile):
 
     @property
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of all bytes so far."""
+        """Hexadecimal SHA-256 of all bytes written so far."""
         return self._hash.hexdigest()
 
 

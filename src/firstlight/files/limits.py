@@ -191,7 +191,7 @@ class LimitedProcess:
         if self._process is not None:
             self._finalizer.detach()
             self._connection.close()
-            # With a return code, `subprocess` does not wait for the child of another process.
+            # Set a return code, so that `subprocess` does not wait for another process's child.
             self._process.returncode = 0
             self._process = None
 
