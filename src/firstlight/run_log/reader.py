@@ -1,7 +1,7 @@
 """Read the files of a run folder, even while the run is active.
 
-Files can be read completely, as curves of metrics, or line by line while another process writes
-them.
+There are functions for reading complete files and metrics as curves, and classes for reading lines
+as another process writes them.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Last logged step, or 0 before the first."""
+        """Last logged step, or 0 if no step has been logged."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     @property
@@ -470,7 +470,7 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
     return values, content.decode("utf-8")
 
 
-# The length of a run in minutes
+# Runs with a time budget
 
 #: Maximum number in the file. A float can represent every integer up to this number.
 _MOST_STEPS = 2**53
@@ -552,7 +552,7 @@ def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
     return events
 
 
-# Logs that grow
+# Growing logs
 
 
 class LineFollower:
@@ -591,8 +591,8 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that is now at the path. Return True if it replaced the previously open
-        file.
+        """Open the file that is currently at the path. Return True if this file has replaced the
+        file that was open before.
         """
         try:
             now = os.stat(self._path)

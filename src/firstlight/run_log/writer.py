@@ -296,7 +296,7 @@ class RunLogs:
 
 
 class SilentLogs:
-    """Replacement for `RunLogs` in processes other than the main process. Its methods do nothing."""
+    """Replacement for `RunLogs` in all processes but the main one. Its methods do nothing."""
 
     def __enter__(self) -> SilentLogs:
         return self
