@@ -139,7 +139,7 @@ def prepare_chat(
         TokenizerError: the tokenizer or the template is unusable, or they are incompatible.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
-        StorageError: the disk is full or not writable; nothing is left behind.
+        StorageError: the disk is full or not writable; no incomplete folder remains.
     """
     if not 0 <= options.val_fraction < 1:
         raise ConfigError(

@@ -139,7 +139,7 @@ def prepare(
             no text.
         ConfigError, MissingDependencyError: an argument is invalid, or a package or cluster is
             missing.
-        DataError, StorageError: encoding or writing failed; nothing is left behind.
+        DataError, StorageError: encoding or writing failed; no incomplete folder remains.
     """
     _require_valid_engine(engine, ray_address, workers)
     _require_positive(

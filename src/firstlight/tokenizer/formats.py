@@ -718,7 +718,7 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
 
 #: Number of characters per piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
-#: Number of characters after a piece within which a boundary is searched for.
+#: Number of characters after a piece that are searched for a boundary.
 _BOUNDARY_CHARACTERS = 1 << 18
 
 #: Boundary between pieces: a space after a character that is not whitespace, or a newline or ASCII
