@@ -535,7 +535,7 @@ def test_train_average_excludes_checkpoints_saved_on_stop(
     "checkpoint, says",
     [
         ({"average_last": 3}, "set keep_last to 3"),
-        ({"average_last": 1}, "average_last to at least 2"),
+        ({"average_last": 1}, "must be 0, or at least 2 and at most keep_last"),
         ({"average_last": 2, "every_steps": 0}, "set every_steps, or set average_last to 0"),
         ({"average_last": 2, "sharded": True}, "average_last reads full checkpoints"),
     ],
