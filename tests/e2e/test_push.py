@@ -103,7 +103,7 @@ def test_pushed_run_loads_from_hub_and_names_no_local_paths(
     assert main([*command, "--json"]) == 0
     said = capfd.readouterr()
     assert json.loads(said.out)["url"] == f"{hub.url}/ada/tiny"
-    assert "the run is not finished: this is step 4 of 6" in said.err
+    assert "the run is not finished: the checkpoint is from step 4 of 6" in said.err
     files = files_of(hub, "ada/tiny")
     assert set(files) == {
         *("README.md", "config.json", "generation_config.json", "loss.png", "model.safetensors"),

@@ -72,8 +72,8 @@ _OF_TEXT = {
     type=click.Choice(["text", "chat", "preference"]),
     default="text",
     show_default=True,
-    help="Kind of data: text; chat, for conversations with a label for each "
-    "token to learn; or preference, for pairs of answers to a prompt.",
+    help="Kind of data: text; chat, for conversations with labels for the tokens "
+    "to train on; or preference, for pairs of answers to a prompt.",
 )
 @click.option(
     "--val-input",
@@ -98,7 +98,7 @@ _OF_TEXT = {
 @click.option(
     "--train-on",
     type=click.Choice(["assistant", "last", "answers", "all"]),
-    help="With --kind chat: tokens to learn: all messages of the assistant, "
+    help="With --kind chat: train on all messages of the assistant, "
     "its last message, its messages without reasoning, or everything.  [default: assistant]",
 )
 @click.option(
