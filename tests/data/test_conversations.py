@@ -312,7 +312,7 @@ BAD: list[tuple[object, str, str]] = [
     ({"messages": []}, "empty", "there is no message"),
     ({"messages": "a"}, "wrong_type", "`messages` is a text, not a list"),
     ({"messages": ["a"]}, "wrong_type", r"`messages\[0\]` is a text, not an object"),
-    ({"messages": [{"content": "a"}]}, "wrong_type", "has no text `role`"),
+    ({"messages": [{"content": "a"}]}, "wrong_type", "has no text in `role`"),
     ({"messages": [{"role": "user"}]}, "wrong_type", r"`messages\[0\]`.content is missing"),
     ({"messages": [{"role": "user", "content": 1}]}, "wrong_type", "is a number, not a text"),
     (
@@ -423,7 +423,7 @@ def test_prepare_chat_unreadable_line_is_named(
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('"messages"', r"must be a record or a list of records"),
+        ('"messages"', r"must contain a record, a list of records, or JSONL"),
         ("[1,\n2", r"a\.json:2: not JSON: Expecting ',' delimiter at column 2"),
         (" \n", r"a\.json is empty: replace it"),
         ('{"a":' * 900 + "1" + "}" * 900, "can't be read as records: maximum recursion"),
@@ -675,7 +675,7 @@ def test_prepare_chat_rejected_records_are_counted_by_reason_and_file(
     options = ChatOptions(on_bad="skip", val_fraction=0)
     manifest = prepare_chat([first, second], chatml, tmp_path / "out", options=options)
     form, role = chat_notes(tmp_path / "out", manifest)
-    assert f"1 of 5 records rejected: of unknown format; first: {second}:1: " in form
+    assert f"1 of 5 records rejected: an unknown format; first: {second}:1: " in form
     start = f"3 of 5 records rejected: an unknown role (2 of {first}, 1 of {second}); "
     assert role.startswith(f"{start}first: {first}:2: `messages[0]` has the role 'wizard'")
 
@@ -763,7 +763,7 @@ def test_prepare_chat_control_tokens_in_messages_are_counted(
     options = ChatOptions(val_fraction=0)
     prepare_chat([path], chatml, tmp_path / "out", options=options)
     shown = list(ExampleDataset(tmp_path / "out", "train").describe(64))
-    assert "warning: 1 of 2 records have control tokens such as <|im_start|>" in shown[-1]
+    assert "warning: 1 of 2 records contain control tokens such as <|im_start|>" in shown[-1]
     texts = write_lines(
         tmp_path / "b.jsonl", [{"text": "<|start|>user [INST]"}, {"text": "<|x|> see"}]
     )
@@ -833,7 +833,7 @@ def test_prepare_chat_bad_parquet_record_is_named_by_number(
 def test_prepare_chat_accepts_only_record_files(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("a")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(InputError, match=r"unknown type: supported are \.jsonl, \.ndjson, \.json"):
+    with pytest.raises(InputError, match=r"the supported types are \.jsonl, \.ndjson, \.json"):
         find_records([tmp_path / "a.md"])
     with pytest.raises(InputError, match="stdlib does not exist"):
         find_records(["stdlib"])

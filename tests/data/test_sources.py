@@ -367,7 +367,7 @@ def test_read_record_of_only_separators_is_rejected_as_empty(tmp_path: Path, tex
     with (tmp_path / "b.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], [text], ["One."]])
     found = [(one.value, str(one.error)) for one in read(tmp_path)]
-    assert found == [(None, "separators without a text"), ("One.", "None")] * 2
+    assert found == [(None, "separators without text"), ("One.", "None")] * 2
 
 
 def test_find_sources_reads_text_of_any_suffix_and_counts_others(tmp_path: Path) -> None:

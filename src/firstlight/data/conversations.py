@@ -70,17 +70,17 @@ MAX_CONVERSATION_CHARS = 4_000_000
 REASONS = {
     "bad_utf8": "not valid UTF-8",
     "bad_utf16": "not valid UTF-16 or UTF-32",
-    "binary": "another kind of file, not text",
+    "binary": "not a text file",
     "broken_json": "not valid JSON",
     "broken_row": "not a valid row of a table",
     "too_long": "more text than fits into any model's context",
-    "unknown_form": "of unknown format",
+    "unknown_form": "an unknown format",
     "wrong_type": "an entry of the wrong type",
     "unknown_role": "an unknown role",
-    "empty": "nothing said",
+    "empty": "an empty conversation or message",
     "no_assistant": "no answer",
     "template": "rejected by the chat template",
-    "not_learned": "nothing to learn",
+    "not_learned": "nothing to train on",
     "no_pair": "not two answers to one prompt",
     "held_out": "a question that is also in the validation data",
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
@@ -311,7 +311,8 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     if isinstance(value, int) and "choices" in fields:
         raise BadRecordError(
             "wrong_type",
-            f"`{name}` is the number of one of `choices`: write its text instead, for example with "
+            f"`{name}` is the index of an entry in `choices`: write the text of that entry "
+            "instead, for example with "
             f"jq -c '{{prompt: .question, completion: .choices[.{name}]}}' FILE > OUT.jsonl",
         )
     if isinstance(value, str):
@@ -444,7 +445,7 @@ def _messages(entries: object, name: str, start: int = 0) -> list[dict[str, Any]
             messages += _from_columns(record_fields(entry))
             continue
         if not isinstance(role, str):
-            raise BadRecordError("wrong_type", f"{where} has no text `{role_key}`")
+            raise BadRecordError("wrong_type", f"{where} has no text in `{role_key}`")
         content = entry.get(content_key)
         if content is None and any(entry.get(key) for key in _BESIDE_CONTENT):
             content = ""
@@ -787,7 +788,7 @@ def to_pair(record: object) -> Pair:
     prompt = _pair_prompt(fields)
     if not prompt and any(one[0]["role"] == "assistant" for one in answers):
         raise BadRecordError(
-            "wrong_type", f"`prompt` is missing, and `{names[0]}` is only an answer"
+            "wrong_type", f"`prompt` is missing, and `{names[0]}` contains only an answer"
         )
     both = []
     for name, answer in zip(names, answers, strict=True):

@@ -59,7 +59,7 @@ _PANDOC = f"{_TEXT_BY}pandoc -f %s {{file}} -t plain -o {{text}}"
 _SHEET = (
     "save it as CSV in a spreadsheet program, and give the name of its text column with --text-key"
 )
-_SLIDES = "save it as PDF, and extract the text from that with pdftotext"
+_SLIDES = "save it as PDF, and extract the text from the PDF with pdftotext"
 _UNPACKED_BY = "unpack it with %s, and use that folder"
 _COMPRESSED, _PIPED_BY = "a compressed file", "unpack it with %s -dc < {file} > {text}"
 #: Pattern templates for the first bytes of two kinds of ZIP files: an OpenDocument of a given type,
@@ -126,7 +126,10 @@ _KINDS = (
     ),
     FileKind("a Parquet table", "rename it to end in .parquet", "", rb"PAR1"),
     FileKind(
-        "an Arrow table", "convert it with to_parquet of the datasets package", ".arrow", rb"ARROW1"
+        "an Arrow table",
+        "convert it with Dataset.to_parquet of the datasets package",
+        ".arrow",
+        rb"ARROW1",
     ),
     FileKind(
         "a file of numbers",

@@ -246,7 +246,7 @@ class ExampleDataset(TokenDataset):
             cut = ", or set data.long to cut (train on their beginnings)"
             raise DataError(
                 f"no example of the '{self.split}' split of {self.folder} fits into data.seq_len "
-                f"{seq_len}: raise it (up to the model's context), start from a model with a "
+                f"{seq_len}: raise it (up to the model's context) or start from a model with a "
                 f"longer context{cut if self.long == 'drop' and self.together == 1 else ''}"
             )
         lengths = np.minimum(sizes[kept_ones], seq_len)
@@ -315,8 +315,8 @@ class ExampleDataset(TokenDataset):
     def describe(self, seq_len: int) -> Iterator[str]:
         packing, name = self.packing(seq_len), f"data: {self.split}"
         yield (
-            f"{name}: {len(packing.examples):,} {self.unit} in {len(packing):,} rows of {seq_len}, "
-            f"{packing.filled:.1%} filled; {packing.num_labels:,} tokens to learn"
+            f"{name}: {len(packing.examples):,} {self.unit} in {len(packing):,} rows of {seq_len} "
+            f"tokens, {packing.filled:.1%} filled; {packing.num_labels:,} tokens to train on"
         )
         total = self.num_documents // self.together
         for count, fate in ((packing.dropped, "left out"), (packing.cut, "cut")):
@@ -524,8 +524,8 @@ class AlignedDataset(TokenDataset):
         opening = rows.opens[rows.starts[:-1]].mean()
         yield (
             f"data: {self.split}: {self.num_documents:,} documents in {len(rows):,} rows of "
-            f"{seq_len}, {self.label_share(seq_len):.1%} filled; {opening:.1%} of the rows begin "
-            "with a document, the others inside a document that is longer than a row"
+            f"{seq_len} tokens, {self.label_share(seq_len):.1%} filled; {opening:.1%} of the rows "
+            "begin with a document, the others begin inside a document that is longer than a row"
         )
 
     def identity(self) -> dict[str, Any]:
@@ -585,7 +585,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
             + (f" ({shown}{more})" if len(of_files) > 1 else "")
             + (f"; first: {first[reason]}" if reason in first else "")
             + f"; listed in {path}"
-            + ("" if reason == "held_out" else " (on_bad refuse stops at the first)")
+            + ("" if reason == "held_out" else " (on_bad refuse stops at the first one)")
         )
 
 
@@ -595,18 +595,15 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     yield from _left_out(folder, manifest["documents"])
     if count := chat["torn_answers"]:
         yield (
-            f"{count:,} answers begin inside a token that begins in the prompt; that token is "
-            "not trained on"
+            f"{count:,} answers begin in the middle of a token that begins in the prompt; that "
+            "token is not trained on"
         )
     of_all = f"of {manifest['documents']['written']:,} records"
     if count := chat.get("duplicates"):
-        yield (
-            f"{count:,} {of_all} are duplicates of earlier records: they are trained on as often "
-            "as they occur"
-        )
+        yield f"{count:,} {of_all} are duplicates of earlier records: every copy is trained on"
     if count := chat.get("control_tokens"):
         yield (
-            f"warning: {count:,} {of_all} have control tokens such as <|im_start|> inside "
+            f"warning: {count:,} {of_all} contain control tokens such as <|im_start|> inside "
             "messages, where they are treated as plain text"
         )
     for reason, lost in chat.get("lost", {}).items():

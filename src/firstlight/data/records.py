@@ -92,15 +92,15 @@ COMMON_SHARE = 0.999
 #: because some of them may be damaged.
 _TOLD_BY = 10
 
-_ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
-_ONLY_SEPARATORS = "separators without a text"
-_ONLY_TIMES = "times of subtitles without a text"
+_ONLY_LICENCE = "Project Gutenberg's header and licence without text"
+_ONLY_SEPARATORS = "separators without text"
+_ONLY_TIMES = "subtitle times without text"
 _REPLACE = "replace it, or exclude it"
 
 REASONS = {
     "bad_utf8": "not valid UTF-8",
     "bad_utf16": "not valid UTF-16 or UTF-32",
-    "binary": "another kind of file, not text",
+    "binary": "not a text file",
     "conversation": "conversations where text was expected",
     "broken_row": "not a valid row of a table",
     "broken_json": "not a valid JSON line",
@@ -747,7 +747,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         raise InputError(f"{origin}:{problem.line}: {problem}") from problem
     if len(content) > most:
         raise InputError(
-            f"{origin} has more than {most:,} bytes, but a JSON file must be read at once: "
+            f"{origin} has more than {most:,} bytes, but a JSON file must be read as a whole: "
             "convert it to JSONL, with one record per line"
         )
     if (kind := exported_chats(content[:HEAD_BYTES])) is not None:
@@ -768,7 +768,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}") from error
     if not isinstance(values, list | dict):
-        raise InputError(f"{origin} must be a record or a list of records (or JSONL)")
+        raise InputError(f"{origin} must contain a record, a list of records, or JSONL")
     try:
         records = _records_in(values)
     except (ValueError, RecursionError) as error:

@@ -268,7 +268,7 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
     """Return the message about a file of an unsupported type, with advice on how to convert it."""
     if suffixes != SUFFIXES:
-        return f"{path} has an unknown type: supported are {_RECORD_KINDS}"
+        return f"{path} has an unknown type: the supported types are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
     return f"{path} is {kind.name}: {kind.advice(path)} (firstlight reads {READ_KINDS})"
 
