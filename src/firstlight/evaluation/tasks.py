@@ -553,7 +553,7 @@ def ready_harness(
     except ImportError as error:
         raise MissingDependencyError("lm_eval", "eval", "a task lm-eval:NAME") from error
     if task_folder is not None and not Path(task_folder).expanduser().is_dir():
-        raise ConfigError(f"the folder of tasks {task_folder} does not exist")
+        raise ConfigError(f"task folder {task_folder} does not exist")
     folder = None if task_folder is None else str(Path(task_folder).expanduser())
     with _by_itself():
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
