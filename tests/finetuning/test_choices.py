@@ -555,7 +555,7 @@ def test_fine_tuning_plan_counts_conversations_longer_than_context(
     only = write_lines(tmp_path / "long.jsonl", long)
     assert main(["train", str(only), "--init-from", str(model), "--plan-only"]) == 1
     assert (
-        "fits into data.seq_len 320: raise it (up to the model's context), start from a model "
+        "fits into data.seq_len 320: raise it (up to the model's context) or start from a model "
         "with a longer context, or set data.long to cut (train on their beginnings)"
     ) in capsys.readouterr().err
 

@@ -625,7 +625,7 @@ def _chat_template(
     for name in ("chatml", "llama3"):
         if all(token in tokenizer.special_tokens for token in required_tokens(name)):
             if name == "chatml" and _have_tools(sources):
-                return "hermes", ("hermes", "ChatML with tools, which the conversations have")
+                return "hermes", ("hermes", "ChatML with tools, which the conversations use")
             return name, (name, "the tokenizer has its special tokens")
     return "alpaca", ("alpaca", "plain text: the tokenizer has no special tokens for turns")
 

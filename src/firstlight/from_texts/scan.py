@@ -420,7 +420,7 @@ def described(scan: Scan) -> Iterator[str]:
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
-        f"({scripts}); gzip -9 of it: {facts.gzip_bits_per_byte:.2f} bits per byte"
+        f"({scripts}); compressed with gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
     yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
@@ -451,8 +451,8 @@ def described(scan: Scan) -> Iterator[str]:
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:
         yield (
-            f"only the first {facts.compared:,} documents were searched for near-duplicates: some "
-            f"of the other {compared:,} may be in both splits"
+            f"only the first {facts.compared:,} documents were searched for near-duplicates: "
+            f"near-duplicates among the other {compared:,} may be in both splits"
         )
     elif facts.is_sampled:
         yield "only the sample was searched for near-duplicates"
