@@ -349,7 +349,7 @@ def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
 
 def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter:
     """Return the adapter in a folder. If the adapter has tokens that the model lacks, they are
-    added to the model. If it has a different frozen embedding or head, this replaces that of the
+    added to the model. A different frozen embedding or head in the folder replaces that of the
     model.
 
     Args:
@@ -456,8 +456,8 @@ def _is_saved(name: str, modules: list[str]) -> bool:
 def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors without duplicates. PEFT writes the tensors of a head twice if it shares
-    the adapter or the trained rows of the embedding, and it also writes the wrappers of an
+    """Return the tensors without duplicates. PEFT writes the tensors of a head twice if the head
+    shares the adapter or the trained rows of the embedding. PEFT also writes the wrappers of an
     embedding or head to which tokens were added."""
     doubles = [".modules_to_save.", ".original_module."]
     if model.config.tie_word_embeddings:
@@ -483,7 +483,7 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
     initialised with the mean of the existing rows.
 
     Args:
-        model: the base model; changed in place.
+        model: base model, which is modified in place.
         folder: the adapter's folder.
         vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
             number.
@@ -569,7 +569,7 @@ def _take_base_tables(
     copies of the base model's tensors.
 
     Args:
-        model: the base model; changed in place.
+        model: base model, which is modified in place.
         copies: tensors in the file that are not part of the adapter, by name.
         path: path of the adapter file, for error messages.
         trained: ids of the tokens whose rows the adapter replaces, by the name of the embedding or

@@ -85,13 +85,13 @@ class LoraConfig(Section):
     Kalajdzievski 2023, arXiv 2312.03732)."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
     """different ranks for some layers, keyed by regular expressions that match the last parts of
-    names."""
+    layer names."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """different alphas for some layers, keyed by regular expressions that match the last parts of
-    names."""
+    layer names."""
     dora: bool = False
     """true trains the magnitude of each output separately from its direction (DoRA, Liu et al.
-    2024). Each forward pass then reads every adapted weight once more."""
+    2024). Each forward pass then reads every adapted weight a second time."""
     quantize: Literal["none", "nf4"] = "none"
     """"nf4" stores the frozen linear layers, except the head, in 4 bits, and dequantises their
     weights for each multiplication (QLoRA, Dettmers et al. 2023; requires bitsandbytes). Stacked
@@ -364,11 +364,11 @@ def add_lora(
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
     """Freeze a plain model and add trainable adapters to its layers. Until the adapters are
-    trained, they do not change the outputs of the model. Quantising the weights to 4 bits does,
-    slightly.
+    trained, they do not change the outputs of the model. Quantising the weights to 4 bits changes
+    the outputs slightly.
 
     Args:
-        model: the model; changed in place.
+        model: model, which is modified in place.
         config: the recipe's `lora` section.
         generator: CPU generator with which each A (B for an embedding) is initialised; None leaves
             the matrices zero, to be loaded from a file.
@@ -379,7 +379,7 @@ def add_lora(
     Raises:
         ConfigError: a target is not a layer that can be adapted, two keys change the same embedding
             or head, or the device does not have 4-bit kernels.
-        MissingDependencyError: 4-bit weights need bitsandbytes.
+        MissingDependencyError: bitsandbytes is required for 4-bit weights but not installed.
     """
     layers = linear_layers(model)
     saved, tokens = saved_modules(model, config), token_tables(model, config)
@@ -420,7 +420,7 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
     """Replace a linear layer or an embedding with an equivalent module that has low-rank matrices.
 
     Args:
-        model: the model; changed in place.
+        model: model, which is modified in place.
         name: name of the layer.
         config: the recipe's `lora` section.
     """
@@ -714,7 +714,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 #: Prefix of tensor names in a PEFT adapter file.
 PREFIX = "base_model.model."
-#: The parameter of `TrainableTokens`.
+#: Name of the parameter of `TrainableTokens`.
 TOKENS = "trainable_tokens_delta"
 #: Parameter of an adapted layer -> suffix of the tensor's name in a PEFT adapter file.
 SUFFIXES = {
@@ -731,7 +731,7 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
     """Copy tensors, as returned by `adapter_tensors`, into a model with the same adapters.
 
     Args:
-        model: the model; changed in place.
+        model: model, which is modified in place.
         tensors: A [r, in], B [out, r] and magnitudes [out], keyed by their names in the PEFT file.
         where: source of the tensors, for error messages.
 
@@ -760,9 +760,9 @@ def adapter_tensors(model: Model) -> dict[str, Tensor]:
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of the adapters and of modules that are trained in full, after their
-    names in the PEFT file. Padding rows of the vocabulary are excluded. Parameters that a tied head
-    shares have two names in the file."""
+    """Yield pairs of a name in the PEFT file and a parameter, for all parameters of the adapters
+    and of modules that are trained in full. Padding rows of the vocabulary are excluded. Parameters
+    that a tied head shares have two names in the file."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

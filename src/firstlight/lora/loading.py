@@ -180,7 +180,7 @@ def model_without_weights(
 
 def base_identity(folder: Path) -> str:
     """Return the SHA-256 hash, in hexadecimal, of the weights and the config of a model. For an
-    adapter, those of its base model are included.
+    adapter, the weights and the config of its base model are included.
 
     The checkpoints of a run with `lora` do not contain the base model. A resumed run uses this hash
     to detect that its base model has changed. All weights are read, which takes about a second per

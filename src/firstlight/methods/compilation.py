@@ -50,8 +50,8 @@ def can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # If this machine has no GPU, a run on another machine is planned, whose software is
-        # unknown.
+        # If this machine has no GPU, the call is part of planning a run on another machine, whose
+        # software is unknown.
         if not torch.cuda.is_available():
             return True
         has_c = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
@@ -253,8 +253,8 @@ def require_same_bits(hardware: Hardware) -> None:
     reads the environment variable only once.
 
     Raises:
-        ConfigError: the environment sets a different size, or a matrix product was computed without
-        it.
+        ConfigError: the environment sets a different size, or a matrix product has already been
+            computed without the fixed size.
     """
     if hardware.device.type != "cuda":
         return

@@ -1,5 +1,5 @@
-"""Methods that reduce the memory use of a training step: recomputed or offloaded activations, and a
-head and cross-entropy that are computed in chunks of tokens. The module also contains settings for
+"""Methods that reduce the memory use of a training step: recomputing or offloading activations, and
+computing the head and the cross-entropy in chunks of tokens. The module also contains settings for
 the heap of the C library.
 
 Shape letters are defined in `models/ops.py`. In addition, N is B x T, and n is the number of tokens

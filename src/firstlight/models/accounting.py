@@ -117,7 +117,8 @@ def _part_for(model: Model, name: str) -> str:
         return "head"
     if isinstance(modules[-1], Embedding):
         return "embedding"
-    # Checked before attention, because attention modules contain norms of queries and keys.
+    # Norms are checked before attention, because attention modules contain norms of queries and
+    # keys.
     if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
     if any(isinstance(module, SelfAttention | GatedDeltaNet) for module in modules):

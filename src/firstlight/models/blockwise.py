@@ -174,13 +174,13 @@ class _Part:
 
     The part contains N key-value heads, counted over all of its rows, with G query heads each.
 
-    Scores are computed in fp32, as in fused kernels: in bf16, a score of 10 would have an error of
+    Scores are computed in fp32, as in fused kernels. In bf16, a score of 10 would have an error of
     up to 0.03, and its weight an error of up to 3%. torch does not have a CPU matrix product with
     bf16 inputs and an fp32 result.
 
     Attributes:
-        grad_sinks: gradient of the sinks, in the dtype of the scores [H], after `backward`; None
-            without sinks.
+        grad_sinks: gradient of the sinks, [H], in the dtype of the scores, which is computed by
+            `backward`; None without sinks.
     """
 
     def __init__(
@@ -200,9 +200,9 @@ class _Part:
         of_keys = 1.0
         self._of_scores = 1.0
         # In fp32, the result must match transformers bit for bit, so the scale must be applied to
-        # the same tensors. If value heads differ in size from key heads, torch's math kernel
-        # multiplies queries and keys by the square root of the scale. With sinks or a soft cap, the
-        # model class in transformers multiplies the scores.
+        # the same tensors as in transformers. If value heads differ in size from key heads, torch's
+        # math kernel multiplies queries and keys by the square root of the scale. With sinks or a
+        # soft cap, the model class in transformers multiplies the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)
@@ -221,12 +221,12 @@ class _Part:
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
     def _grouped(self, x_BHTD: Tensor) -> Tensor:
-        """Return [B, H, T, D] as contiguous [N, G, T, D]."""
+        """Reshape a tensor [B, H, T, D] to a contiguous tensor [N, G, T, D]."""
         rows, kept, groups = self._shape
         return x_BHTD.reshape(rows * kept, groups, *x_BHTD.shape[-2:]).contiguous()
 
     def _by_heads(self, x_NXD: Tensor) -> Tensor:
-        """Return [N, G * t, X] of a block of t queries as [B, H, t, X]."""
+        """Return a view [B, H, t, X] of a tensor [N, G * t, X] for a block of t queries."""
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
@@ -273,7 +273,7 @@ class _Part:
         return torch.cat((scores_NXS, sinks_NX1), -1)
 
     def attend(self, out_BHTD: Tensor) -> None:
-        """Write the result to `out_BHTD`."""
+        """Compute attention and write the result to `out_BHTD`."""
         for block in self._blocks:
             self._attend(block, out_BHTD)
 
@@ -285,7 +285,7 @@ class _Part:
         out_BHTD[:, :, start:end] = self._by_heads(result)
 
     def backward(self, grad_BHTD: Tensor, grads: Sequence[Tensor]) -> None:
-        """Write the gradients of queries, keys and values to `grads`."""
+        """Compute the gradients of queries, keys and values, and write them to `grads`."""
         grad = self._grouped(grad_BHTD)
         of_queries = grad.new_empty(self._queries.shape)
         found = (of_queries, torch.empty_like(self._keys), torch.empty_like(self._values))

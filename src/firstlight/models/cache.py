@@ -54,7 +54,7 @@ class Cache(Protocol):
         shapes."""
 
     def advance(self, new: int) -> None:
-        """Add `new` to the length; called after every layer has stored the new tokens."""
+        """Add `new` to the length. This is called after all layers have stored the new tokens."""
 
 
 class KVCache:
@@ -94,8 +94,8 @@ class KVCache:
     ) -> None:
         states = states or {}
         heads = [0 if layer in states else num_key_value_heads for layer in range(num_layers)]
-        # Zeros instead of empty memory: attention multiplies unused positions by a weight of 0, and
-        # 0 times NaN is NaN.
+        # The memory is filled with zeros, because attention multiplies unused positions by a weight
+        # of 0, and 0 times NaN is NaN.
         self.keys, self.values = (
             [
                 torch.zeros(batch_size, K, max_tokens, size, dtype=dtype, device=device)
@@ -103,7 +103,7 @@ class KVCache:
             ]
             for size in (head_dim, head_dim if value_dim is None else value_dim)
         )
-        # A state is a sum over all tokens so far: in bf16, contributions of late tokens would be
+        # A state is a sum over all tokens so far. In bf16, contributions of late tokens would be
         # lost to rounding.
         wide = torch.promote_types(dtype, torch.float32)
         self.states = [
@@ -145,8 +145,8 @@ class KVCache:
         return max(self.length + new, self.least_length)
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values [B, K, T, D]; return views of all tokens' keys and
-        values, [B, K, S, D]."""
+        """Store the keys and values of the new tokens, [B, K, T, D], and return views of the keys
+        and values of all tokens, [B, K, S, D]."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.max_tokens, "the cache is full"
         keys, values = self.keys[layer], self.values[layer]
@@ -225,8 +225,8 @@ class RaggedCache:
     Args:
         keys, values: `KVCache.keys` and `KVCache.values`.
         lengths: number of tokens of each sequence so far, int64 [B] on the cache's device.
-        reach: number of cache positions that attention reads: more than any length, at most
-            `max_tokens`. Steps with the same value have the same shapes.
+        reach: number of cache positions that attention reads. It must be greater than every length,
+            and at most `max_tokens`. Steps with the same value have the same shapes.
         states: `KVCache.states`. If there are any states, every sequence must contain at least one
             token.
     """

@@ -3,10 +3,10 @@ routed experts and shared experts.
 
 Keys and values of all heads are computed from one KV latent per token. The cache stores this latent
 and one rotated key per token, which all heads share. Experts are divided into groups, and each
-token's experts are chosen from its best groups. In V3 the scores are sigmoids; a bias is added to
-them to choose the experts, but not to weight the experts' outputs. Parameter names are those of
-Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight has the architecture
-of DeepSeek-V3.
+token's experts are chosen from its best groups. In V3, the scores are sigmoids. A bias is added to
+them for choosing the experts, but not for weighting the outputs of the experts. Parameter names are
+those of Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight has the
+architecture of DeepSeek-V3.
 
 Shape letters are defined in `models/ops.py` and `models/moe.py`. In addition, L is the rank of the
 KV latent (`kv_lora_rank`), R the number of rotated dimensions of a head (`qk_rope_head_dim`), G the
@@ -169,7 +169,7 @@ class DeepseekConfig(DecoderConfig):
     moe_intermediate_size: int = Field(64, gt=0)
     """inner width of an expert."""
     n_group: int = Field(1, gt=0)
-    """number of expert groups for group-limited routing; 1 is off."""
+    """number of expert groups for group-limited routing; 1 disables it."""
     topk_group: int = Field(1, gt=0)
     """number of groups selected for each token, from which its experts are chosen."""
     routed_scaling_factor: float = Field(1.0, gt=0)
@@ -258,7 +258,7 @@ class DeepseekConfig(DecoderConfig):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
         kind = str(config.get("model_type", cls.default_type()))
-        # In config.json head_dim means qk_rope_head_dim; in a `DecoderConfig` it is the sum of
+        # In config.json, head_dim means qk_rope_head_dim. In a `DecoderConfig`, it is the sum of
         # qk_nope_head_dim and qk_rope_head_dim.
         config = {key: value for key, value in config.items() if key != "head_dim"}
         is_v2 = kind == "deepseek_v2"

@@ -26,8 +26,8 @@ class AttentionSpec:
         dropout: probability of dropping an attention weight in training.
         scale: factor of the scores; None for 1 / sqrt(head_dim).
         softcap: bound c of the scores s, which become c tanh(s / c); None for no bound.
-        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, used by
-            layers with a window; None for no rotation.
+        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, which
+            layers with a window can use; None for no rotation.
         sinks: True if each head has an attention sink, a learned logit in its softmax that has no
             value vector.
         value_dim: dimension of a value head; None for the dimension of a key head.
@@ -96,8 +96,8 @@ class GGUFSpec:
         fixed: the only values that llama.cpp supports for a key of config.json, by key. If the key
             is missing, the family's default is checked. If the family has no default, the first
             value is assumed.
-        numbers: our key of a float -> GGUF's key.
-        counts: our key of an integer -> GGUF's key.
+        numbers: our name of a floating-point key -> GGUF's name.
+        counts: our name of an integer key -> GGUF's name.
         optional: keys of `numbers` and `counts` that may be None. In GGUF files, None is
             represented by a missing number or a count of 0.
         layer: kind of a layer's tensors: "llama", "named" (the tensors of `block`), "latent"
@@ -112,8 +112,8 @@ class GGUFSpec:
         has_window_base: True if llama.cpp supports a separate rotary base in layers with a window.
         exact_heads: True if llama.cpp requires num_attention_heads * head_dim to equal hidden_size.
         gating: function that is applied to the router's logits in layers with latent attention.
-        inner_eps: fixed epsilon of the model's norms inside attention, for which llama.cpp uses
-            rms_norm_eps; None if the model uses rms_norm_eps as well.
+        inner_eps: epsilon that the model uses for normalisation inside attention, if it is not
+            rms_norm_eps, which llama.cpp uses there; None if the model also uses rms_norm_eps.
         wide_scale_layers: number of layers by which llama.cpp recognises the model for which it
             uses hidden_size / num_attention_heads instead of head_dim as query_pre_attn_scalar; 0
             if the family has no such model.
@@ -195,16 +195,16 @@ class FamilySpec:
             recipes; config.json may omit these keys. See `hf_values`.
         qkv_bias: True if queries, keys and values always have biases.
         output_bias: False if the attention's output projection never has a bias.
-        qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
-            together; None without normalisation.
+        qk_norm: "head" if queries and keys are normalised in each head, "width" if they are
+            normalised over all heads together; None without normalisation.
         norms: names of a layer's norms.
         norm_kind: "rms" for RMSNorm, "one_plus" for RMSNorm with a factor of 1 + weight, or "layer"
             for LayerNorm with a bias.
-        activation: config.json's name of the MLP's activation.
-        activation_key: config.json's key of the activation.
+        activation: name of the MLP's activation in config.json.
+        activation_key: config.json's key for the activation.
         gated: True if the MLP has a gate, as in SwiGLU and GeGLU.
-        fused: True if one matrix computes queries, keys and values, and one matrix the gate and up
-            projections; "mlp" if only the gate and up projections are fused.
+        fused: True if one matrix computes queries, keys and values, and another matrix the gate and
+            up projections; "mlp" if only the gate and up projections are fused.
         rope: rotary positions.
         full_attention_every: n if every n-th layer has full attention and all other layers have the
             sliding window; 0 if there is no such pattern.

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, multi-head attention, GELU.
+"""GPT-2 (Radford et al. 2019), with LayerNorm, learned positions, multi-head attention and GELU.
 
 Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
 `GPT2LMHeadModel`, so that import and export do not change tensors. Recipes use the key names that
@@ -303,7 +303,8 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Decoder(nn.Module):
-    """Embeddings, layers and final norm: Hugging Face's `transformer`."""
+    """Embeddings, layers and final norm. This module is called `transformer` in Hugging Face's
+    class."""
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()

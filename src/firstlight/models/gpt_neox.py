@@ -157,7 +157,8 @@ class GPTNeoXBlock(nn.Module):
 
 
 class GPTNeoXDecoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `gpt_neox`."""
+    """Embedding, layers and final norm. This module is called `gpt_neox` in Hugging Face's
+    class."""
 
     def __init__(self, config: GPTNeoXConfig, padded_vocab_size: int) -> None:
         super().__init__()

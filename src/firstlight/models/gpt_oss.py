@@ -134,7 +134,7 @@ class GptOssExperts(Experts):
             return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
 
         gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
-        # The gate needs no lower bound: g sigmoid(a g) approaches 0 for negative g.
+        # The gate does not need a lower bound, because g sigmoid(a g) approaches 0 for negative g.
         gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))

@@ -70,8 +70,8 @@ class LanguageModel(nn.Module):
         final_modules: names of the modules after the layers: the final norm and the head.
         head_file_name: name of the head's weight in the family's files; in the model it is always
             `lm_head.weight`.
-        residual_projections: substrings of the names of the parameters of projections that write
-            into the residual stream.
+        residual_projections: name substrings of the projections that write into the residual
+            stream.
         zero_vectors: name suffixes of the vectors that are initialised to zero. All other vectors
             are weights of norms.
         tensor_parallel_plan: module name -> kind of sharding in tensor parallelism (see
@@ -280,8 +280,9 @@ def token_positions(
     """Return the positions of the new tokens. See `LanguageModel.forward` for the arguments.
 
     Returns:
-        - positions in each token's document, int64 [T] or [B, T];
-        - positions in the cache or, without a cache, in the sequence, int64 [T] or [B, T];
+        - position of each token in its document, int64 [T] or [B, T];
+        - position of each token in the cache or, without a cache, in the sequence, int64 [T] or [B,
+          T];
         - S, the number of keys that attention reads.
     """
     T = total = input_ids.shape[1]

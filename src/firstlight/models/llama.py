@@ -38,8 +38,8 @@ def normalized(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, [..., size] to [..., size] (Zhang and Sennrich
-    2019, arXiv 1910.07467).
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / rms(x) * weight over the last
+    dimension, [..., size] to [..., size].
 
     Args:
         size: length of the last dimension.
@@ -61,7 +61,7 @@ class LlamaAttention(SelfAttention):
     """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
     Attributes:
-        norm_class: class of the norms of queries and keys, for families that have them.
+        norm_class: class of the norms of queries and keys, for families that have such norms.
     """
 
     norm_class: ClassVar[type[nn.Module]] = RMSNorm
@@ -220,7 +220,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `model`."""
+    """Embedding, layers and final norm. This module is called `model` in Hugging Face's class."""
 
     def __init__(
         self, config: DecoderConfig, padded_vocab_size: int, block: type[LlamaBlock]

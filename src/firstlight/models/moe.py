@@ -160,7 +160,8 @@ def _(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # Autograd may give an expanded or transposed view, but the kernel needs contiguous rows.
+    # The gradient from autograd can be an expanded or transposed view, but the kernel needs
+    # contiguous rows.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
         # The gradients are contiguous for any layout of the weight, as they are with the other
@@ -265,8 +266,8 @@ def kept_code_bytes(rows: int, experts: int) -> int:
             token).
         experts: number of experts of a layer.
     """
-    # Without blocks, an expert can have any number of rows, and routers give most experts less than
-    # twice the mean. With blocks, about 32 different numbers of rows occur.
+    # Without blocks, an expert can have any number of rows, and routers assign most experts less
+    # than twice the mean number. With blocks, about 32 different numbers of rows occur.
     sizes = 32 if rows >= ROWS_OF_BLOCKS * experts else -(-2 * rows // experts)
     return min(_PRODUCTS * sizes, _KEPT_PRODUCTS) * _PRODUCT_BYTES
 
@@ -318,7 +319,8 @@ class RouterStatistics:
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
         """Add the results of a forward pass: its load-balancing loss times its number of valid
         labels, [], and its visits, int64 [L, E]."""
-        # The sums stay on the device: reading them would wait for the GPU in each micro-batch.
+        # The sums stay on the device, because reading them would mean waiting for the GPU in each
+        # micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
@@ -332,10 +334,10 @@ class RouterStatistics:
             tokens: number of valid labels in these passes.
 
         Returns:
-            Empty if there was no pass, otherwise
+            An empty dictionary if there was no pass, otherwise
             - `moe/router_loss`: mean load-balancing loss,
             - `moe/max_load`, `moe/min_load`: greatest and least load of an expert, over all layers,
-            - `moe/unused_experts`: number of experts without a token, over all layers.
+            - `moe/unused_experts`: number of experts that received no tokens, over all layers.
         """
         if self.loss_sum is None or self.visits_LE is None:
             return {}

@@ -319,8 +319,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     batch. Gradient accumulation then results in the same gradient as one large batch.
 
     Args:
-        logits: [..., V].
-        labels: int64 [...].
+        logits: logits of each token, [..., V].
+        labels: label of each token, int64 [...].
     """
     return F.cross_entropy(
         at_least_fp32(logits).flatten(0, -2),
@@ -353,8 +353,8 @@ def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     keeps this constant close to zero.
 
     Args:
-        logits: [..., V].
-        labels: int64 [...].
+        logits: logits of each token, [..., V].
+        labels: label of each token, int64 [...].
     """
     return at_least_fp32(logits).logsumexp(-1).square().where(labels != IGNORE_INDEX, 0).sum()
 

@@ -60,7 +60,7 @@ class DeltaConfig(DecoderConfig):
 
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
     """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
-    attention in every fourth layer, or in the last layer of a model with fewer than four."""
+    attention in every fourth layer, or in the last layer of a model with fewer than four layers."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
     """width of the causal convolution in layers with linear attention, in tokens."""
     linear_key_head_dim: int = Field(32, gt=0)
@@ -322,8 +322,8 @@ class GatedDeltaNet(nn.Module):
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))
-        # The rows contain one head of one token each, in the order that the output projection
-        # expects.
+        # Each row contains one head of one token. The rows are in the order that the output
+        # projection expects.
         rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
 

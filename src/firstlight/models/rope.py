@@ -294,14 +294,14 @@ def rope_tables(
         frequencies: angle by which each pair is rotated per position, fp32 [R/2] or [B, 1, R/2].
         position_ids: positions, int64 [T] or [B, T].
         dtype: dtype of the tables.
-        polar: True to compute cos and sin with `torch.polar`, which rounds differently.
-            transformers' class of DeepSeek-V2 uses it.
+        polar: True to compute cos and sin with `torch.polar`, which rounds differently. This is how
+            transformers' class of DeepSeek-V2 computes them.
     """
     # bf16 can't represent most positions above 256. fp32 can represent all positions up to 16
     # million (2^24).
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
-        # Dimensions i and i + R/2 are one pair and have the same angle: see `apply_rope`.
+        # Dimensions i and i + R/2 form a pair and have the same angle; see `apply_rope`.
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads
@@ -344,7 +344,7 @@ class RotaryTables(nn.Module):
             self.register_buffer(name, torch.empty(0), persistent=False)
 
     def reset(self, device: torch.device) -> None:
-        """Compute the frequencies for a device."""
+        """Compute the frequencies and store them on a device."""
         size, base = self.config.rotary_dim, self.config.rope_theta
         scaling, local_base = self.config.rope_scaling, self.config.rope_local_base_freq
         # The frequencies are always computed on the CPU, so that their bits are the same for every

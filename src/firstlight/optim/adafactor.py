@@ -108,7 +108,7 @@ class Adafactor(ForeachOptimizer):
 
 
 def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the root mean square of each tensor, []."""
+    """Return the root mean square of each tensor, as a tensor []."""
     norms = list(torch._foreach_norm(tensors))
     torch._foreach_div_(norms, [math.sqrt(tensor.numel()) for tensor in tensors])
     return norms

@@ -197,16 +197,16 @@ else:
 class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, EightBitConfig):
     """The `optimizer` section of a recipe.
 
-    Bytes of state per parameter do not include the fp32 parameter (4 bytes) and its gradient (4
-    bytes).
+    The bytes of state per parameter that `name` lists do not include the fp32 parameter (4 bytes)
+    and its gradient (4 bytes).
     """
 
     name: OptimizerName = "adamw"
     """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state per parameter. This
-    is the default, except for new models whose recipe does not set the optimizer, the schedule or
-    the initial weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one
-    scale for every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each
-    update unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
+    is the default, except for new models whose recipe sets none of optimizer, schedule and initial
+    weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one scale for
+    every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each update
+    unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
     update. "paged_adamw8bit": the same, with the moments in managed memory, which CUDA moves to the
     CPU while GPU memory is full (bitsandbytes; CUDA only). Moving memory takes time. "adafactor"
     (Shazeer and Stern 2018): no first moment, and only one row and one column of second moments per
@@ -345,8 +345,8 @@ class Kind(NamedTuple):
 
     Attributes:
         role: role of the parameter, which selects its settings.
-        transposed: True if the matrix is stored as [inputs, outputs], like GPT-2's, instead of
-            [outputs, inputs].
+        transposed: True if the matrix is stored as [inputs, outputs], like the matrices of GPT-2,
+            instead of [outputs, inputs].
     """
 
     role: Role

@@ -1,4 +1,4 @@
-"""Muon for matrices and stacks of matrices, such as the experts of a layer.
+"""The Muon optimizer for matrices and stacks of matrices, such as the experts of a layer.
 
 Shape letters: E is the number of matrices in a stack, F the number of rows, and C the number of
 columns. `...` is either E or empty.
@@ -74,7 +74,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     (V100, T4).
 
     Args:
-        matrices: [F, C] or [E, F, C].
+        matrices: matrix [F, C] or stack of matrices [E, F, C].
         coefficients: name in `COEFFICIENTS`.
     """
     divisor, steps = COEFFICIENTS[coefficients]
@@ -162,8 +162,8 @@ class Muon(torch.optim.Optimizer):
     With several processes, each process orthogonalises some of the matrices. Results are
     bit-identical to those of one process. If all processes have the full gradients (DDP, see
     `process`), each process sends its results to the others in bf16. If matrices are sharded
-    (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then receives the
-    shards of the matrices that it orthogonalises in bf16, and sends back shards of the results.
+    (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then receives, in
+    bf16, the shards of the matrices that it orthogonalises, and sends back shards of the results.
 
     With `stacked`, and without several processes, small matrices of the same size and group are
     updated as one stack. On a GPU, launching the kernels for a small matrix takes longer than
@@ -174,7 +174,7 @@ class Muon(torch.optim.Optimizer):
         groups: torch's parameter groups, with parameters [..., F, C]. In a group with `transposed`,
             the neurons (outputs) are the columns of the matrices.
         lr: learning rate.
-        momentum: momentum after the warm-up of the momentum.
+        momentum: momentum after the warm-up.
         first_momentum: momentum in the first step of the warm-up.
         warmup_steps: number of steps over which the momentum rises linearly; 0 for no warm-up.
         beta2: decay rate of NorMuon's second moment; None for plain Muon.

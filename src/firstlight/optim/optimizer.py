@@ -379,7 +379,7 @@ class Optimizer:
         Args:
             found_inf: fp32 [] on the device of the parameters. If it is 1, parameters and moments
                 are not changed; if it is 0, they are updated. The value is read only on the device.
-                Requires `reads_found_inf`. None always updates.
+                Requires `reads_found_inf`. If it is None, they are always updated.
         """
         if self.in_backward:
             return
@@ -412,7 +412,7 @@ class Optimizer:
                 optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, and discard the norms recorded by `in_backward`."""
+        """Free the gradients, and discard the norms that were recorded with `in_backward`."""
         self._norms.clear()
         self._divisor = None
         for name, parameter in self.parameters.items():

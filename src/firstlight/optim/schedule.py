@@ -248,8 +248,8 @@ class ScheduleConfig(Section):
     "wsd" (warm-up, stable, decay) stays at the peak and decays in the last part of the run;
     "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step) for any length of run."""
     max_steps: int | None = Field(None, ge=0)
-    """number of optimizer steps of the run; null is one epoch of the training split, 0 evaluates
-    and saves the model unchanged."""
+    """number of optimizer steps of the run; null is one epoch of the training split; 0 evaluates
+    and saves the unchanged model."""
     epochs: float | None = Field(None, gt=0)
     """number of passes over the training split, which can be a fraction, instead of max_steps."""
     max_minutes: float | None = Field(None, gt=0)

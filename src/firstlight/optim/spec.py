@@ -212,8 +212,8 @@ class OptimizerSpec:
             from other processes.
         implementations: supported values of `optimizer.implementation`.
         options: keys of the section that this optimizer supports and some others do not.
-        takes: function that returns True for the names and values of parameters that this optimizer
-            updates. AdamW updates all other parameters.
+        takes: function that returns True if this optimizer updates a parameter, given its name and
+            the parameter. AdamW updates all other parameters.
         flatten: function that returns the state of a parameter as plain tensors, which can share
             memory with the state.
         rebuild: function that creates the state of a parameter from copies of such tensors.
