@@ -1,12 +1,16 @@
-"""Adapters as files, in PEFT's format.
+"""Reading and writing of adapters in PEFT's file format.
 
     FOLDER/
         adapter_config.json         LoRA's settings, and the folder or hub id of the base model
-        adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
-                                    [out, r], and for DoRA .lora_magnitude_vector [out]; for an
-                                    embedding .lora_embedding_A [r, V], .lora_embedding_B [C, r];
-                                    for trained rows .token_adapter.trainable_tokens_delta [n, C];
-                                    modules that are trained in full by their parameters' names
+        adapter_model.safetensors   tensors whose names begin with base_model.model:
+                                    - of adapted layers: LAYER.lora_A.weight [r, in],
+                                      LAYER.lora_B.weight [out, r] and, for DoRA,
+                                      LAYER.lora_magnitude_vector [out];
+                                    - of an adapted embedding: LAYER.lora_embedding_A [r, V] and
+                                      LAYER.lora_embedding_B [C, r];
+                                    - of trained rows:
+                                      LAYER.token_adapter.trainable_tokens_delta [n, C];
+                                    - of modules that are trained in full: their parameter names.
 
 LAYER is the name of a layer in the base model. The names of the tensors determine which layers are
 adapted. The settings contain the remaining values, such as alpha, and must be consistent with the

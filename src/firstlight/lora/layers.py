@@ -441,7 +441,7 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
     return wrapped
 
 
-# Whole modules and single rows
+# Modules that are trained in full, and single trained rows
 
 
 def saved_modules(model: Model, config: LoraConfig) -> list[str]:

@@ -184,14 +184,15 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes per token in the key-value cache, over all layers with keys and values."""
+    """Return the size of the key-value cache per token in bytes, over all layers with keys and
+    values."""
     layers = config.num_hidden_layers - len(config.state_shapes)
     return layers * config.cached_numbers * dtype.itemsize
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the fp32 bytes of one sequence's states, over all layers with linear attention. The
-    size does not depend on the sequence length."""
+    """Return the size in bytes of the fp32 states of one sequence, over all layers with linear
+    attention. The size does not depend on the sequence length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 

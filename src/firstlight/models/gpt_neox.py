@@ -113,7 +113,7 @@ class GPTNeoXAttention(LlamaAttention):
 
     @property
     def o_proj(self) -> nn.Module:  # type: ignore[override]
-        """The output projection."""
+        """The output projection of attention."""
         return self.dense
 
 

@@ -107,7 +107,7 @@ class ArceeBlock(LlamaBlock):
 
 
 class Arcee(Llama):
-    """Arcee's AFM, a Llama whose MLPs have no gate."""
+    """A language model of Arcee's AFM family: a Llama whose MLPs have no gate."""
 
     block_class = ArceeBlock
 
@@ -151,8 +151,8 @@ class GemmaBlock(OutputNormBlock):
 
 
 class Gemma(Llama):
-    """Gemma 2 and 3 (arXiv 2408.00118, 2503.19786), which also multiply embeddings by
-    sqrt(hidden_size)."""
+    """A Gemma 2 or Gemma 3 language model (arXiv 2408.00118, 2503.19786), which also multiplies
+    embeddings by sqrt(hidden_size)."""
 
     block_class = GemmaBlock
     # The norms add 1 to their weights, so a weight of zero means a factor of 1.
@@ -199,7 +199,7 @@ class Glm4Block(OutputNormBlock):
 
 
 class Glm4(Llama):
-    """GLM-4."""
+    """A GLM-4 language model."""
 
     block_class = Glm4Block
 
@@ -225,7 +225,8 @@ class GraniteBlock(LlamaBlock):
 
 
 class Granite(Llama):
-    """IBM's Granite 3, which multiplies embeddings, residual branches and logits by factors."""
+    """A language model of IBM's Granite 3 family, which multiplies embeddings, residual branches
+    and logits by factors."""
 
     block_class = GraniteBlock
 
@@ -271,7 +272,7 @@ class OlmoBlock(OutputNormBlock):
 
 
 class Olmo(Llama):
-    """OLMo 2 and 3 (arXiv 2501.00656, 2512.13961)."""
+    """An OLMo 2 or OLMo 3 language model (arXiv 2501.00656, 2512.13961)."""
 
     block_class = OlmoBlock
 
@@ -302,7 +303,7 @@ class Phi3Block(LlamaBlock):
 
 
 class Phi3(Llama):
-    """Phi-3 and Phi-4."""
+    """A Phi-3 or Phi-4 language model."""
 
     block_class = Phi3Block
 
@@ -327,7 +328,7 @@ class SmolLM3Block(LlamaBlock):
 
 
 class SmolLM3(Llama):
-    """SmolLM3."""
+    """A SmolLM3 language model."""
 
     block_class = SmolLM3Block
 
@@ -403,7 +404,7 @@ class StableLMBlock(LlamaBlock):
 
 
 class StableLM(Llama):
-    """StableLM 2."""
+    """A StableLM 2 language model."""
 
     block_class = StableLMBlock
 

@@ -60,7 +60,8 @@ class BareRMSNorm(RMSNorm):
     """RMSNorm without a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
-        nn.Module.__init__(self)  # without a weight
+        # `RMSNorm.__init__` is skipped, because it creates a weight.
+        nn.Module.__init__(self)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -259,7 +259,7 @@ class Muon(torch.optim.Optimizer):
                 key = (id(group), parameter.shape, parameter.dtype, done)
             found.setdefault(key, []).append((parameter, group))
         for stack in found.values():
-            # A stack takes up to half a GiB for temporary copies.
+            # The temporary copies for a stack take up to half a GiB.
             most = max(LIST_VALUES // stack[0][0].numel(), 1)
             for start in range(0, len(stack), most):
                 yield stack[start : start + most]
