@@ -159,7 +159,7 @@ def loss_function(
         if recorded:
             keep_results(model)
         with contextlib.ExitStack() as stack:
-            # Parameters in bf16 do not have to be cast, so autocast would only take time.
+            # Parameters in bf16 do not have to be cast, so autocast would only slow down the step.
             if config.precision != "bf16_params":
                 stack.enter_context(autocast(hardware.device, dtype))
             if config.activation_offload:

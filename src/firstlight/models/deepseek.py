@@ -316,7 +316,7 @@ class DeepseekAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
-        # In transformers, DeepSeek-V2 rotates with complex numbers in fp32, and V3 does not.
+        # In transformers, DeepSeek-V2 rotates with complex numbers in fp32, but V3 does not.
         self.rotates_complex = config.family.rope.polar
         self.rotate = apply_rope
         if config.rope_interleave:
@@ -439,7 +439,8 @@ class DeepseekMLP(RoutedMLP):
         experts_NK = self.chosen(scores_NE)
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.config.norm_topk_prob:
-            # transformers also adds 1e-20. The sigmoids of very low logits can all be 0.
+            # 1e-20 is added, as in transformers, because the sigmoids of very low logits can all be
+            # 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
 

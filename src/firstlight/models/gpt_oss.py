@@ -106,7 +106,7 @@ class GptOssExperts(Experts):
     [E, 2F] and [E, C].
 
     The output of an expert is down((u + 1) g sigmoid(a g)), where a is `swiglu_alpha`. The gate
-    projection g is clamped to at most `swiglu_limit`, the up projection u to +-`swiglu_limit`.
+    projection g is clamped to at most `swiglu_limit`, and the up projection u to +-`swiglu_limit`.
     """
 
     def __init__(self, config: GptOssConfig) -> None:

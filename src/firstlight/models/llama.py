@@ -119,7 +119,8 @@ class LlamaAttention(SelfAttention):
         return apply_rope(q_BHTD, cos, sin), apply_rope(k_BKTD, cos, sin)
 
     def options(self, mask: Any) -> AttentionOptions:
-        """Return the options for the attention kernel, other than queries, keys and values."""
+        """Return the options that are passed to the attention kernel, in addition to queries, keys
+        and values."""
         return AttentionOptions(mask, scale=self.scale)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:

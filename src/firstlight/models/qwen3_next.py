@@ -451,7 +451,7 @@ def gated_delta_rule(
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
-    # transformers also adds 1e-6. Normalising after the padding would change the rounding.
+    # 1e-6 is added, as in transformers. Normalising after the padding would change the rounding.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
