@@ -154,9 +154,8 @@ def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class AnswerParser:
     """Splits one answer into its parts as it is generated.
 
-    Text that may be the beginning of a marker is held back until enough text follows to decide. A
-    tool call is held back until it is complete. Whitespace around reasoning and tool calls is
-    dropped.
+    Text that may be the beginning of a marker is held back until the ambiguity is resolved. A tool
+    call is held back until it is complete. Whitespace around reasoning and tool calls is dropped.
 
     Args:
         format: format of the answer.

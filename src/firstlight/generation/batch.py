@@ -62,8 +62,8 @@ class BatchDecoder:
         max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
             model's context length.
         reuse_prefixes: True to reuse the cached keys and values of an earlier sequence that begins
-            with the same tokens, as in a conversation. The prompt is then computed in two parts,
-            and because of rounding, the results can differ in the last digit.
+            with the same tokens, as in a conversation. Computing only the rest of a prompt can
+            change the last digit of the results because of rounding.
         compile: True to decode with torch.compile; see `CompiledStep`. The first step takes about a
             minute unless `warm_up` was called.
 

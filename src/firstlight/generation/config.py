@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from firstlight.errors import ConfigError
 
-#: Maximum number of beams. Limited because each beam has a separate key-value cache.
+#: Maximum number of beams. It is limited because each beam has a separate key-value cache.
 _MOST_BEAMS = 64
 
 
@@ -50,8 +50,8 @@ class SamplingConfig:
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full,
             instead of half of the context. With 1, as in LLMs-from-scratch, each additional token
             is computed from the full context, which is slower.
-        beams: number of beams; 1 disables beam search. Beam search does not sample. Of the texts
-            that it finds, it returns the one with the highest mean log-probability per token.
+        beams: number of beams; 1 disables beam search. Beam search does not sample. It returns the
+            text with the highest mean log-probability per token among the texts that it finds.
         choices: number of most likely tokens that are returned for each new token, with their
             probability according to the model and their sampling probability (after penalties,
             biases, temperature, top_k, top_p and min_p); None returns none.

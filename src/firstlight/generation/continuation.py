@@ -139,8 +139,8 @@ class Continuation:
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
     def draw_number(self) -> float:
-        """Return the random number for the next token, or 0 if the temperature is 0, because no
-        random number is needed then.
+        """Return the random number for the next token, or 0 if the temperature is 0 and no random
+        number is needed.
         """
         return next(self._numbers) if self.config.temperature else 0.0
 
@@ -234,7 +234,8 @@ def choose_tokens(
             contain the same ids after they have been copied to the host.
 
     Returns:
-        The argument of `Continuation.push` for each text. An exception concerns only its own text.
+        The argument of `Continuation.push` for each text. If the choice failed for a text, this is
+        the exception; the other texts are not affected.
     """
     if not logits_BV.is_cuda:  # Apple's GPUs do not support fp64.
         logits_BV = logits_BV.cpu()
@@ -352,7 +353,7 @@ def _chosen(
 
 class StopTexts:
     """Passes text through until a stop text occurs. Text that may be the beginning of a stop text
-    is held back until enough text follows to decide.
+    is held back until the ambiguity is resolved.
 
     Args:
         texts: non-empty stop texts.

@@ -242,7 +242,7 @@ def with_model_settings(
     Args:
         config: sampling settings.
         loaded: the model.
-        named: names of the settings that the user has specified and that keep their values.
+        named: names of settings that the user has specified; these settings are not changed.
 
     Raises:
         ConfigError: a setting of the model is out of range.

@@ -163,7 +163,7 @@ def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
     on a CPU with kernels for its dtype.
 
     Args:
-        model: a model in evaluation mode, after `few_rows.use_few_rows`.
+        model: a model in evaluation mode that was changed by `few_rows.use_few_rows`.
         cache: the model's key-value cache.
     """
     return LlamaStep(model, cache) if _is_plain(model) else None
@@ -198,7 +198,7 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
             for module in modules
             if isinstance(module, LlamaAttention)
         )
-        # Rules out fake and distributed tensors.
+        # Exclude fake and distributed tensors.
         and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
         and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         and all(parameter.dtype == dtype for parameter in model.parameters())

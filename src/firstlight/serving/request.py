@@ -184,7 +184,7 @@ class GenerationRequest(UnsupportedFields):
 
     Attributes:
         model: name of the model, as returned by `/v1/models`; optional.
-        stream: send chunks while the answer is generated, as server-sent events.
+        stream: send chunks as server-sent events while the answer is generated.
         stream_options: options of a stream.
         max_tokens: maximum number of new tokens per choice; also limited by the context.
         n: number of choices per prompt, with the seeds `seed`, `seed + 1`, ...

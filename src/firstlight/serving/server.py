@@ -220,7 +220,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Health:
-        """Check that the server can answer requests. Needs no API key."""
+        """Check that the server can answer requests. An API key is not required."""
         service.require_able()
         return Health()
 
@@ -439,7 +439,7 @@ class LimitedProtocol(H11Protocol):
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
         """Periodically write bytes that clients ignore until the response is complete. Writing to a
-        client that has disconnected closes the connection, which ends its texts.
+        client that has disconnected closes the connection, which ends the generation of its texts.
 
         Args:
             delay: time until the next write in seconds; it doubles each time.
@@ -574,9 +574,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server; restore the handlers
-        on exit. Unlike in uvicorn, ignored signals remain ignored (`nohup`, `serve ... &` in a
-        script).
+        """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server, and restore their
+        handlers on exit. Unlike uvicorn's method, this method does not change signals that are
+        ignored (with `nohup`, or with `serve ... &` in a script).
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
