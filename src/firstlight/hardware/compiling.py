@@ -20,10 +20,13 @@ from firstlight.files.cache import cache_folder
 #: model, additional seconds per layer, speed-up of a compiled step, and speed-up of a step that is
 #: limited by kernel launches.
 #:
-#: These figures were measured: 15 s, and speed-ups of 1.4 and 1.18 for widths of 64 and 192, on 2
-#: cores of a CPU; 28 s and a speed-up of 2.07 for a full GPT-2 124M on an H100; 12 s for the loss
-#: and one layer of width 448 on an H200. The other GPU figures are estimates based on the number of
-#: kernels.
+#: The following figures were measured:
+#:
+#: - on 2 cores of a CPU: 15 s, and speed-ups of 1.4 for a width of 64 and 1.18 for a width of 192;
+#: - on an H100: 28 s and a speed-up of 2.07 for a full GPT-2 124M;
+#: - on an H200: 12 s for the loss and one layer of width 448.
+#:
+#: The other GPU figures are estimates based on the number of kernels.
 _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (12.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
@@ -140,7 +143,7 @@ class Compiler:
 
     @property
     def _key(self) -> str:
-        # The stored multiples refer to `_USUAL`, so the last number must change when it changes.
+        # The last number is the version of `_USUAL`, to which the stored multiples refer.
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}, 2"
 
     def _times(self) -> dict[str, float]:

@@ -54,7 +54,7 @@ def find_hardware(device: str = "auto") -> Hardware:
     """Detect the device to run on: a CUDA GPU if there is one, otherwise the CPU.
 
     Args:
-        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+        device: name of the device, such as "cpu", "cuda", "cuda:1" or "mps", or "auto".
 
     Raises:
         ConfigError: the device is unknown or not present, or the installed torch does not support
@@ -216,8 +216,8 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """Create a pool of threads that each run torch's operators on one core.
 
-    Without this limit, each thread that runs an operator in parallel would get its own OpenMP
-    threads, which are kept. Once a process has more OpenMP threads than cores, GNU OpenMP makes all
+    Without this limit, each thread that runs an operator in parallel would create its own OpenMP
+    threads and keep them. Once a process has more OpenMP threads than cores, GNU OpenMP makes all
     waiting threads sleep immediately. As a result, training steps of small models took 1.7 times as
     long after a thread without this limit had written the first checkpoint.
 
@@ -286,8 +286,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_memory_bytes(device: torch.device) -> int:
     """Return the number of bytes that this process can still allocate. On a CPU, this is the
-    minimum of the machine's available memory and the unused parts of two limits, that of the
-    control group and that of the process (`ulimit -v`).
+    smallest of three numbers: the machine's available memory, and the memory left within the limits
+    of the control group and of the process (`ulimit -v`).
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -316,7 +316,7 @@ class GpuMonitor:
     run.
 
     Args:
-        device: the device of the run. Only CUDA GPUs have values.
+        device: the device of the run. Values are available only for CUDA GPUs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -63,7 +63,7 @@ def require_fork() -> None:
     """Reject a system without `os.fork`, which also lacks other required modules.
 
     Raises:
-        ImportError: this is Windows.
+        ImportError: the operating system is Windows.
     """
     if not hasattr(os, "fork"):
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Measurements in separate processes, so that memory use in one does not affect another.
+"""Measurements in separate processes, so that the memory use of one does not affect another.
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 

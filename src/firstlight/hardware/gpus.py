@@ -88,9 +88,10 @@ _WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 def matrix_packet_bytes(capability: tuple[int, int]) -> int:
-    """Return the number of bytes of which the row length of a matrix should be a multiple, so that
-    tensor cores read the rows at full speed. It is 128 on an A100 and its successors, and 16 on
-    other GPUs (NVIDIA, "Matrix Multiplication Background User's Guide", table 1).
+    """Return the alignment, in bytes, that tensor cores need to read the rows of a matrix at full
+    speed: the length of a row should be a multiple of this number. It is 128 on an A100 and its
+    successors, and 16 on other GPUs (NVIDIA, "Matrix Multiplication Background User's Guide",
+    table 1).
     """
     return 128 if capability in _WIDE_PACKETS else 16
 

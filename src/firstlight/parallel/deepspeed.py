@@ -2,8 +2,8 @@
 that wraps DeepSpeed's optimizer, and the setup of DeepSpeed.
 
 Stage 1 shards the optimizer state over the processes. Stage 2 also shards the gradients, and stage
-3 also shards the parameters. The optimizer state can be offloaded to CPU memory or to files. With
-stage 3, the parameters are then offloaded to CPU memory.
+3 also shards the parameters. The optimizer state can be offloaded to CPU memory or to files. In
+stage 3, offloading also moves the parameters to CPU memory.
 
 DeepSpeed accumulates and clips gradients and updates parameters. firstlight provides the training
 loop, the loss, the schedule and the contents of checkpoints.
@@ -291,8 +291,7 @@ def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Set this process's shard of the fp32 copy or of the optimizer state of a parameter in ZeRO
-    stage 3.
+    """In ZeRO stage 3, set this process's shard of a parameter's fp32 copy or optimizer state.
 
     Args:
         parameter: the sharded parameter.
@@ -460,9 +459,9 @@ class DeepSpeedEngine(Engine):
 
         Within the context, the environment variable LOCAL_RANK is set to the index of this
         process's device, because DeepSpeed reads the index from this variable. Not all launchers
-        set LOCAL_RANK. If a launcher makes only one GPU visible to each process, the local rank
-        also differs from the index of that GPU. DeepSpeed rejects a LOCAL_RANK that differs from
-        Open MPI's variable, so Open MPI's variable is changed in the same way.
+        set LOCAL_RANK. If a launcher makes only one GPU visible to each process, the local rank is
+        not the index of this GPU either. DeepSpeed rejects a LOCAL_RANK that differs from Open
+        MPI's variable, so Open MPI's variable is changed in the same way.
         """
         world, device = self.world, self.device
         index = (device.index or 0) if device.type == "cuda" else world.local_rank
@@ -549,7 +548,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
-        self.reads_found_inf = False  # DeepSpeed's update does not read it
+        self.reads_found_inf = False  # DeepSpeed's update does not use `found_inf`.
         self._expected = self._layouts()
         ((self._spec, self._torch),) = self._parts
         self._has_state, self._grad_scale = False, 1.0

@@ -67,9 +67,9 @@ _WITHOUT_EFFECT = (
     "optimizer.params.torch_adam",
 )
 
-#: Accepted keys of the section fp16. All keys except `enabled` have no effect, because firstlight
-#: itself scales the loss. Its scale starts at 2^16, is halved after an overflow, and is doubled
-#: after 2,000 steps without an overflow.
+#: Accepted keys of the `fp16` section. Only `enabled` has an effect, because firstlight itself
+#: scales the loss. The scale starts at 2^16, is halved after an overflow, and is doubled after
+#: 2,000 steps without an overflow.
 _FP16 = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"}
 _FP16 |= {"hysteresis", "min_loss_scale", "consecutive_hysteresis"}
 

@@ -132,8 +132,8 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
           saved, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
           run that diverged, otherwise 1;
-        - if a signal stopped the launcher and a rank ended with any other code: 128 plus the number
-          of the signal.
+        - if a signal stopped the launcher and a rank ended with a code other than 0, 75 or 76: 128
+          plus the number of the signal.
 
     Raises:
         RankError: a rank other than 0 failed, a rank was killed, or the machines did not connect.

@@ -170,7 +170,7 @@ class Engine:
 
         Args:
             config: the architecture.
-            vocab_multiple: number to a multiple of which the vocabulary is padded.
+            vocab_multiple: the vocabulary is padded to a multiple of this number.
             generator: source of the random initial values; None leaves the values uninitialized.
             init: see `LanguageModel.init_weights`.
 
@@ -250,8 +250,8 @@ class Engine:
             divisor: number by which each loss is divided before its backward pass.
 
         Returns:
-            The summed loss over all micro-batches, before the division: a scalar [], fp64. If the
-            engine does not have a schedule, None; the caller must then run the micro-batches.
+            The summed loss over all micro-batches, before the division: a scalar [], fp64. None if
+            the engine does not have a schedule; the caller must then run the micro-batches itself.
         """
         return None
 
@@ -314,8 +314,8 @@ class Engine:
             return StateTensors(tensors_of(model), optimizer.state_shards())
 
     def own_tensors(self, model: Model, optimizer: Optimizer) -> StateTensors:
-        """Return this process's weights and optimizer state without gathering or copying them. They
-        consist of its shards (DTensors) and, in the main process, of the tensors that are not
+        """Return this process's weights and optimizer state without gathering or copying them.
+        These are its shards (DTensors) and, in the main process, also the tensors that are not
         sharded.
         """
         weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -383,7 +383,7 @@ class DDPEngine(Engine):
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors detached, contiguous and on the CPU, with their shapes and dtypes. A
+    """Return the tensors detached, contiguous and on the CPU, with unchanged shapes and dtypes. A
     tensor that is already contiguous and on the CPU is not copied.
     """
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

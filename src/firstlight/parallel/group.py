@@ -79,7 +79,8 @@ class Heartbeat:
         self, store: PrefixStore, own: RankInfo, infos: Sequence[RankInfo], timeout_seconds: float
     ) -> None:
         self.failure: str | None = None
-        # A separate connection to the store, because calls on one connection wait for each other.
+        # Use a separate connection to the store, because calls on one connection wait for each
+        # other.
         self._beat_store: PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._store = store
         self._own = own
@@ -273,8 +274,8 @@ def process_group(
     nothing.
 
     All ranks must enter and leave the context. If one rank fails within the context, the context
-    ends on all ranks with an error that names the failed rank (see `Heartbeat`). A main thread that
-    waits in an exchange can't be reached by an exception. In this case, the process writes the
+    ends on all ranks with an error that names the failed rank (see `Heartbeat`). If the main thread
+    is waiting in an exchange, no exception can reach it. In this case, the process writes the
     failure to stderr and ends with exit code 1.
 
     Args:

@@ -91,7 +91,7 @@ def stage_model(
 
     Args:
         config: a config for which `unstageable` yields no reasons.
-        vocab_multiple: number to a multiple of which the vocabulary is padded.
+        vocab_multiple: the vocabulary is padded to a multiple of this number.
         stage, stages: index of this process's stage, and the number of stages.
         generator: source of the random initial values of the whole model. None leaves the values
             uninitialized, except for the rows that pad the vocabulary, which are zero.
@@ -135,8 +135,8 @@ def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
         model: a whole model on the meta device.
         others: `id` of each parameter of other stages. If `draws` is True, all these parameters
             share one buffer. Their random numbers are drawn and discarded, so that this stage gets
-            the same values as if the whole model was initialised. Otherwise, the parameters stay on
-            the meta device.
+            the same values as if the whole model were initialised. Otherwise, the parameters stay
+            on the meta device.
         draws: True if random initial values will be drawn.
     """
     largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)

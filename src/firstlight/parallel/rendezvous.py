@@ -44,7 +44,7 @@ _LOOK_SECONDS = 0.05
 
 
 class RankError(TrainingError):
-    """Another process of the run failed, stopped answering, or never connected."""
+    """Raised if another process of the run failed, stopped answering, or never connected."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
 
     Raises:
         RankError: the store can't be reached within `timeout_seconds`.
-        ConfigError: this process has to host the store but can't open the port.
+        ConfigError: this process must host the store, but can't open the port.
     """
     hosting = world.rank == 0 and not hosted_by_agent()
     try:

@@ -83,7 +83,7 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
     """Read the position of this process in its world from environment variables.
 
     If variables of several launchers are set, the innermost launcher takes precedence. RANK and
-    WORLD_SIZE have precedence over the variables of MPI and Slurm, because srun or mpirun may start
+    WORLD_SIZE are used instead of the variables of MPI and Slurm, because srun or mpirun may start
     torchrun on each machine. In a Slurm allocation, a process that was not started by srun is a
     world of one process.
 
