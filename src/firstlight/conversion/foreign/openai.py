@@ -366,10 +366,10 @@ def _masked(checksum: int) -> int:
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """Return the CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
 
-    The bytes are arranged as rows of `_LANES` words. Because the checksum is linear over GF(2), each
-    row can be advanced past the rows that follow it, and all rows can then be xored. The resulting
-    row has the same checksum as the entire content. This takes N / 16384 steps in numpy instead of
-    N steps in Python.
+    The bytes are arranged as rows of `_LANES` words. Because the checksum is linear over GF(2),
+    each row can be advanced past the rows that follow it, and all rows can then be xored. The
+    resulting row has the same checksum as the entire content. This takes N / 16384 steps in numpy
+    instead of N steps in Python.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
