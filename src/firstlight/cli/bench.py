@@ -256,8 +256,8 @@ def show_gemm(result: Result) -> None:
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: some measurements are missing")
     )
-    # The load is a one-minute average, so a low load can be left from a command that has just
-    # ended.
+    # The load is a one-minute average. A load below half of the threads can be due to a command
+    # that has just ended, so it is not reported.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load average was {load:.1f} at the start: other processes lower these rates")
     dtypes = list(result["ceilings"])

@@ -247,7 +247,7 @@ def _require_used(
     """Check that all given options apply to the loss or the tasks that are evaluated.
 
     Raises:
-        ConfigError: an option applies to the loss or to tasks, but only the other is evaluated.
+        ConfigError: an option applies to the loss or to tasks, which are not evaluated.
     """
     for name, given in of_the_loss.items():
         if not with_loss and given is not None:

@@ -367,8 +367,8 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
 
     Every key of a recipe is also an option, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step: it saves a checkpoint
-    and ends with exit code 75. --resume continues the run. A second signal stops the run
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step. The run saves a
+    checkpoint and ends with exit code 75; --resume continues it. A second signal stops the run
     immediately. Creating the file `save-now` in the run folder saves a checkpoint. A diverged run
     ends with exit code 76.
     """

@@ -296,8 +296,8 @@ def _notes(model: Source, to: str) -> list[str]:
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """Return the dtype of the result ("mixed" for several), and the format to which its numbers are
-    rounded ("f32" if they are not rounded).
+    """Return the dtype of the result ("mixed" if there are several), and the format to which its
+    weights are rounded ("f32" if they are not rounded).
     """
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
@@ -439,7 +439,8 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 def _compare(
     model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
-    """Raise an error if the result differs from the source by more than the rounding of `kind`.
+    """Raise an error if the result differs from the source by more than rounding to the format
+    `kind` explains.
 
     Returns:
         The largest difference between corresponding logits, the largest logit, and notes.
@@ -583,8 +584,8 @@ def _generation(
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """Add zero biases for queries, keys and values to a GPT-2 model without these biases, which
-    other programs require. Return any other model unchanged.
+    """Add zero biases for queries, keys and values to a GPT-2 model that has none, because other
+    programs require these biases in GPT-2. Return any other model unchanged.
     """
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model

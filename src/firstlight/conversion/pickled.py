@@ -293,8 +293,7 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 def is_whole(tensor: Tensor) -> bool:
     """Return True if a tensor is dense and its storage has as many bytes as its shape requires.
 
-    Without this check, a storage of a few bytes could have a shape of any size if the strides are
-    0.
+    A tensor with strides of 0 can have any shape, even if its storage has only a few bytes.
     """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False

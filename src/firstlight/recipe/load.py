@@ -147,8 +147,7 @@ def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> R
     """Validate nested values as a resolved recipe, in which no key is open.
 
     Raises:
-        ConfigError: see `parse_recipe`. In addition, it is raised if a key is open ("auto" or
-            null).
+        ConfigError: a key is open ("auto" or null), or the values are invalid; see `parse_recipe`.
     """
     return _parsed(ResolvedRecipe, values, where)
 
@@ -409,7 +408,7 @@ def _require_small(values: object) -> None:
     """Reject YAML whose anchors expand to a huge number of values, or contain themselves.
 
     Raises:
-        ValueError: there are too many values, or one is a number of more than 64 bits.
+        ValueError: there are too many values, or a number has more than 64 bits.
     """
     rest, count = [values], 0
     while rest:
@@ -467,7 +466,7 @@ def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
     Applying this function to its own result has no effect, so a resumed run gets the same recipe.
 
     Args:
-        recipe: the recipe as the user wrote it.
+        recipe: the recipe as written by the user.
         processes: number of processes that share each optimizer step.
 
     Raises:

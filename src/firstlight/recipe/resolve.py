@@ -70,7 +70,8 @@ class Facts:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: the precision to which "auto" is resolved.
         compiler: torch.compile for the device; None if it does not work there.
-        flops: function from a dtype to the peak rate of matrix products in FLOP/s; None if unknown.
+        flops: function that returns the peak rate of matrix products in FLOP/s for a dtype, or None
+            if the rate is unknown.
         processes: number of processes that share each optimizer step.
         epoch_tokens: number of tokens in the training split; None if the data is not on this
             machine.
@@ -179,7 +180,7 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
     """Reject a recipe that contradicts its data.
 
     Args:
-        recipe: the recipe as written.
+        recipe: the recipe as written by the user.
         kind: see `Facts`.
         from_weights: True if the run starts from an existing model or a checkpoint.
 

@@ -341,7 +341,7 @@ def upload_folder(
     folder are deleted. All other files in the repository are kept.
 
     Args:
-        folder: folder to upload; links in it are followed.
+        folder: folder to upload. Symbolic links in the folder are followed.
         repository: USER/NAME.
         kind: kind of the repository.
         private: True to create a private repository, and to reject an existing public repository.

@@ -134,13 +134,13 @@ def tune(
             first call.
         trial_minutes: length of a trial in minutes, instead of `trial_steps`.
         init_from: model folder, run or hub id with the initial weights of each trial.
-        on_trial: function that is called with the line of each trial that has ended.
+        on_trial: function that is called with the line of each finished trial.
 
     Raises:
         MissingDependencyError: optuna is not installed.
         ConfigError: the recipe, the search or an option is invalid, the folder has another study,
             the recipe has no held-out text, or the budget is too short.
-        CheckpointError: another process works in the folder, or its files are damaged.
+        CheckpointError: another process is using the folder, or its files are damaged.
         TrainingError, DataError, ModelError: the recipe with its own values does not train.
         StorageError: a file system error.
     """
@@ -542,7 +542,7 @@ class _Done(Exception):  # noqa: N818 - no error
 
 
 class _Trial:
-    """Records the evaluations of a trial and decides whether to prune it.
+    """Recorder of the evaluations of a trial, which also decides whether the trial is pruned.
 
     Args:
         recipe: the trial's recipe.
@@ -574,7 +574,7 @@ class _Trial:
 
 
 class _Pace:
-    """Measures the time of the recipe's steps and evaluations.
+    """Measurement of the time of the recipe's steps and evaluations.
 
     Args:
         recipe: the recipe.

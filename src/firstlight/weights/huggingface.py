@@ -76,7 +76,7 @@ def unloaded_model(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """Load the tokenizer of a model folder, or return None if it has none.
+    """Load the tokenizer of a model folder, or return None if the folder has none.
 
     Raises:
         TokenizerError: the folder's tokenizer is damaged.

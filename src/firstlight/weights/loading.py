@@ -213,8 +213,8 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """Like `fitting_tensors`, but `stored` contains all tensors in the folder's files, keyed by
-    name.
+    """Check tensors against a model as in `fitting_tensors`, and return those that belong to the
+    model. `stored` contains all tensors in the folder's files, keyed by name.
 
     Raises:
         ModelError: the tensors do not match the model; see `load_weights`.
@@ -475,7 +475,7 @@ def grow_vocabulary(
 
 @torch.no_grad()
 def cut_vocabulary(model: Model, tokens: int, *, vocab_multiple: int = 1) -> None:
-    """Remove the rows of all token ids of at least `tokens` from the embedding and the head.
+    """Remove the rows of token id `tokens` and of all higher ids from the embedding and the head.
 
     Args:
         model: the model, modified in place including its `config`.

@@ -85,7 +85,7 @@ class Layout:
     Attributes:
         program: name of the program.
         kind: Hugging Face family whose tensor names are used: "gpt2", "nanochat" or "llama" (also
-            for Mistral, Qwen2 and Qwen3, whose names are Llama's).
+            for Mistral, Qwen2 and Qwen3, which use Llama's names).
         mark: tensor name suffix that identifies the layout.
         names: the program's tensors from which each Hugging Face tensor is built; if there are
             several, they are stacked along the output dimension.
@@ -166,8 +166,8 @@ class Settings:
         model_args: settings under the program's own names. For a GPT, they are checked against the
             tensors.
         where: source of `model_args`, for messages.
-        sines: table of sines [positions, head dimension] that older Llamas of LLMs-from-scratch
-            save, or None.
+        sines: table of sines, [positions, head dimension], which older Llama checkpoints of
+            LLMs-from-scratch contain, or None.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)

@@ -68,8 +68,8 @@ def _gpt_layout(
 
 GPT_FAST = _gpt_layout(".att.qkv.weight", _GPT_FAST, {"weight": "weight", "bias": "bias"})
 GPT = _gpt_layout(".ff.layers.0.weight", _GPT, {"weight": "scale", "bias": "shift"})
-#: `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. Their rotary pairs are (i, i + D/2), as in
-#: Hugging Face.
+#: Layout of `Llama2Model`, `Llama3Model` and `Llama3ModelFast`. The rotary pairs are (i, i + D/2),
+#: as in Hugging Face.
 LLAMA = llama_layout(
     "LLMs-from-scratch",
     ".ff.fc1.weight",

@@ -6,7 +6,7 @@ The checkpoint is read without TensorFlow, whose installation takes 600 MB. The 
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
                                 buffers with dtype, shape, position and checksum
-    NAME.data-00000-of-00001    the tensors' numbers
+    NAME.data-00000-of-00001    the values of the tensors
 
 Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
 `core/lib/io/table_format.txt`. Sizes and checksums are verified before the content that they
@@ -149,7 +149,8 @@ class _BundleError(Exception):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Entry of a tensor in the index; `offset` and `size` are in bytes of the data file."""
+    """Entry of a tensor in the index. `offset` and `size` are the position and length of its values
+    in the data file, in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -172,7 +172,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of layer number `layer`, which is zero-based."""
+    """Yield the tensors of a layer. `layer` is its zero-based number."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)

@@ -419,9 +419,8 @@ def _canonical(pattern: str) -> str:
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Reject a vocabulary that contains a token which merging can't produce from its text. The ids
-    of that text would depend on `ignore_merges`, which this tokenizer and llama.cpp set
-    differently.
+    """Reject a vocabulary if a token can't be produced from its text by merging. The ids of such a
+    text would depend on `ignore_merges`, which this tokenizer and llama.cpp set differently.
     """
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
@@ -469,9 +468,9 @@ def _scores(
     - every pair of tokens whose combined text is a token is a merge of the BPE;
     - all merges into the same token are adjacent in the list of merges.
 
-    The score of a token is then minus the rank of its first merge. Tokens that consist only of
-    spaces are exempt from the second condition, because Llama 2's merges of spaces are interleaved.
-    Such tokens share a score if their merges overlap.
+    The score of a token is then the negative of the rank of its first merge. Tokens that consist
+    only of spaces are exempt from the second condition, because Llama 2's merges of spaces are
+    interleaved. Such tokens share a score if their merges overlap.
 
     Both algorithms extract user-defined tokens from a text before merging, with one exception: the
     BPE merges runs of spaces, so the merges into runs of spaces must come first.
