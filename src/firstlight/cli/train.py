@@ -365,7 +365,7 @@ def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> 
     machine and --budget. With --init-from MODEL, that model is fine-tuned, and INPUT can also be
     conversations or preference pairs.
 
-    Every key of a recipe is also an option, such as --optimizer.learning_rate 3e-4.
+    Every recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step. The run saves a
     checkpoint and ends with exit code 75; --resume continues it. A second signal stops the run
