@@ -708,8 +708,8 @@ class _HarnessMethods:
         for pair in pairs:
             if not 0 < len(pair.continuation) <= self._limit:
                 raise InputError(
-                    f"a task has a text of {len(pair.continuation)} tokens to score, but the "
-                    f"model's context has room for 1 to {self._limit}"
+                    f"a task has a text of {len(pair.continuation)} tokens to score, but it "
+                    f"must have 1 to {self._limit} tokens to fit the model's context"
                 )
         return [(one.logprob, one.is_greedy) for one in self._scored(pairs)]
 
