@@ -522,7 +522,7 @@ _ERRORS = {
     "generate run --prompt x --logit-bias 5": "--logit-bias 5 is not of the form ID=BIAS",
     "generate run --prompt x --logit-bias 5=101": "logit_bias must be numbers from -100 to 100",
     "generate run --prompt x --logit-bias 5=1 --logit-bias 5=2": "given twice for token 5",
-    "generate run --prompt x --logit-bias 99999=1": "logit_bias has token id 99999, but",
+    "generate run --prompt x --logit-bias 99999=1": "logit_bias contains token id 99999, but",
     "generate run --prompt x --top-k -1": "top_k must be",
     "generate run --prompt x --max-new-tokens 0": "max_new_tokens must be at least 1",
     "generate run --prompt x --seed -1": "seed must be",

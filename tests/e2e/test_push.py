@@ -133,7 +133,7 @@ def test_card_has_results_of_pushed_checkpoint(run: Path, tmp_path: Path, data: 
     assert evaluated["step"] == 4
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert card.data.license is None
-    assert "No licence was given." in card.text
+    assert "No licence was specified." in card.text
     results = {one.metric_type: one for one in card.data.eval_results}
     assert results["loss"].metric_value == evaluated["loss"]
     assert results["loss"].metric_args == {"stderr": evaluated["loss_stderr"]}

@@ -501,7 +501,7 @@ def test_train_prints_averaged_steps(
         prepare([corpus], tokenizer, tmp_path / "data", val_fraction=0.0)
         values["data"]["dir"] = str(tmp_path / "data")
     train(values, progress=True)
-    said = "averaged weights of steps 2, 3 (average_last is 4, and there are no more)"
+    said = "averaged weights of steps 2, 3 (average_last is 4, but there are no more checkpoints)"
     said += ": val/loss" if validates else "\n"
     assert said in capsys.readouterr().err
 
@@ -899,7 +899,7 @@ def test_train_damaged_logs_never_prevent_resume(
         assert f"{folder}/{name}:{line} is damaged" in said
         assert f"the old file is now {folder}/{name}.damaged" in said
         assert (folder / f"{name}.damaged").read_bytes() == content
-    assert f"{folder}/metrics.jsonl has no lines of steps 3, 6 to 7: weights" in said
+    assert f"{folder}/metrics.jsonl has no lines for steps 3, 6 to 7: weights" in said
     assert [line["step"] for line in metrics(broken)] == [1, 2, 4, 5, *range(8, 13)]
     assert weights(found.checkpoint) == weights(expected.checkpoint)
 
@@ -926,7 +926,9 @@ def test_train_log_damaged_during_run_does_not_end_it(
     # The tokens are those of this call's steps, and the speed is theirs in its whole time.
     assert found.summary.tokens == found.tokens_seen
     rate = found.summary.tokens / found.summary.seconds
-    assert f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations" in said
+    assert (
+        f" for {found.summary.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations" in said
+    )
     assert found.summary.step_seconds is None
     assert train(other, resume=True).summary.step_seconds is not None
 
@@ -1231,7 +1233,7 @@ def test_train_longer_schedule_raising_the_rate_warns_with_both_rates(
     was, longer = (peak * Schedule(steps, 2, steps, 0.1).lr_scale(4) for steps in (12, 20))
     said = (
         f"the learning rate at step 5 was {was:.4g} in the checkpoint's schedule, and is now "
-        f"{longer:.4g} (schedule.decay_steps 12 keeps the old schedule)\n"
+        f"{longer:.4g} (set schedule.decay_steps 12 to keep the old schedule)\n"
     )
     assert (said in err) == warns
     assert ("the learning-rate schedule has changed" in err) == warns

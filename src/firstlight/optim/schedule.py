@@ -177,7 +177,7 @@ class BatchSchedule:
         """The number of sequences per step, as text for messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
-        return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
+        return f"{self.start:,} to {self.size:,} (reached at step {self.ramp_steps + 1:,})"
 
     def at(self, step: int) -> int:
         """Return the number of sequences in `step` (0 is the first step)."""
@@ -476,8 +476,8 @@ def resolve_schedule(
     is_given = config.decay_steps is not None or config.decay_tokens is not None
     if is_given and warmup_steps >= decay_steps:
         raise ConfigError(
-            f"schedule.{decay_key} {decay_steps} is not after the warm-up of {warmup_steps} steps: "
-            "it is counted from the run's first step; raise it, or shorten the warm-up"
+            f"schedule.{decay_key} {decay_steps} is not after the warm-up of {warmup_steps} steps "
+            "(both are counted from the run's first step): raise it, or shorten the warm-up"
         )
     cooldown_steps = _cooldown_steps(config, max_steps, warmup_steps)
     if cooldown_steps and warmup_steps + cooldown_steps > decay_steps:

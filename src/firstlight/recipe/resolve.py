@@ -196,7 +196,6 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
         raise ConfigError(
             "the preference section applies to pairs of answers only: set data.kind to "
             "preference, or remove the section"
-            "out"
         )
     if kind == "preference" and not from_weights:
         raise ConfigError(
