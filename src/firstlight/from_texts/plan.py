@@ -40,10 +40,6 @@ class Choice:
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
-#: Choice for the decay to reach its minimum one step after the last, so that this step learns, too.
-LAST_STEP_LEARNS = Choice("schedule.decay_starts_at_peak", True, "")
-
-
 @dataclass(frozen=True)
 class Choices:
     """All chosen settings of a run, and its expected results.

@@ -270,8 +270,9 @@ class ScheduleConfig(Section):
     instead of decay_steps; rounded down to full steps."""
     decay_starts_at_peak: bool | None = None
     """true starts the decay at the peak and ends it one step short of the minimum, like the cosine
-    schedules of nanoGPT, build-nanogpt and transformers; null and false start it below the peak and
-    reach the minimum in its last step."""
+    schedules of nanoGPT, build-nanogpt and transformers; false starts it below the peak and reaches
+    the minimum in its last step. null is true if that step is the run's last and its learning rate
+    would be 0, otherwise false."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
     """fraction of the run's steps for the decay of wsd; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
