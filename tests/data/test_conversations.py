@@ -500,6 +500,48 @@ def test_read_records_json_file_with_one_record_keeps_its_other_fields(tmp_path:
     assert to_conversation(record.value).messages == say("a", "b", system="s")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"messages": [say("a", "b")] * 2, "system": ["s", "s"]},
+        {"version": 1, "conversations": [say("a", "b")] * 2, "system_prompt": ["s", "s"]},
+        {"messages": {"0": say("a", "b"), "1": say("a", "b")}, "system": {"0": "s", "1": "s"}},
+        {"system": "s", "messages": [say("a", "b")] * 2},
+        {"system": "s", "data": [say("a", "b")] * 2},
+        {"system": "s", "data": [{"messages": say("a", "b")}] * 2},
+        {"system": "s", "conversations": [{"prompt": "a", "completion": "b"}] * 2},
+        {"system": "x", "data": [{"messages": say("a", "b"), "system": "s"}] * 2},
+    ],
+)
+def test_read_records_json_file_with_system_beside_records_keeps_it(
+    tmp_path: Path, content: object
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    records = list(read_records(find_records([tmp_path / "a.json"])))
+    found = [to_conversation(record.value).messages for record in records]
+    assert found == [say("a", "b", system="s")] * 2
+
+
+@pytest.mark.parametrize(
+    "tools, first, second",
+    [
+        ([[{"name": "t"}], [{"name": "u"}]], ["t"], ["u"]),
+        ([{"name": "t"}], ["t"], ["t"]),
+        ([{"name": "t"}, {"name": "u"}], ["t", "u"], ["t", "u"]),
+    ],
+)
+def test_read_records_json_file_with_tools_beside_records_keeps_them(
+    tmp_path: Path, tools: object, first: list[str], second: list[str]
+) -> None:
+    content = {"messages": [say("a", "b")] * 2, "tools": tools}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    records = list(read_records(find_records([tmp_path / "a.json"])))
+    assert [[tool["name"] for tool in record.value["tools"]] for record in records] == [
+        first,
+        second,
+    ]
+
+
 def test_read_records_json_file_of_columns_with_nulls_in_first_row_yields_rows(
     tmp_path: Path,
 ) -> None:
