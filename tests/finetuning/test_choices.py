@@ -504,6 +504,19 @@ def test_fine_tuning_plan_and_run_predict_measured_memory(
     assert planned == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
+def test_fine_tuning_on_pairs_ends_with_share_in_right_order(tmp_path: Path, model: Path) -> None:
+    answers = {"chosen": "It is four.", "rejected": "No idea."}
+    pairs = [{"prompt": f"What is {number}?", **answers} for number in range(40)]
+    run = tuned(write_lines(tmp_path / "pairs.jsonl", pairs), model)
+    assert run.reward_accuracy is not None
+    before, after = run.reward_accuracy
+    first, *others = result_lines(run)
+    expected = f"{after:.1%} of held-out preference pairs in the right order (at the start: 0.0%)"
+    assert before == 0
+    assert first == f"result: {expected}"
+    assert any(line.startswith("model: runs/pairs; report: ") for line in others)
+
+
 @pytest.mark.parametrize("kind", ["conversations", "texts"])
 def test_fine_tuning_budget_too_short_fails_and_suggested_budget_works(
     tmp_path: Path,
