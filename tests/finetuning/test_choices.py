@@ -41,7 +41,7 @@ from firstlight.lora.loading import load_model
 from firstlight.models import empty_model
 from firstlight.models.language_model import InitConfig
 from firstlight.models.llama_config import LlamaConfig
-from firstlight.optim.schedule import BatchSchedule, ScheduleConfig, resolve_schedule
+from firstlight.optim.schedule import ScheduleConfig
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length, MachineFacts
 from firstlight.planner.plan import machine as planned_machine
@@ -502,6 +502,21 @@ def test_fine_tuning_plan_and_run_predict_measured_memory(
     resolved = resolve_for(load_recipe(run.run_folder / "recipe.yaml"), machine := find_machine())
     assert Estimator().estimate(Candidate(resolved, machine)).needed_bytes == planned
     assert planned == pytest.approx(measured.peak_bytes, rel=0.02)
+
+
+def test_fine_tuning_input_named_twice_is_read_and_listed_once(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", draw_records(40))
+    (folder / "b.pdf").write_bytes(b"%PDF-1.4")
+    lines: list[str] = []
+    again = ["chats", str(folder), "./chats/a.jsonl"]
+    request = Request(again, steps=2, init_from=str(model))
+    work = FineTuning(request, lines.append, progress=False)
+    assert lines[0].startswith(f"reading chats {folder} ./chats/a.jsonl: 1 file, ")
+    assert lines[1] == "inputs that repeat an earlier one, read once: 1 of 3"
+    assert lines[2] == "skipped 1 file without conversations: chats/b.pdf"
+    assert work.plan(request).data["files"] == ["chats", "./chats/a.jsonl"]
 
 
 def test_fine_tuning_on_pairs_ends_with_share_in_right_order(tmp_path: Path, model: Path) -> None:
