@@ -191,6 +191,16 @@ def test_to_conversation_weight_0_masks_answer() -> None:
         ),
         ("<|user|>\na</s>\n<|assistant|>\nb</s>", say("a", "b")),
         ("<\uff5cUser\uff5c>a<\uff5cAssistant\uff5c>b", say("a", "b")),
+        (
+            "<s>[SYSTEM_PROMPT]s[/SYSTEM_PROMPT][INST]a[/INST]b</s>",
+            say("a", "b", system="s"),
+        ),
+        (
+            "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|USER_TOKEN|>a<|END_OF_TURN_TOKEN|>"
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>b<|END_OF_TURN_TOKEN|>",
+            say("a", "b"),
+        ),
+        ("[gMASK]<sop><|user|>\na<|assistant|>\nb", say("a", "b")),
     ],
 )
 def test_to_conversation_parses_text_with_control_tokens(
@@ -202,6 +212,21 @@ def test_to_conversation_parses_text_with_control_tokens(
     if expected[-1]["content"] == "b":
         record = {"prompt": prompt, "completion": completion}
         assert to_conversation(record).messages == expected
+
+
+@pytest.mark.parametrize("text_key", ["messages", "log"])
+@pytest.mark.parametrize("written", [True, False])
+def test_messages_in_text_field_are_conversation(
+    tmp_path: Path, text_key: str, written: bool
+) -> None:
+    messages = say("a", "b")
+    record = {text_key: json.dumps(messages) if written else messages, "system": "s"}
+    [source] = find_sources([write_lines(tmp_path / "a.jsonl", [record])])
+    assert kind_of_records(source, text_key) == "chat"
+    assert to_conversation(record).messages == say("a", "b", system="s")
+    [document] = read_documents([source], text_key)
+    assert document.error is not None
+    assert document.error.reason == "conversation"
 
 
 def test_written_conversation_with_text_outside_turns_raises() -> None:
@@ -815,8 +840,7 @@ def test_prepare_chat_control_tokens_in_messages_are_counted(
     counts.add("b", found[0])
     _, line = change_lines(counts.record(), counts.names())
     assert line.startswith(
-        "warning: b: [INST] is treated as plain text; use --kind chat "
-        "(prepare) for a file that contains only"
+        "warning: b: [INST] is treated as plain text; write chats as records with `messages`, "
     )
 
 

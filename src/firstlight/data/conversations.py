@@ -582,7 +582,17 @@ class _Markup(NamedTuple):
     after: Mapping[str, str] = {}
 
 
-_LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
+_MISTRAL = _Markup(
+    r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>|\[SYSTEM_PROMPT\])[ \n]{0,2}",
+    r"\s?</s>|\[/SYSTEM_PROMPT\]",
+    {
+        "[INST]": "user",
+        "[/INST]": "assistant",
+        "<<SYS>>": "system",
+        "<</SYS>>": "user",
+        "[SYSTEM_PROMPT]": "system",
+    },
+)
 _ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
 #: Control tokens for each possible beginning of a conversation.
 _MARKUP = {
@@ -591,8 +601,10 @@ _MARKUP = {
         r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}", r"<\|(?:eot_id|eom_id)\|>"
     ),
     "<start_of_turn>": _Markup(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)", "<end_of_turn>"),
-    "[INST]": _Markup(
-        r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}", r"\s?</s>", _LLAMA2_ROLES
+    "[INST]": _MISTRAL,
+    "[SYSTEM_PROMPT]": _MISTRAL,
+    "<|START_OF_TURN_TOKEN|>": _Markup(
+        r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>", r"<\|END_OF_TURN_TOKEN\|>"
     ),
     "<|system|>": _ZEPHYR,
     "<|user|>": _ZEPHYR,
@@ -606,19 +618,21 @@ _MARKUP = {
 _TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
 #: Tokens that the tokenizer itself adds at the beginning and end of a text.
 _EDGES = re.compile(
-    "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
+    r"<s>|</s>|<bos>|<eos>|<(?:BOS|EOS)_TOKEN>|\[gMASK\]|<sop>"
+    r"|<\|(?:begin_of_text|end_of_text|startoftext|endoftext)\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
 #: Control tokens of all known chat templates, and a list of substrings; every control token
 #: contains at least one of the substrings.
 _CONTROL_TOKEN = re.compile(
-    r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
-    r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
+    r"<\|[A-Za-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
+    r"\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
 )
-_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]")
+_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]", "_PROMPT]")
 #: Tokens that a chat template itself adds at the end of an answer.
 _END = re.compile(
-    rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
+    rf"(?:\s*(?:{_EDGES.pattern}|<end_of_turn>|"
+    r"<\|(?:im_end|eot_id|eom_id|end|END_OF_TURN_TOKEN)\|>))+\s*\Z"
 )
 
 

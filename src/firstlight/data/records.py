@@ -43,6 +43,7 @@ from firstlight.data.kinds import (
     conversation_kind,
     exported_chats,
     field_name,
+    start_from,
 )
 from firstlight.data.opening import (
     EncodingProblem,
@@ -365,10 +366,12 @@ def _kind_of(values: Sequence[Any], text_key: str) -> Literal["chat", "preferenc
             kinds.append("chat")
         elif isinstance(value, dict):
             kind = conversation_kind([str(key) for key in value], text_key)
-            is_chat = kind is None and text_key == "text" and is_written(value.get("text"))
-            if kind is None and text_key not in value:
+            if text_key in value:
+                is_chat = message_field({text_key: value[text_key]}) is not None
+                is_chat |= text_key == "text" and is_written(value["text"])
+            else:
                 is_chat = bool(message_field(value) or transcript_field(value))
-            kinds.append("chat" if is_chat else kind)
+            kinds.append("chat" if kind is None and is_chat else kind)
     return max(kinds, key=kinds.count, default=None)
 
 
@@ -648,6 +651,9 @@ def _text_of(record: object, text_key: str) -> str:
     if text_key not in record:
         raise without_text([str(key) for key in record], text_key, "field")
     text = record[text_key]
+    if message_field({text_key: text}) is not None:
+        problem = f"the '{text_key}' field contains messages, not text: {start_from('chat')}"
+        raise BadRecordError("conversation", problem)
     if not isinstance(text, str):
         raise BadRecordError("no_text", f"the text is {type(text).__name__}, not a string")
     if not text.strip():
