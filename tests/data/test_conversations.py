@@ -159,6 +159,15 @@ def test_to_conversation_keeps_additional_message_fields() -> None:
     assert to_conversation(record).messages[1] == message
 
 
+@pytest.mark.parametrize("value", [0, 0.0, False, "0", "false", "False"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_to_conversation_answer_that_is_off_is_masked(key: str, value: object) -> None:
+    messages = say("a", "b", "c", "d")
+    marked = [messages[0], messages[1] | {key: value}, messages[2], messages[3] | {key: "true"}]
+    found = to_conversation({"messages": marked})
+    assert (found.messages, found.masked) == (messages, {1})
+
+
 def test_to_conversation_weight_0_masks_answer() -> None:
     messages = say("a", "b", "c", "d")
     messages[1]["weight"] = 0

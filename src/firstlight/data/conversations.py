@@ -212,9 +212,9 @@ def _learned_fields(record: object) -> dict[str, Any]:
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
     fields = record_fields(record)
     for key in (*_LEARNED, *(["label"] if "completion" in fields else [])):
-        if str(fields.get(key)).lower() in ("0", "0.0", "false"):
+        if str(fields.get(key)).lower() in _OFF:
             raise BadRecordError("not_learned", f"`{key}` is {str(fields[key]).lower()}")
-    if str(fields.get("weight", 1)).lower() not in ("1", "1.0", "true"):
+    if str(fields.get("weight", 1)).lower() not in _ON:
         raise BadRecordError("wrong_type", "the record has a weight other than 0 and 1")
     return fields
 
@@ -529,6 +529,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys of a message or record that determine whether it is trained on, in data for OpenAI, axolotl
 #: and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
+#: Values of these keys, in lower case; tables contain them as text.
+_OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: Fields that are used whatever they contain, and fields that are used if they do not contain a
 #: text. A text of more than `_CHANCE_CHARACTERS` characters does not occur in a message by chance.
 _USED_FIELDS = {"history", "tools", "functions", "chat_template_kwargs", "label"}.union(
@@ -545,12 +547,12 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     masked = set()
     for index, message in enumerate(messages):
         for key in _LEARNED:
-            value = message.get(key, 1)
-            if value not in (0, 1):
+            value = str(message.get(key, 1)).lower()
+            if value not in (*_OFF, *_ON):
                 raise BadRecordError(
                     "wrong_type", f"message {index + 1} has a {key} other than 0 and 1"
                 )
-            if value == 0 and message["role"] in _ANSWERING:
+            if value in _OFF and message["role"] in _ANSWERING:
                 masked.add(index)
     if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
         raise BadRecordError("not_learned", "all of its answers have weight 0 or `train: false`")
