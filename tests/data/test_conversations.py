@@ -165,7 +165,8 @@ def test_to_conversation_answer_that_is_off_is_masked(key: str, value: object) -
     messages = say("a", "b", "c", "d")
     marked = [messages[0], messages[1] | {key: value}, messages[2], messages[3] | {key: "true"}]
     found = to_conversation({"messages": marked})
-    assert (found.messages, found.masked) == (messages, {1})
+    assert found.messages == messages
+    assert found.masked == {1}
 
 
 def test_to_conversation_weight_0_masks_answer() -> None:

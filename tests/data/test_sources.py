@@ -242,7 +242,15 @@ def test_note_on_inputs_counts_inputs_named_again(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     os.symlink("texts", "linked")
-    again = ["texts", "texts/", "./texts", tmp_path / "texts", "linked", "stdlib", "./stdlib"]
+    again: list[str | Path] = [
+        "texts",
+        "texts/",
+        "./texts",
+        tmp_path / "texts",
+        "linked",
+        "stdlib",
+        "./stdlib",
+    ]
     assert distinct_inputs(again) == ["texts", "stdlib", "./stdlib"]
     assert note_on_inputs(again) == ("inputs that repeat an earlier one, read once: 4 of 7")
     assert note_on_inputs(["texts", "./other"]) == ""
