@@ -729,6 +729,17 @@ def test_prepare_chat_tables_and_saved_datasets_give_same_conversations(
         prepare_chat([tmp_path / "b"], chatml, tmp_path / "out")
 
 
+def test_prepare_chat_table_with_unnamed_index_is_read(tmp_path: Path, chatml: Tokenizer) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(",prompt,completion,systemPrompt\n0,a,b,s\n1,c,d,s\n")
+    [source] = find_records([path])
+    assert kind_of_records(source) == "chat"
+    records = [to_conversation(record.value).messages for record in read_records([source])]
+    assert records == [say("a", "b", system="s"), say("c", "d", system="s")]
+    manifest = prepare_chat([path], chatml, tmp_path / "out")
+    assert list(chat_notes(tmp_path / "out", manifest)) == []
+
+
 def test_prepare_chat_broken_table_row_is_skipped_and_its_line_reported(
     tmp_path: Path, chatml: Tokenizer
 ) -> None:

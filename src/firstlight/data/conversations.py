@@ -394,7 +394,8 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
         is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
         return is_long and any(_without_end(value).strip() in text for text in texts)
 
-    present = {key: value for key, value in record.items() if value == value}
+    # The index of a table written by pandas is a column named "".
+    present = {key: value for key, value in record.items() if key and value == value}
     return [
         str(key)
         for key, value in present.items()

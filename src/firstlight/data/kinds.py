@@ -195,7 +195,7 @@ ANSWER_FIELDS = tuple(
 #: Fields whose text is appended to the question in the same message.
 CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = tuple(
-    "system system_prompt system_message system_instruction systeminstruction".split()
+    "system system_prompt system_message system_instruction systemprompt systeminstruction".split()
 )
 #: Fields with the reasoning before the answer, in addition to those of a message.
 REASONING_FIELDS = tuple(
@@ -306,10 +306,12 @@ def conversation_kind(
         fields: names of the fields.
         text_key: name of the text field. A record with this field is a text even if it also has a
             question and an answer, except in Alpaca's format. If `text_key` is not "text", other
-            fields do not make the record a conversation either.
+            fields do not make the record a conversation either. "" stands for no text field.
     """
     names = {field_name(field) for field in fields}
-    if text_key in fields and text_key != "text":
+    # The index of a table written by pandas is a column named "".
+    has_text = text_key != "" and text_key in fields
+    if has_text and text_key != "text":
         return None
     if any(names.issuperset(pair) for pair in PAIR_FIELDS):
         return "preference"
@@ -318,7 +320,7 @@ def conversation_kind(
     if names.intersection(MESSAGE_FIELDS) or {"instruction", "output"} <= names:
         return "chat"
     is_answered = names.intersection(QUESTION_FIELDS) and names.intersection(ANSWER_FIELDS)
-    return "chat" if is_answered and text_key not in fields else None
+    return "chat" if is_answered and not has_text else None
 
 
 def conversation_text(fields: Collection[str]) -> str | None:
