@@ -216,6 +216,23 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
     return (yield from _say_who_was_waited_for())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Replace lone surrogates in a test's report: xdist sends reports as UTF-8 and ends the whole
+    session, without naming the test, where it can't."""
+    return _without_surrogates((yield))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _without_surrogates(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_without_surrogates(held) for held in value)
+    return value
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how many cases were tried: `record_property("cases", (what, how many))`."""
     counts: Counter[str] = Counter()

@@ -1,3 +1,3 @@
-"""Checkpoints of runs: written atomically, verified before use, and stored sharded or in a single
-file.
+"""Checkpoints of runs. They are written atomically, verified before use, and stored either as
+shards or in a single file.
 """

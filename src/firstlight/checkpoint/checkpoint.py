@@ -71,20 +71,20 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint to be written, or as read.
+    """Content of a checkpoint that is to be written or has been read.
 
     Attributes:
-        files: text files, keyed by name (config, tokenizer).
+        files: text files of the config and tokenizer, keyed by name.
         model: tensors of model.safetensors, keyed by name. If `files` includes adapter_config.json,
             they are the tensors of adapter_model.safetensors.
         optimizer: tensors of optimizer.safetensors, keyed by name.
-        trainer_state: JSON object of trainer_state.json. Its `val_loss` is the validation loss at
+        trainer_state: JSON object in trainer_state.json. Its `val_loss` is the validation loss at
             exactly this step, if it was measured.
         is_copy: True if the tensors no longer change; False if an active run may update them in
             place.
-        sharded_folder: folder of the sharded checkpoint that was read; `model` and `optimizer` are
-            then empty, and the shards are read directly into the run's tensors. None for other
-            checkpoints.
+        sharded_folder: folder of a sharded checkpoint that was read; None for other checkpoints. If
+            set, `model` and `optimizer` are empty, and the shards are read directly into the run's
+            tensors.
     """
 
     files: Mapping[str, str]
@@ -108,15 +108,14 @@ def save_checkpoint(
         run_folder: the run's folder.
         step: number of completed optimizer steps.
         checkpoint: content of the checkpoint.
-        after: step of the checkpoint from which the run continued; checkpoints saved after it
-            belong to a dead branch (see manifest.py). None means the checkpoint that was saved
-            last.
+        after: step of the checkpoint from which the run continued. Checkpoints saved after it
+            belong to a dead branch (see manifest.py). None for the checkpoint that was saved last.
         held: the locked run folder. Its run id is written to the manifest, and the folder is
-            checked immediately before the checkpoint gets its final name. None skips both.
+            checked immediately before the checkpoint gets its final name. None to skip both.
 
     Raises:
-        CheckpointError: a weight, a moment or a number in the state is not finite, so nothing is
-            saved; or the run folder no longer belongs to this run.
+        CheckpointError: a weight, a moment or a number in the state is not finite, or the run
+            folder no longer belongs to this run. Nothing is saved.
         StorageError: a file system error occurred and no checkpoint was created.
     """
     require_finite(step, checkpoint.model)
@@ -140,8 +139,8 @@ def save_checkpoint(
 
 
 def checkpoint_texts(step: int, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the text files of a checkpoint, keyed by name: the files of the model folder, and
-    trainer_state.json.
+    """Return the text files of a checkpoint, keyed by name. They are the files of the model folder
+    and trainer_state.json.
 
     Raises:
         CheckpointError: a number in the state is not finite.
@@ -156,8 +155,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> HashedFile:
 
 
 def _state_text(step: int, state: Mapping[str, Any]) -> str:
-    """Return the text of trainer_state.json. It is ASCII, because paths with undecodable bytes
-    (surrogate escapes) can't be encoded as UTF-8.
+    """Return the text of trainer_state.json. The text is ASCII, because paths with undecodable
+    bytes (surrogate escapes) can't be encoded as UTF-8.
     """
     try:
         return json.dumps(state, indent=2, allow_nan=False) + "\n"
@@ -171,7 +170,7 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
     """Raise an error if a tensor contains NaN or infinity.
 
     Raises:
-        CheckpointError: a tensor is not finite; the message names it and `step`.
+        CheckpointError: a tensor is not finite. The message names the tensor and `step`.
     """
     if (name := nonfinite_tensor(tensors.items())) is not None:
         raise CheckpointError(
@@ -180,7 +179,8 @@ def require_finite(step: int, tensors: Mapping[str, Tensor]) -> None:
 
 
 def checkpoint_bytes(model_parameters: int, optimizer_state_bytes: int) -> int:
-    """Return the approximate size of a checkpoint in bytes: fp32 weights and optimizer state.
+    """Return the approximate size of a checkpoint in bytes, for fp32 weights and the optimizer
+    state.
 
     Args:
         model_parameters: number of parameters of the model.
@@ -194,12 +194,12 @@ def verify_checkpoint(folder: Path, *, from_disk: bool = False) -> None:
 
     Args:
         folder: the checkpoint's folder.
-        from_disk: True to first drop the operating system's cached copy of the files, where
-            possible, so that they are read from the disk.
+        from_disk: True to read the files from the disk. The operating system's cached copies are
+            dropped first, where possible.
 
     Raises:
         CheckpointError: a file is missing, is not a regular file, differs from the manifest in size
-            or SHA-256, or belongs to a different step; the message names the file.
+            or SHA-256, or belongs to a different step. The message names the file.
     """
     manifest = read_manifest(folder)
     files = manifest["files"]
@@ -238,7 +238,7 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
     Args:
         folder: the checkpoint of the other run.
-        run_folder: the run folder to copy it to.
+        run_folder: the run folder to which the checkpoint is copied.
         run_id: id of the run in `run_folder`, for the manifest of the copy.
 
     Raises:
@@ -262,23 +262,23 @@ def copy_checkpoint(folder: Path, run_folder: Path, run_id: str | None) -> None:
 
 
 def _weights_name(names: Container[str]) -> str:
-    """Return the name of a checkpoint's weights file: the adapter's file if `names` contains an
-    adapter config, otherwise the full model's file.
+    """Return the name of a checkpoint's weights file. If `names` contains an adapter config, it is
+    the adapter's file. Otherwise, it is the full model's file.
     """
     return ADAPTER_WEIGHTS_NAME if ADAPTER_CONFIG_NAME in names else WEIGHTS_NAME
 
 
 def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Read a checkpoint in order to resume from it. The tensors of a sharded checkpoint are not
-    read; see `Checkpoint.sharded_folder`.
+    """Read a checkpoint from which to resume. The tensors of a sharded checkpoint are not read; see
+    `Checkpoint.sharded_folder`.
 
     Args:
         folder: the checkpoint's folder.
-        verify: True to verify every file against the manifest first; False if the caller has just
-            done so.
+        verify: True to verify every file against the manifest first; False if the caller has
+            already verified the checkpoint.
 
     Returns:
-        The checkpoint, with tensors on the CPU; its `files` are empty.
+        The checkpoint, with its tensors on the CPU and with empty `files`.
 
     Raises:
         CheckpointError: a file is damaged or can't be read.
@@ -299,8 +299,8 @@ def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def is_sharded_checkpoint(folder: Path) -> bool:
-    """Return True if the checkpoint was written with `checkpoint.sharded` and contains shard
-    files.
+    """Return True if a checkpoint was written with `checkpoint.sharded` and therefore contains
+    shard files.
     """
     return bool(shard_names(path.name for path in folder.iterdir()))
 
@@ -318,8 +318,8 @@ def load_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
-    """Return the multiple to which the vocabulary of a checkpoint's model is padded; 1 means no
-    padding.
+    """Return the multiple to which the vocabulary of a checkpoint's model is padded. A value of 1
+    means no padding.
 
     Args:
         folder: the checkpoint's folder, for the error message.
@@ -337,8 +337,8 @@ def saved_vocab_multiple(folder: Path, state: Mapping[str, Any]) -> int:
 
 
 def _require_objects(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise an error if a section of the state is not a JSON object. The functions that read a
-    section check its keys.
+    """Raise an error if a section of the state is not a JSON object. The keys of each section are
+    checked by the functions that read the section.
     """
     names = ("data", "guard", "loader", "random", "recipe", "schedule")
     parts = {name: state.get(name, {}) for name in names}

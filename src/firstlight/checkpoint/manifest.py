@@ -1,15 +1,15 @@
-"""Checkpoint folders and their manifests. A folder is created atomically with all of its files.
+"""Checkpoint folders and their manifests. A folder and all of its files are created atomically.
 
 The manifest contains the size and SHA-256 of every file. It also contains the one-based number of
 this save in the run folder (`sequence`) and the number of the save from which the run continued
-(`parent`). `run_id` is the id of the run that wrote the manifest, so that a checkpoint copied from
-another run's folder is neither used nor deleted. Manifests of older versions have no `run_id` and
-are assumed to belong to the run.
+(`parent`). `run_id` is the id of the run that wrote the manifest. It prevents a checkpoint copied
+from another run's folder from being used or deleted. Manifests of older versions have no `run_id`
+and are assumed to belong to the run.
 
 The manifests record the history of a run. If a run continues from an older checkpoint, either
-because newer ones are damaged or after a rollback, the checkpoints in between are a dead branch.
-They are identified by `sequence` and `parent`. Steps would not suffice, because the first
-checkpoint of the new branch may have an earlier step than all checkpoints of the dead branch.
+because newer ones are damaged or after a rollback, the checkpoints in between belong to a dead
+branch. They are identified by `sequence` and `parent`. Their steps are not sufficient, because the
+first checkpoint of the new branch may have an earlier step than all checkpoints of the dead branch.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from firstlight.files.disk import HashedFile, OutputFile
 
 CHECKPOINTS = "checkpoints"
 MANIFEST_NAME = "manifest.json"
-#: File in a run folder that contains the id of the run and the id of the start that currently
-#: writes to the folder.
+#: File in a run folder that contains the id of the run and the id of its latest start.
 RUN_NAME = "run.json"
 FORMAT = "firstlight-checkpoint"
 VERSION = 2
 
-#: End of a JSON object in the format of `json_text`.
+#: End of a JSON object formatted by `json_text`.
 _END = "\n}\n"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(-replaced-[0-9a-f]{8})?", re.ASCII)
 
 
-#: Errors that can occur if a checkpoint is deleted while it is read. torch raises RuntimeError.
+#: Errors that can occur if a checkpoint is deleted while it is being read. torch raises
+#: RuntimeError.
 READING_ERRORS = (FirstlightError, OSError, RuntimeError)
 
 
@@ -77,8 +77,9 @@ class Saved:
     run_id: str | None = None
 
     def leaves_behind(self, other: Saved) -> bool:
-        """Return True if this checkpoint makes `other` part of a dead branch: `other` was saved
-        earlier, but the run then continued from a checkpoint before it."""
+        """Return True if `other` is part of a dead branch because of this checkpoint. This is the
+        case if `other` was saved earlier, but the run then continued from a checkpoint before it.
+        """
         return other.sequence < self.sequence and (
             other.sequence > self.parent or other.step >= self.step
         )
@@ -98,11 +99,11 @@ def step_of(folder: Path) -> int | None:
 
 
 def require_kept(checkpoint: Path) -> None:
-    """Raise an error for the path of a checkpoint that its run has deleted. All other paths are
-    accepted.
+    """Raise an error if a path belongs to a checkpoint that its run has deleted. All other paths
+    are accepted.
 
     Raises:
-        CheckpointError: the path has the form of a run's checkpoint but does not exist.
+        CheckpointError: the path looks like a run's checkpoint but does not exist.
     """
     folder = checkpoint.parent
     is_of_run = step_of(checkpoint) is not None and folder.name == CHECKPOINTS and folder.is_dir()
@@ -115,11 +116,11 @@ def require_kept(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
-    """Convert errors in the block if another run deletes the checkpoint while it is being read.
+    """Replace errors raised in the block if the checkpoint was deleted by its run while it was
+    being read.
 
     Raises:
-        CheckpointError: the checkpoint was deleted. This replaces the error that occurred while
-            reading it.
+        CheckpointError: the checkpoint was deleted. This error replaces the original one.
     """
     try:
         yield
@@ -129,8 +130,8 @@ def reading_checkpoint(checkpoint: Path) -> Iterator[None]:
 
 
 def step_folders(run_folder: Path) -> list[Path]:
-    """Return all folders that are named like a checkpoint, whether complete or not, sorted by
-    name.
+    """Return all folders with the name of a checkpoint, sorted by name. Incomplete ones are
+    included.
     """
     folder = run_folder / CHECKPOINTS
     found = folder.iterdir() if folder.is_dir() else iter(())
@@ -140,8 +141,8 @@ def step_folders(run_folder: Path) -> list[Path]:
 def saved_checkpoints(run_folder: Path) -> list[Saved]:
     """Return the complete checkpoints of a run in the order in which they were saved.
 
-    A checkpoint with a damaged manifest is placed after the checkpoints with lower steps.
-    Checkpoints of other runs in the folder (see `foreign_checkpoints`) are omitted.
+    A checkpoint with a damaged manifest comes after all checkpoints with lower steps. Checkpoints
+    of other runs in the folder (see `foreign_checkpoints`) are omitted.
     """
     found = _complete(run_folder)
     own = (None, _run_id(run_folder, found))
@@ -187,8 +188,8 @@ def _complete(run_folder: Path) -> list[Saved]:
 
 
 def names_run(saved: Saved, run_id: str | None) -> bool:
-    """Return True if the text of a checkpoint's manifest, which may be damaged, contains `run_id`,
-    or if `run_id` is None.
+    """Return True if the text of a checkpoint's manifest contains `run_id` or if `run_id` is None.
+    The manifest may be damaged.
     """
     if run_id is None:
         return True
@@ -205,8 +206,8 @@ def run_id_of(run_folder: Path) -> str | None:
 
 
 def _run_id(run_folder: Path, found: Sequence[Saved]) -> str | None:
-    """Return the id in run.json or, if that file is missing or damaged, the id of the last saved
-    checkpoint that has an id.
+    """Return the id in run.json. If that file is missing or damaged, return the id in the latest
+    checkpoint that has one, or None.
     """
     with contextlib.suppress(InputError):
         content = read_json(run_folder / RUN_NAME)
@@ -221,13 +222,13 @@ def sequence_at(saved: Sequence[Saved], step: int | None) -> int:
 
     Args:
         saved: the checkpoints of a run.
-        step: the step; None considers all checkpoints.
+        step: the step; None for all checkpoints.
     """
     return max((one.sequence for one in saved if step is None or one.step <= step), default=0)
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Serialise a manifest: its content as JSON, with the SHA-256 of that JSON as the last key."""
+    """Serialise a manifest as JSON. The last key is the SHA-256 of the rest of the JSON text."""
     return _seal(json_text(content))
 
 
@@ -242,7 +243,7 @@ def _is_sealed(text: str) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, and verify it with the SHA-256 that it contains.
+    """Read the manifest of a checkpoint, and verify it against the SHA-256 that it contains.
 
     Raises:
         CheckpointError: the manifest is missing or damaged, or has a different format or version.
@@ -312,8 +313,8 @@ def require_plain_file(path: Path) -> None:
 @contextlib.contextmanager
 def new_checkpoint(run_folder: Path, step: int) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes the checkpoint of a step if the block ends
-    without an error. The block must write files with `OutputFile`, which syncs them, and the
-    manifest last.
+    without an error. The block must write files with `OutputFile`, which syncs them, and must write
+    the manifest last.
 
     Raises:
         StorageError: a file system error occurred and no checkpoint was created.
@@ -337,7 +338,7 @@ def write_manifest(
     after: int | None = None,
     run_id: str | None = None,
 ) -> None:
-    """Write the manifest, which makes a folder a checkpoint.
+    """Write the manifest of a checkpoint. A folder with a manifest is a complete checkpoint.
 
     Args:
         folder: the temporary folder of `new_checkpoint`.
@@ -346,7 +347,7 @@ def write_manifest(
         marks: `file_marks` of all files in `folder`.
         val_loss: validation loss at this step, or None if it was not measured.
         after: see `save_checkpoint`.
-        run_id: id of the run that saves the checkpoint; None omits the key.
+        run_id: id of the run that saves the checkpoint; None to omit the key.
 
     Raises:
         OSError: a file system error.
@@ -367,8 +368,8 @@ def write_manifest(
 
 
 def file_marks(files: Iterable[HashedFile]) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries for files: {"bytes": size, "sha256": hex digest} for each file
-    name.
+    """Return the manifest entries for files. Each entry is {"bytes": size, "sha256": hex digest},
+    keyed by file name.
     """
     return {file.path.name: {"bytes": file.size, "sha256": file.sha256} for file in files}
 
@@ -389,10 +390,11 @@ def _write_text(path: Path, content: str) -> HashedFile:
 
 
 def own_past(found: Sequence[Saved]) -> list[Saved]:
-    """Return the checkpoints that have an undamaged manifest and are not on a dead branch, in their
-    original order.
+    """Return the checkpoints that have an undamaged manifest and do not belong to a dead branch, in
+    their original order.
 
-    A checkpoint is also dead if one saved after it has the same or an earlier step.
+    A checkpoint also belongs to a dead branch if a checkpoint saved after it has the same or an
+    earlier step.
     """
     saved = _line(found)
     return [
@@ -409,16 +411,16 @@ def best_first(past: Sequence[Saved]) -> list[Saved]:
 
 
 def best_saved(run_folder: Path) -> list[Saved]:
-    """Return a run's checkpoints with a validation loss that are not on a dead branch, best first.
-    Read only the manifests, without verifying files.
+    """Return a run's checkpoints that have a validation loss and do not belong to a dead branch,
+    lowest loss first. Only the manifests are read, and files are not verified.
     """
     return best_first(own_past(saved_checkpoints(run_folder)))
 
 
 def _line(found: Sequence[Saved]) -> list[Saved]:
-    """Return the newest checkpoint and its ancestors (following `parent`), newest first. They
-    determine which checkpoints are on a dead branch, and include checkpoints that were replaced at
-    the same step.
+    """Return the newest checkpoint and its ancestors, found by following `parent`, newest first.
+    They include checkpoints that were replaced at the same step. All checkpoints that they leave
+    behind belong to a dead branch.
     """
     line: list[Saved] = []
     for one in sorted(found, key=lambda one: one.sequence, reverse=True):

@@ -1,10 +1,10 @@
 """Lock a run folder, identify its run, and check the folder before each write.
 
-The lock belongs to the inode of the lock file, but files are written by path. If the user moves a
-run folder, removes it or deletes its lock file during the run, another run can use the path. This
-run would then write to that folder and delete the other run's checkpoints. `HeldFolder.require`
-detects this: it compares the folder at the path with the locked folder, and run.json with the text
-that this start has written.
+The lock belongs to the inode of the lock file, but files are written by path. If the user moves or
+removes a run folder or deletes its lock file during the run, another run can use the same path. The
+first run would then write to the other run's folder and delete its checkpoints. To detect this,
+`HeldFolder.require` compares the folder at the path with the locked folder, and the content of
+run.json with the text written at the start of this run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class HeldFolder:
 
     Args:
         path: the folder.
-        opened: open file descriptor of the folder. It stays open while the folder is locked, so
-            that the file system can't reuse its inode number for a new folder at the same path.
+        opened: open file descriptor of the folder. It remains open while the folder is locked, so
+            that the file system can't reuse the folder's inode number for a new folder at the same
+            path.
 
     Attributes:
         run_id: id of the run, which is also stored in the manifests of its checkpoints; None before
@@ -48,8 +49,8 @@ class HeldFolder:
         self._claim: bytes | None = None
 
     def claim(self) -> None:
-        """Write run.json with the id of the run (a new id for a new run) and a new id for this
-        start.
+        """Write run.json with the id of the run and a new id for this start. A new run gets a new
+        id.
 
         Raises:
             CheckpointError: the folder was moved or removed.
@@ -66,8 +67,8 @@ class HeldFolder:
 
         Raises:
             CheckpointError: the folder was moved, removed or replaced, or another process has
-                started a run in it (after the lock file was deleted, or on a file system without
-                working locks).
+                started a run in it. The latter can happen if the lock file was deleted or if locks
+                do not work on the file system.
             StorageError: a file system error during the check.
         """
         found: bytes | None = None
@@ -96,15 +97,16 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     """Lock a run folder for the duration of the block, because two processes writing to the same
     folder would destroy the run. The folder is created if it does not exist.
 
-    The operating system releases the lock when the process ends for any reason. If nothing was
-    written to the folder, the lock file and the folders created here are deleted on exit.
+    The operating system releases the lock when the process ends, for whatever reason. If nothing
+    was written to the folder, the lock file and the folders created by this function are deleted on
+    exit.
 
     Args:
         folder: the run folder.
         lock_name: name of the lock file in it.
 
     Yields:
-        The locked folder. Call its `require` before each write to it.
+        The locked folder. Call its `require` method before each write.
 
     Raises:
         ConfigError: the path is a file.
@@ -118,8 +120,8 @@ def held(folder: Path, lock_name: str = _LOCK_NAME) -> Iterator[HeldFolder]:
     with storage_errors(folder):
         file = _locked(folder, lock_name)
     before = set(os.listdir(folder))
-    # Keep the folder open while it is locked, so that no new folder at the same path gets the same
-    # inode number.
+    # Keep the folder open while it is locked, so that a new folder at the same path can't get the
+    # same inode number.
     opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     with file:
         try:
@@ -146,7 +148,7 @@ def is_held(folder: Path, lock_name: str = _LOCK_NAME) -> bool:
         return False
     try:
         # If the lock is free, this process holds it briefly, and a run that starts at that moment
-        # is rejected. Callers therefore stop polling once the result is False.
+        # is rejected. Callers should therefore stop polling after the first False.
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -162,20 +164,20 @@ def _locked(folder: Path, lock_name: str) -> FileIO:
         CheckpointError: another process holds the lock.
         StorageError: the folder can't be created.
     """
-    # A process that ends may delete the lock file and the folder between any two of these lines, so
-    # retry. If the folder can't be created at all, every attempt fails.
+    # A process that ends may delete the lock file and the folder between any two of these
+    # statements, so retry. If the folder can't be created at all, every attempt fails.
     for left in range(_TRIES, 0, -1):
         try:
-            # This syncs the folder's entry in its parent, without which a crash could lose all
-            # files.
+            # This call also syncs the folder's entry in its parent. Otherwise, a crash could lose
+            # all files.
             make_folder(folder)
         except StorageError as error:
             if left == 1 or not isinstance(error.__cause__, FileNotFoundError):
                 raise
             continue
         try:
-            # O_NOFOLLOW, because a symbolic link would create the file elsewhere. O_NONBLOCK,
-            # because opening a named pipe would otherwise wait for its other end.
+            # O_NOFOLLOW prevents a symbolic link from creating the file elsewhere. O_NONBLOCK
+            # prevents waiting for the other end of a named pipe.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = open(os.open(folder / lock_name, flags, 0o666), "rb", buffering=0)  # noqa: SIM115
         except FileNotFoundError:

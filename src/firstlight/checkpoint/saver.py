@@ -1,7 +1,7 @@
 """Save checkpoints, synchronously or in the background while training continues.
 
-`CheckpointSaver` is used in runs in which the main process writes everything. With
-`checkpoint.sharded`, each process has a `ShardedSaver` and writes its own shards.
+In most runs, the main process writes the whole checkpoint with a `CheckpointSaver`. With
+`checkpoint.sharded`, each process writes its own shards with a `ShardedSaver`.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ from firstlight.parallel.engine import Engine
 from firstlight.weights.loading import weights_to_save
 from firstlight.weights.stored import WEIGHTS_NAME
 
-#: Maximum fraction of the free memory that the copies of all processes on a machine may take,
-#: measured at the first save.
+#: Maximum fraction of the free memory that the copies of all processes on a machine may use. The
+#: free memory is measured at the first save.
 _COPY_SHARE = 0.5
 
 
 class Saver:
-    """Interface for saving checkpoints. This base class is used in processes other than the main
-    process: it participates in gathering the state but writes nothing.
+    """Interface for saving checkpoints. Processes other than the main process use this base class,
+    which participates in gathering the state but writes nothing.
 
     Attributes:
-        saved_step: step of the run's newest complete checkpoint, or -1. A run that continues from
-            an older checkpoint (after a resume or rollback) sets this to the step of that
-            checkpoint while nothing is being written (see `wait`). Checkpoints after that step are
-            then a dead branch.
+        saved_step: step of the run's newest complete checkpoint, or -1 if there is none. A run that
+            continues from an older checkpoint after being resumed or rolled back sets this to the
+            step of that checkpoint. This must not be done while a checkpoint is being written (see
+            `wait`). Later checkpoints then belong to a dead branch.
         write_seconds: time in seconds that the background thread took to write the newest
-            checkpoint; 0 if it has not written one.
+            checkpoint; 0 if it has not written any.
     """
 
     saved_step = -1
     write_seconds = 0.0
 
     def save(self, step: int, capture: Callable[[], Checkpoint]) -> float:
-        """Save a checkpoint of the current state. Return the time in seconds for which training had
-        to wait.
+        """Save a checkpoint of the current state. Return the time in seconds for which training
+        waited.
 
         The call first waits until the previous checkpoint is written.
 
@@ -84,7 +84,7 @@ class Saver:
             step: number of completed optimizer steps.
             capture: function that returns this process's part of the state. Its tensors may be on
                 any device and in any layout, may share memory, and may change after this call.
-                Tensors on a GPU should stay there; they are copied to page-locked memory.
+                Tensors on a GPU should remain there; they are copied to page-locked memory.
 
         Raises:
             CheckpointError, StorageError: this or the previous checkpoint could not be written.
@@ -95,8 +95,8 @@ class Saver:
         return 0.0
 
     def require_written(self) -> None:
-        """Raise the background thread's error if the thread has failed since the last call. Do not
-        wait.
+        """Raise the background thread's error if the thread has failed since the last call. This
+        method does not wait for the thread.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -115,7 +115,7 @@ class Saver:
 
 class BackgroundSaver(Saver):
     """Base class for savers that copy the state and write the copy while training continues. It
-    owns one thread and the memory for the copies, which is reused for each save.
+    owns a thread and the memory for the copies, which is reused for each save.
 
     Args:
         run_folder: the run's folder.
@@ -153,8 +153,8 @@ class BackgroundSaver(Saver):
     @contextlib.contextmanager
     def _in_own_folder(self) -> Iterator[None]:
         """Check the run folder after an error in the block. If the folder no longer belongs to this
-        run, raise an error about that instead, because an error about missing files would not
-        explain that the folder was moved.
+        run, raise an error that explains this, because the original error may mention only missing
+        files.
         """
         try:
             yield
@@ -163,8 +163,8 @@ class BackgroundSaver(Saver):
             raise
 
     def _have_room(self, tensors: Iterable[Tensor], processes: int = 1) -> bool:
-        """Return True if this machine has enough free memory for `processes` processes to copy
-        tensors of this size each.
+        """Return True if this machine has enough free memory for `processes` processes to each copy
+        tensors of this size.
         """
         free = free_memory_bytes(torch.device("cpu")) / processes
         return sum(tensor.nbytes for tensor in tensors) <= _COPY_SHARE * free
@@ -180,11 +180,11 @@ class BackgroundSaver(Saver):
 
 
 class CheckpointSaver(BackgroundSaver):
-    """Saver of the main process. It writes a run's checkpoints, verifies each of them, and deletes
+    """Saver of the main process. It writes and verifies a run's checkpoints, and deletes
     checkpoints that are no longer needed.
 
     With asynchronous saving, `save` only copies the tensors, and a thread does the rest while
-    training continues. The process waits for that thread before it exits.
+    training continues. The process waits for the thread before it exits.
 
     Args:
         run_folder, config, held: see `BackgroundSaver`.
@@ -220,7 +220,8 @@ class CheckpointSaver(BackgroundSaver):
         try:
             self._writing.result()
         finally:
-            # Not reached if a signal interrupted the wait; a later call then waits again.
+            # If a signal interrupted the wait, the write is not done yet, and a later call waits
+            # again.
             if self._writing.done():
                 self._writing = None
 
@@ -279,12 +280,12 @@ class Snapshot:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the CPU. Return the copies keyed by name; they are valid until the next
+        """Copy tensors to the CPU. Return the copies, keyed by name. They are valid until the next
         call.
 
         Args:
-            tensors: tensors on any device, in any layout; they may share memory. Tensors on a GPU
-                are copied to page-locked memory.
+            tensors: tensors on any device and in any layout, which may share memory. Tensors on a
+                GPU are copied to page-locked memory.
         """
         for name, tensor in tensors.items():
             buffer = self._buffers.get(name)
@@ -295,7 +296,7 @@ class Snapshot:
                 self._buffers[name] = buffer
             buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         # Copies from a GPU are asynchronous. Without an argument, `synchronize` would wait for the
-        # current device, which may be a different one.
+        # current device, which may be a different GPU.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return {name: self._buffers[name] for name in tensors}
@@ -316,18 +317,18 @@ class _DiscardedError(Exception):
 
 
 class ShardedSaver(BackgroundSaver):
-    """Saves checkpoints for which each process writes its shards. All processes of a run must call
-    each method at the same points of the run.
+    """Saver for sharded checkpoints, to which each process writes its own shards. All processes of
+    a run must call each method at the same points of the run.
 
-    Each process writes its own files and verifies them, in a thread if saving is asynchronous; this
-    does not require communication. Then, between two steps, the processes exchange the sizes and
-    hashes of their files, and the main process writes the manifest and renames the folder.
+    Each process writes and verifies its own files without communication, in a thread if saving is
+    asynchronous. Then, between two steps, the processes exchange the sizes and hashes of their
+    files, and the main process writes the manifest and renames the folder.
 
     Args:
-        run_folder: the run's folder, on a file system that all processes share.
+        run_folder: the run's folder, on a file system shared by all processes.
         config: the recipe's `checkpoint` section.
-        is_last: function that returns True if a step is the run's last. The last checkpoint also
-            contains the weights in a single file.
+        is_last: function that returns True if a step is the last step of the run. The last
+            checkpoint also contains the weights in a single file.
         held: see `BackgroundSaver`.
     """
 
@@ -352,8 +353,8 @@ class ShardedSaver(BackgroundSaver):
 
         Args:
             step: number of completed optimizer steps.
-            capture: function that returns this process's part of the state: sharded tensors (as
-                DTensors) and tensors that are not sharded.
+            capture: function that returns this process's part of the state, which consists of
+                sharded tensors (DTensors) and tensors that are not sharded.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part of this or the
@@ -380,7 +381,8 @@ class ShardedSaver(BackgroundSaver):
         return time.perf_counter() - start
 
     def require_written(self) -> None:
-        """Finish the pending checkpoint if all processes have written their part. Do not wait.
+        """Finish the pending checkpoint if all processes have written their parts. Otherwise,
+        return without waiting.
 
         Raises:
             CheckpointError, StorageError: a process could not write its part, or old checkpoints
@@ -424,8 +426,8 @@ class ShardedSaver(BackgroundSaver):
             deleting.result()
 
     def _is_asynchronous(self, shards: _Shards) -> bool:
-        """Return True if every process has enough memory for its copies. All processes decide this
-        together at the first save.
+        """Return True if every process has enough memory for its copies, which the processes
+        determine together at the first save.
         """
         if self._asynchronous is None:
             tensors = (p.tensor for part in shards.values() for p in part.values())
@@ -443,8 +445,8 @@ class ShardedSaver(BackgroundSaver):
         }
 
     def _new_folder(self, step: int) -> Path:
-        """Return the temporary folder, created by the main process, into which all processes
-        write.
+        """Return the temporary folder to which all processes write. It is created by the main
+        process.
         """
         name = None
         if self._is_main:
@@ -456,8 +458,9 @@ class ShardedSaver(BackgroundSaver):
         """Write this process's files.
 
         Returns:
-            {"marks": `file_marks` of the files}, or after an error {"error": message, "of_disk":
-            True for a StorageError}. Errors are returned because all processes must raise them.
+            {"marks": `file_marks` of the files} or, after an error, {"error": message, "of_disk":
+            True for a StorageError}. Errors are returned rather than raised, because all processes
+            must raise them.
         """
         rank, size = self._world.rank, self._world.size
         try:
@@ -483,7 +486,7 @@ class ShardedSaver(BackgroundSaver):
         outcomes: list[dict[str, Any]],
     ) -> None:
         """Finish the checkpoint by writing the manifest and renaming the folder. If a process could
-        not write its part, raise its error and remove the folder.
+        not write its part, remove the folder and raise the error.
 
         Args:
             step: number of completed optimizer steps.
@@ -519,8 +522,8 @@ class ShardedSaver(BackgroundSaver):
 
 
 def _write_whole(folder: Path, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write the weights to a single file in addition to their shards, which makes `folder` a
-    Hugging Face model folder. Return the `file_marks` of the new files.
+    """Write the weights to a single file in addition to their shards, so that `folder` is also a
+    Hugging Face model folder. Return the `file_marks` of the new file.
     """
     model = sharded_model(folder, saved_vocab_multiple(folder, state))
     with HashedFile(folder / WEIGHTS_NAME) as file:
@@ -533,7 +536,7 @@ def _require_on_disk(files: list[HashedFile]) -> None:
     """Read files back from the disk and compare their SHA-256.
 
     Raises:
-        CheckpointError: a file on the disk differs from what was written.
+        CheckpointError: the content of a file on the disk differs from the data that was written.
     """
     for file in files:
         forget_cached(file.path)

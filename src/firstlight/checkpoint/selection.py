@@ -1,5 +1,5 @@
-"""Select a checkpoint or model folder: by the user's argument, or for a run that resumes or rolls
-back (the newest, the best, or the newest before a step).
+"""Select the checkpoint or model folder named by the user, or the checkpoint from which a run
+resumes or to which it rolls back.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
 def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint of a run that passes `verify_checkpoint`.
 
-    A checkpoint on a dead branch (see manifest.py) is used only if all others are damaged.
+    A checkpoint of a dead branch (see manifest.py) is used only if all others are damaged.
 
     Returns:
-        The checkpoint's folder (None if the run has no checkpoint), and messages about damaged
-        newer checkpoints and about checkpoints of other runs.
+        (folder of the checkpoint, or None if the run has no checkpoints; messages about damaged
+        newer checkpoints and about checkpoints of other runs).
 
     Raises:
         CheckpointError: there are checkpoints, but none of them is usable.
@@ -61,7 +61,7 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
         saved = saved_checkpoints(run_folder)
         past = own_past(saved)
         dead = [one for one in saved if one.sequence and one not in past]
-        # `saved` also includes checkpoints with a damaged manifest, which only cause messages.
+        # Checkpoints with a damaged manifest are included only to report them.
         return [*reversed([one for one in saved if one not in dead]), *reversed(dead)]
 
     folder, problems = _first_sound(newest_first)
@@ -75,10 +75,10 @@ def newest_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _first_sound(candidates: Callable[[], Iterable[Saved]]) -> tuple[Path | None, list[str]]:
-    """Return the folder of the first candidate that passes `verify_checkpoint`, or None, and the
-    error messages for the candidates before it.
+    """Return the folder of the first candidate that passes `verify_checkpoint`, or None, together
+    with the error messages for the candidates before it.
 
-    If the run deletes a candidate during the search, it has saved a newer checkpoint, so the search
+    If a candidate is deleted during the search, the run has saved a newer checkpoint, so the search
     is repeated with new candidates.
     """
     while True:
@@ -103,11 +103,10 @@ def read_model_folder(
     pickled: bool = False,
     best: bool = False,
 ) -> T:
-    """Select a model folder with `resolve_model_folder`, and return the result of calling `read` on
-    it.
+    """Select a model folder with `resolve_model_folder`, call `read` on it, and return the result.
 
     If `name` is a run folder and the run deletes the checkpoint while it is being read, the
-    checkpoint that is newest or best at that time is read instead. If `name` is the path of the
+    checkpoint that has become the newest or best is read instead. If `name` is the path of the
     deleted checkpoint itself, an error is raised.
 
     Args:
@@ -125,17 +124,19 @@ def read_model_folder(
             if folder.exists():
                 raise
         else:
-            # In a deleted folder, optional files such as the tokenizer would silently be missing.
+            # If the folder was deleted in the meantime, optional files such as the tokenizer may be
+            # missing from the result.
             if folder.exists():
                 return result
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint with the lowest validation loss that passes `verify_checkpoint`, and
-    messages about damaged checkpoints with lower losses.
+    """Return the checkpoint with the lowest validation loss among those that pass
+    `verify_checkpoint`, and messages about damaged checkpoints with lower losses.
 
     Raises:
-        CheckpointError: no checkpoint has a validation loss, or all that have one are damaged.
+        CheckpointError: no checkpoint has a validation loss, or all checkpoints with a validation
+            loss are damaged.
     """
     folder, problems = _first_sound(lambda: best_saved(run_folder))
     if folder is not None:
@@ -147,15 +148,15 @@ def best_checkpoint(run_folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool = False) -> Path:
-    """Return the model folder for a command's CHECKPOINT argument. If it is a checkpoint, verify
-    it.
+    """Return the model folder for a command's CHECKPOINT argument. If the folder is a checkpoint,
+    verify it.
 
     Args:
-        name: a run folder (whose newest checkpoint is used), a checkpoint folder, any Hugging Face
-            model folder, a GGUF file, or the id of a model on the Hugging Face hub.
-        pickled: True to download pickled weights if the model on the hub has no others.
-        best: True to use the run folder's checkpoint with the lowest validation loss instead of the
-            newest.
+        name: a run folder, a checkpoint folder, any Hugging Face model folder, a GGUF file, or the
+            id of a model on the Hugging Face hub. In a run folder, the newest checkpoint is used.
+        pickled: True to download pickled weights if a model on the hub has no other weights.
+        best: True to use the checkpoint with the lowest validation loss in the run folder instead
+            of the newest one.
 
     Raises:
         ConfigError: `best` is set for a path that is not a run folder.
@@ -185,11 +186,12 @@ def resolve_model_folder(name: str | Path, *, pickled: bool = False, best: bool 
 
 
 def resolve_tokenizer(name: str | Path) -> Path:
-    """Return the file or folder of a tokenizer, which may be part of a model.
+    """Return the file or folder of a tokenizer. `name` can refer to the tokenizer itself or to a
+    model that includes it.
 
     Args:
-        name: a tokenizer's file or folder, or a model as in `resolve_model_folder`, whose tokenizer
-            is used. For an adapter without a tokenizer, the tokenizer of its base model is used.
+        name: a tokenizer's file or folder, or a model as in `resolve_model_folder`. For an adapter
+            without a tokenizer, the tokenizer of its base model is used.
 
     Raises:
         CheckpointError, ModelError: see `resolve_model_folder`.
@@ -200,20 +202,21 @@ def resolve_tokenizer(name: str | Path) -> Path:
     if path.is_file() or has_tokenizer(path):
         return path
     if not path.is_dir() and str(name).partition("@")[0].count("/") != 1:
-        # Neither a path nor a hub id; the caller raises an error when it reads the path.
+        # The name is neither a path nor a hub id. The caller raises an error when it reads the
+        # path.
         return path
     if path.is_dir() and not (path / CHECKPOINTS).is_dir() and not is_adapter(path):
         require_not_trainer(path)
         return path
-    # The weights of a hub model are not downloaded.
+    # Do not download the weights of a hub model.
     is_here = path.is_dir()
     folder = resolve_model_folder(name) if is_here else find_model_folder(name, weights=False)
     return next(filter(has_tokenizer, adapter_chain(folder)), folder)
 
 
 def trained_on(folder: Path) -> dict[str, Any]:
-    """Return the `data` entry in a checkpoint's state, with `dir`, `seq_len` and `document_masking`
-    of its training data, or {} for a folder that is not a checkpoint.
+    """Return the `data` entry in a checkpoint's state, which includes `dir`, `seq_len` and
+    `document_masking` of the training data. Return {} for a folder that is not a checkpoint.
     """
     if not (folder / STATE_NAME).is_file():
         require_kept(folder)
@@ -225,17 +228,18 @@ def trained_on(folder: Path) -> dict[str, Any]:
 def checkpoint_before(
     run_folder: Path, step: int, saved_step: int, every_steps: int
 ) -> Path | None:
-    """Return the folder of the checkpoint to which a run rolls back, or None: the newest checkpoint
-    before `step` that passes `verify_checkpoint`.
+    """Return the folder of the checkpoint to which a run rolls back, or None if there is none. It
+    is the newest checkpoint before `step` that passes `verify_checkpoint`.
 
-    Checkpoints at regular steps (multiples of `every_steps`) and before the first skipped step are
-    preferred. A run that was stopped and resumed has an additional checkpoint, but it thus rolls
-    back to the same step as an uninterrupted run.
+    Checkpoints whose last step was not skipped and checkpoints at regular steps (multiples of
+    `every_steps`) are preferred. A run that was stopped and resumed has an additional checkpoint.
+    Because of this preference, such a run rolls back to the same step as an uninterrupted run.
 
     Args:
         run_folder: the run's folder.
-        step: step that failed, or step of an earlier rollback that did not help.
-        saved_step: step of the run's newest checkpoint; later ones are on a dead branch.
+        step: step that failed, or target step of an earlier rollback after which no step succeeded.
+        saved_step: step of the run's newest checkpoint. Checkpoints of later steps belong to a dead
+            branch.
         every_steps: the recipe's `checkpoint.every_steps`.
     """
     found = []
@@ -243,7 +247,7 @@ def checkpoint_before(
         if one.step < step and one.step <= saved_step:
             with contextlib.suppress(CheckpointError):
                 state = load_trainer_state(one.folder)
-                # If all steps were skipped, the checkpoint is simply the run's initial state.
+                # If all steps were skipped, the checkpoint only contains the run's initial state.
                 if state.get("skipped_steps", 0) < one.step:
                     found.append((*_merits(state, one.step, every_steps), one.sequence, one.folder))
     for *_, folder in sorted(found, reverse=True):

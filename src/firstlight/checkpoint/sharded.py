@@ -4,13 +4,13 @@ read them.
     optimizer.shard-00001-of-00004.safetensors
     model.shard-00001-of-00004.safetensors
 
-The format is the same as in torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors
-files whose metadata contains the offsets of each shard in its tensor. torch.distributed.checkpoint
-and its consolidation can read them. torch's default format is not used, because its index is a
-pickle.
+The format is that of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors files
+with metadata that contains the offsets of each shard in its tensor. torch.distributed.checkpoint
+and its consolidation functions can read these files. torch's default format is not used, because
+its index is a pickle.
 
-Weights have the names and shapes of the model's parameters. Unlike in a Hugging Face folder,
-experts are stacked and the vocabulary includes padding rows.
+Weights have the names and shapes of the model's parameters. In contrast to a Hugging Face folder,
+experts are stacked, and the vocabulary includes padding rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from firstlight.optim.optimizer import Optimizer
 from firstlight.weights.huggingface import read_config, unloaded_model
 from firstlight.weights.stored import read_header
 
-#: The two kinds of tensors, named after the prefix of their files.
+#: The two kinds of tensors. The values are the prefixes of their file names.
 WEIGHTS, MOMENTS = "model", "optimizer"
 
 _FILE_NAME = re.compile(r"(model|optimizer)\.shard-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
@@ -62,7 +62,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Rectangular part of a tensor that belongs to one process.
+    """Rectangular part of a tensor that is stored by one process.
 
     Attributes:
         tensor: elements of the shard, with as many dimensions as the full tensor.
@@ -98,8 +98,8 @@ def shard_name(kind: str, rank: int, size: int) -> str:
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """Return the names of all shard files that a checkpoint must have, derived from the names of
-    its existing files, or [] if it is not sharded.
+    """Return the names of all shard files that a checkpoint must contain, derived from the names of
+    its existing files. Return [] if it is not sharded.
     """
     counts = {int(m[3]) for name in names if (m := _FILE_NAME.fullmatch(name))}
     return [
@@ -111,15 +111,16 @@ def shard_names(names: Iterable[str]) -> list[str]:
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    """Return the shards that this process must write so that each element is written exactly once.
+    """Return the shards that this process must write, so that each element is written by exactly
+    one process.
 
     If several processes have a copy of a shard (hybrid sharding), one of them is chosen based on
-    the tensor's name. Tensors that are not sharded must be passed by only one process.
+    the tensor's name. Tensors that are not sharded must be passed by exactly one process.
 
     Returns:
         Shards whose tensors share memory with `tensors` and are on the same device.
     """
-    # Imported here, because the import takes most of a second.
+    # Imported here, because the import takes almost a second.
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
     cut = {name: t for name, t in tensors.items() if is_sharded(t) and _is_owner(name, t)}
@@ -133,15 +134,15 @@ def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, TensorShard]:
         assert place is not None
         tensor = cut[name].detach()
         assert is_sharded(tensor)
-        # Some shards are empty if there are more processes than rows.
+        # If there are more processes than rows, some shards are empty.
         if math.prod(place.chunk.sizes):
             shards[name] = TensorShard(tensor.to_local(), tuple(place.chunk.offsets))
     return shards
 
 
 def _is_owner(name: str, tensor: Tensor) -> bool:
-    """Return True if this process must write its shard. Other processes may have copies of the same
-    shard.
+    """Return True if this process must write its shard of a tensor. Other processes may have copies
+    of the same shard.
     """
     assert is_sharded(tensor)
     mesh = tensor.device_mesh
@@ -157,8 +158,8 @@ def _is_owner(name: str, tensor: Tensor) -> bool:
 
 
 def write_shards(path: Path, shards: Mapping[str, TensorShard]) -> HashedFile:
-    """Write the file with this process's shards. Return the written file, which has its size and
-    SHA-256 as attributes.
+    """Write the file with this process's shards. Return the written file, including its size and
+    SHA-256.
 
     Raises:
         OSError: a file system error.
@@ -201,13 +202,13 @@ def stored_shapes(folder: Path, kind: str) -> dict[str, StoredShape]:
 
 
 def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place from the shards in a folder. Each process reads only what it needs,
-    without communication.
+    """Fill tensors in place from the shards in a folder. Each process reads only the data of its
+    own tensors, without communication.
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        targets: full tensors or DTensors with any sharding, keyed by name, on any device, with the
-            same shapes and dtypes as in the files.
+        targets: full tensors, or DTensors with any sharding, keyed by name. They may be on any
+            device, and must have the same shapes and dtypes as in the files.
 
     Raises:
         CheckpointError: a tensor is missing or has a different shape or dtype, or a file is
@@ -241,7 +242,8 @@ def read_shards(folder: Path, kind: str, targets: Mapping[str, Tensor]) -> None:
     reader.fs = Shards()
     try:
         with warnings.catch_warnings():
-            # torch warns that processes read independently (no_dist), which is intended here.
+            # torch warns that processes read independently of each other (no_dist), which is
+            # intended here.
             warnings.simplefilter("ignore", UserWarning)
             load(
                 {name: target.detach() for name, target in targets.items()},
@@ -259,7 +261,7 @@ def read_full_tensors(
 
     Args:
         kind: `WEIGHTS` or `MOMENTS`.
-        names: names of the tensors to read; None reads all.
+        names: names of the tensors to read; None for all tensors.
 
     Raises:
         CheckpointError: a tensor is missing, or a file is damaged.
@@ -278,7 +280,7 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
     Args:
         folder: the checkpoint's folder.
-        vocab_multiple: the checkpoint's vocabulary is padded to a multiple of this number.
+        vocab_multiple: multiple to which the checkpoint's vocabulary is padded.
 
     Raises:
         ModelError: config.json is damaged.
@@ -291,8 +293,8 @@ def sharded_model(folder: Path, vocab_multiple: int) -> Model:
 
 
 def fitting_model(config: ModelConfig, folder: Path, vocab_multiple: int) -> Model:
-    """Build the model of a config on the meta device, and check that the shards in a folder match
-    it.
+    """Build the model of a config on the meta device, and check that it matches the shards in a
+    folder.
 
     Raises:
         ModelError: the config's model and the shards have very different numbers of tensors.
@@ -328,9 +330,9 @@ def restore_shards(
 
     Args:
         folder: a sharded checkpoint.
-        model: the model, changed in place; its parameters may be sharded in any way.
-        optimizer: the model's optimizer, changed in place.
-        vocab_multiple: the model's vocabulary is padded to a multiple of this number.
+        model: the model, which is changed in place. Its parameters may be sharded in any way.
+        optimizer: the model's optimizer, which is changed in place.
+        vocab_multiple: multiple to which the model's vocabulary is padded.
         other_prefix: prefix of the names of tensors in the optimizer file that are not moments.
         has_moments: True to raise an error if the checkpoint has no moments.
 
@@ -390,15 +392,17 @@ def _shards_of(path: Path) -> list[tuple[str, _Box, torch.dtype]]:
 
 
 def _union(boxes: list[_Box]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None."""
+    """Return the shape of the tensor that the boxes fill without gaps or overlaps, or None if there
+    is none.
+    """
     if len({len(begins) for begins, _ in boxes}) != 1:
         return None
     shape = tuple(max(sizes) for sizes in zip(*(ends for _, ends in boxes), strict=True))
     volume = sum(math.prod(e - b for b, e in zip(*box, strict=True)) for box in boxes)
     if volume != math.prod(shape):
         return None
-    # The boxes have as many elements as the full tensor, so they fill it unless two of them
-    # overlap.
+    # The boxes have as many elements as the full tensor in total, so they fill it unless two of
+    # them overlap.
     open_boxes: list[_Box] = []
     for box in sorted(boxes):
         open_boxes = [one for one in open_boxes if not shape or one[1][0] > box[0][0]]

@@ -123,7 +123,7 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
-    # Tasks run first: their errors show at once, while computing a loss may take long.
+    # Tasks run first, because errors in them appear at once, and computing a loss can take long.
     if tasks:
         options = {"items": items, "task_folder": task_folder, "chat_template": chat_template}
         result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
@@ -142,11 +142,16 @@ def eval_command(
 
 
 def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Evaluate tasks and print the scores; return the results, keyed by task, and the names of the
-    tasks to which the chat template was applied.
+    """Evaluate tasks, and print the scores.
 
     Args:
+        loaded: the model.
+        tasks: names of the tasks.
         options: see `evaluate_tasks`.
+
+    Returns:
+        "tasks", the results, keyed by task; and "chat_template", the tasks to which the chat
+        template was applied, if any.
     """
     from firstlight.evaluation.tasks import evaluate_tasks
 
@@ -170,10 +175,10 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print each model's loss by position in the row, and return the results, keyed by model.
+    """Print and return the loss of each model by position in the row.
 
-    All models are evaluated on the same rows: the rows of the first model's data and sequence
-    length.
+    All models are evaluated on the same rows. The data and the sequence length are those of the
+    first model.
     """
     from firstlight.evaluation.perplexity import (
         ByPosition,
@@ -198,7 +203,7 @@ def _by_position(
         data = data or str(evaluated_folder(loaded, data, options.get("split", "val")))
         one = found[name] = evaluated(loaded, data)
         contexts[name] = loaded.model.config.max_position_embeddings
-        # The other models are evaluated on the same rows as the first.
+        # Evaluate the other models on the same rows.
         options |= {"seq_len": one.seq_len, "document_masking": one.document_masking}
     show_table(
         [
@@ -221,7 +226,7 @@ def _by_position(
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
-    """Save the result in the model's folder for its model card; if that fails, print a note."""
+    """Save the result in the model's folder, for the model card. If this fails, print a note."""
     from firstlight.data.sources import neutral_name
     from firstlight.sharing.card import record_evaluation
 
@@ -239,10 +244,10 @@ def _require_used(
     of_the_loss: dict[str, Any],
     for_tasks: dict[str, Any],
 ) -> None:
-    """Require that no option is given for a part (loss or tasks) that is not evaluated.
+    """Check that all given options apply to the loss or the tasks that are evaluated.
 
     Raises:
-        ConfigError: an option belongs to a part that is not evaluated.
+        ConfigError: an option applies to the loss or to tasks, which are not evaluated.
     """
     for name, given in of_the_loss.items():
         if not with_loss and given is not None:
@@ -256,8 +261,8 @@ def _require_used(
 
 
 def _with_bar(what: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Return the result of `work`, which is called with a function that reports (done, total) to a
-    progress bar."""
+    """Call `work` while a progress bar is displayed, and return its result. The argument of `work`
+    is a function that updates the bar with the number of finished items and their total."""
     from firstlight.console import progress_bar
 
     with progress_bar() as bar:

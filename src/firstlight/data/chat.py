@@ -65,14 +65,14 @@ from firstlight.tokenizer.chat_labels import (
 from firstlight.tokenizer.chat_template import required_tokens
 from firstlight.tokenizer.messages import LOST, normalize_message, template_options
 
-#: Number of tokens per shard. Shards are smaller than for text, because the loss mask is kept in
-#: memory.
+#: Number of tokens per shard. Shards of conversations are smaller than shards of text, because the
+#: loss mask of a whole shard is kept in memory.
 _SHARD_TOKENS = 10_000_000
 #: Maximum number of names of unused fields that are counted.
 _MOST_FIELDS = 1000
 
 
-#: Option that sets the treatment of bad records, in training and for `firstlight prepare`.
+#: Name of the option for bad records in training and in `firstlight prepare`, for error messages.
 _ON_BAD = "--data.on_bad {0}, or --on-bad {0} of prepare,"
 
 
@@ -81,20 +81,21 @@ class ChatOptions:
     """Options for converting records to examples.
 
     Attributes:
-        kind: kind of the records: "chat", or "preference" for two answers to one prompt (see
-            `conversations`), which become two examples with the chosen answer first.
+        kind: kind of the records: "chat" for conversations, or "preference" for records with two
+            answers to one prompt (see `conversations`). Each preference record becomes two
+            examples, of which the first contains the chosen answer.
         form: format of the records; "auto" detects the format of each record from its keys.
         train_on: tokens to use as labels: "assistant" for the assistant's tokens (answers, tool
-            calls, reasoning) and the ends of its turns, "last" for the tokens of its last message
-            only, "answers" for "assistant" without the reasoning, "all" for every token except the
-            first of an example.
-        on_bad: treatment of a record that is not a conversation, or from which the chat template
-            omits something: "refuse" raises an error, "skip" drops the record, "keep" trains on the
-            part that the template keeps and raises an error only for records that are not
-            conversations.
-        val_fraction: fraction of the examples that is held out for validation. An example is held
-            out whenever validation has less than this fraction so far. All examples with the same
-            question go to the same split (see `Conversation.question`).
+            calls, reasoning) and the end tokens of its turns; "last" for the tokens of its last
+            message only; "answers" for the same tokens as "assistant", but without the reasoning;
+            "all" for every token except the first token of an example.
+        on_bad: handling of a record that is not a conversation, or of which the chat template omits
+            a part. "refuse" raises an error. "skip" drops the record. "keep" trains on the part
+            that the template renders, and raises an error only if the record is not a conversation.
+        val_fraction: fraction of the examples to hold out for validation. An example is held out
+            if less than this fraction of the examples written so far is in the validation split.
+            All examples with the same question are assigned to the same split (see
+            `Conversation.question`).
     """
 
     kind: Literal["chat", "preference"] = "chat"
@@ -115,15 +116,16 @@ def prepare_chat(
     overwrite: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write conversations as token shards to the `out` folder. Return the manifest.
+    """Write conversations as token shards to the `out` folder and return the manifest.
 
     Args:
-        inputs: files of records, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]". In folders, files
-            named after splits are assigned to those splits; see `find_splits`.
+        inputs: files of records, folders, globs, or datasets as "hf:NAME[:CONFIG[:SPLIT]]". In a
+            folder, a file that is named after a split is assigned to that split; see
+            `find_splits`.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
-        val_inputs: inputs for validation. If any are given, no part of `inputs` is held out, and
-            conversations with the same questions are excluded from training.
+        val_inputs: inputs for validation. If there are any, no part of `inputs` is held out, and
+            conversations in `inputs` are excluded if their question is in the validation data.
         template: chat template: "chatml", "hermes", "llama2", "llama3", "alpaca" or a .jinja file;
             None uses the tokenizer's template.
         options: see `ChatOptions`.
@@ -137,7 +139,7 @@ def prepare_chat(
         TokenizerError: the tokenizer or the template is unusable, or they are incompatible.
         ConfigError: an option is out of range.
         MissingDependencyError: a package that the inputs need is not installed.
-        StorageError: the disk is full or not writable; nothing is left behind.
+        StorageError: the disk is full or not writable; no incomplete folder remains.
     """
     if not 0 <= options.val_fraction < 1:
         raise ConfigError(
@@ -214,7 +216,7 @@ class _ChatPreparation:
                         self._writer.reject(record, BadRecordError("held_out", problem))
                         continue
                     self._count(record, conversations)
-                    # Escaped, because a file name may contain a newline.
+                    # Escape the place, because a file name may contain a newline.
                     place = json.dumps(record.place)[1:-1] + "\n"
                     for chat in chats:
                         self._write(split, chat)
@@ -264,7 +266,7 @@ class _ChatPreparation:
         format.
 
         Raises:
-            BadRecordError: tools or calls are not valid.
+            BadRecordError: the tools or the tool calls are not valid.
         """
         messages = conversation.messages
         fields = record_fields(record.value) if isinstance(record.value, dict) else {}
@@ -285,8 +287,8 @@ class _ChatPreparation:
         return examples
 
     def _count(self, record: Record, conversations: Sequence[Conversation]) -> None:
-        """Count duplicate records, records with control tokens in their texts, and fields that are
-        not used."""
+        """Update the counts of duplicate records, of records with control tokens in their texts,
+        and of unused fields."""
         for field in unused_fields(record.value, conversations[0]):
             if field in self._unused or len(self._unused) < _MOST_FIELDS:
                 self._unused[field] = self._unused.get(field, 0) + 1
@@ -299,7 +301,7 @@ class _ChatPreparation:
         self._with_control_tokens += any(map(control_tokens, texts))
 
     def _count_lost(self, record: Record, examples: Sequence[LabelledChat]) -> None:
-        """Count a record from which the template omits something.
+        """Count a record if the template omits part of it.
 
         Raises:
             BadRecordError: `on_bad` is not "keep", or the record has no labels left.
@@ -325,11 +327,12 @@ class _ChatPreparation:
             raise BadRecordError("template", str(error)) from error
 
     def _split_of(self, question: str, given: str) -> str:
-        """Return the split of a record's examples: the same for all records with the same question.
+        """Return the split of a record's examples. All records with the same question have the same
+        split.
 
         Args:
             question: see `Conversation.question`.
-            given: the split to whose inputs the record belongs.
+            given: split whose inputs contain the record.
         """
         if not self._own_val and not self._fraction:
             return "train"
@@ -342,8 +345,8 @@ class _ChatPreparation:
     def _write(self, split: str, chat: LabelledChat) -> None:
         loss_mask = np.array(chat.loss_mask)
         loss_mask[0] = False  # The first token can't be predicted because no token precedes it.
-        # Bits per byte divide the loss by the bytes of text. An example whose only label is an end
-        # token contains no text, so at least one byte is counted.
+        # Bits per byte are computed by dividing by the bytes of text. An example whose only label
+        # is an end token contains no text, so count at least one byte.
         ids, text_bytes = np.array(chat.ids, dtype=self._writer.dtype), max(chat.text_bytes, 1)
         self._writer.write(split, ids, loss_mask, text_bytes=text_bytes)
         self._torn += chat.torn
@@ -351,10 +354,10 @@ class _ChatPreparation:
             self._warning = require_end(chat.ids, chat.loss_mask, self._tokenizer) or ""
 
     def _other_template(self, *reasons: str) -> str:
-        """Return advice on a template that includes the texts that this one omits.
+        """Return advice, for an error message, on a chat template that includes the omitted texts.
 
         Args:
-            reasons: keys of `LOST`.
+            reasons: kinds of omitted texts, as keys of `LOST`.
         """
         known = self._tokenizer.special_tokens
         is_chatml = all(token in known for token in required_tokens("hermes"))
@@ -376,7 +379,7 @@ class _ChatPreparation:
             raise InputError("the validation inputs contain no conversations: choose other inputs")
 
     def manifest(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Finish the folder. Return its manifest.
+        """Finish the folder and return its manifest.
 
         Args:
             unread: files in the inputs that were not read.
@@ -420,7 +423,8 @@ def cached_chat(
     progress: bool = False,
 ) -> Path:
     """Return the cache folder with the prepared conversations, preparing them first if necessary.
-    If several processes call this concurrently, one of them prepares and the others wait.
+    If several processes call this function at the same time, one of them prepares the
+    conversations and the others wait.
 
     Args:
         files: the `inputs` of `prepare_chat`.
@@ -448,7 +452,7 @@ def cached_chat(
             if not _is_whole(folder, verify):
                 what = "preference pairs" if options.kind == "preference" else "conversations"
                 tell(f"preparing the {what} of {', '.join(map(str, files))}")
-                # An existing folder that did not pass the check is incomplete or damaged.
+                # An existing folder did not pass the check, so it is incomplete or damaged.
                 if folder.exists():
                     remove_folder(folder)
                 prepare_chat(
@@ -489,8 +493,8 @@ def _fingerprint(source: DataSource) -> str:
     hub = optional("huggingface_hub", f"reading {source.name}")
     try:
         return str(hub.HfApi().dataset_info(source.dataset.partition(":")[0]).sha)
-    # Each library raises different errors for unknown names and for problems with the network or
-    # server.
+    # The libraries behind this call raise different errors for unknown names and for problems with
+    # the network or the server.
     except Exception as error:
         raise InputError(
             f"dataset {source.name} is not available: {first_line(error)}; without a connection, "

@@ -1,6 +1,8 @@
-"""Clean texts while they are read: `split_documents` splits documents at separators such as
-<|endoftext|>, and `cleaned` replaces CRLF line endings, removes the header and licence of Project
-Gutenberg, and removes the numbers and times of subtitles.
+"""Clean texts while they are read.
+
+`split_documents` splits a text into documents at separators such as <|endoftext|>. `cleaned`
+replaces CRLF line endings, removes the header and licence of Project Gutenberg, and removes the
+numbers and times of subtitles.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _SEPARATOR = re.compile(
     rb"|\xef\xbd\x9c(?:begin|end)\xe2\x96\x81of\xe2\x96\x81sentence\xef\xbd\x9c)>",
 )
 #: Number of bytes on each side of a separator that are examined to distinguish the separator from a
-#: mention of it. A separator is at most half as long.
+#: mention of it. The longest separator has at most half as many bytes.
 _CONTEXT = 64
 #: End of a text directly before a separator: a letter, a digit, punctuation or a closing quote. A
 #: quote after a space, a bracket, an operator or the prefix of a string literal is an opening
@@ -27,24 +29,25 @@ _CONTEXT = 64
 _TEXT_BEFORE = re.compile(
     rb"(?:[\w\x80-\xff.!?;)\]*_~]|(?<![\s(\[{=,:;+])(?<!\b[bfru])[\"'])\Z", re.IGNORECASE
 )
-#: End of a sentence and spaces directly before a separator.
+#: End of a sentence directly before a separator, optionally with spaces between them.
 _SENTENCE_END = re.compile(rb"(?:[.!?]|\xe2\x80\xa6|\xe3\x80\x82)[\"')\]*_\x80-\xff]*[ \t]*\Z")
-#: Beginning of a text after a separator: a letter or digit, possibly after opening quotes. After
-#: spaces, it must not be a lower-case letter.
+#: Beginning of a text after a separator, optionally with opening quotes. Directly after the
+#: separator, the text begins with any letter or digit (`_TEXT_AFTER`). If there are spaces in
+#: between, it must not begin with a lower-case letter (`_CAPITAL_AFTER`).
 _CAPITAL_AFTER = re.compile(rb"[ \t]*[\"'(\[*_#-]*[A-Z0-9\x80-\xff]")
 _TEXT_AFTER = re.compile(rb"[\"'(\[*_#-]*[\w\x80-\xff]")
 _LINE_START, _LINE_END = re.compile(rb"\n[ \t]*\Z"), re.compile(rb"[ \t\r]*(?:\n|\Z)")
 #: Blank lines at the beginning of a text or, if there are none, the spaces of its first line.
 _BLANK = re.compile(rb"(?:[ \t\r]*\n)+|[ \t]*")
 
-#: Project Gutenberg's lines around the text of a book:
-#: - start, since 2003: "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***", where the title may
-#:   take several lines. Some years have THIS instead of THE, ETEXT instead of EBOOK, or no blanks
-#:   after the asterisks.
-#: - print, before 2003, the end of the header: "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN
+#: Lines that Project Gutenberg adds before and after the text of a book, by group of the pattern:
+#: - start: the end of the header since 2003, "*** START OF THE PROJECT GUTENBERG EBOOK TITLE ***".
+#:   The title may span several lines. In some years, the line contains THIS instead of THE or ETEXT
+#:   instead of EBOOK, or has no spaces after the asterisks.
+#: - print: the end of the header before 2003, "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN
 #:   ETEXTS*Ver.04.29.93*END*".
-#: - end: "*** END OF THE PROJECT GUTENBERG EBOOK ..." or "End of (the|this) Project Gutenberg('s)
-#:   ...", or both.
+#: - end: the end of the book, "*** END OF THE PROJECT GUTENBERG EBOOK ..." or "End of (the|this)
+#:   Project Gutenberg('s) ...", or both.
 _MARKS = re.compile(
     r"^[ \t\[]*(?:"
     r"(?P<start>\*+[ \t]*START[ \t]+OF[ \t]+(?:TH(?:E|IS)[ \t]+)?PROJECT[ \t]+GUTENBERG"
@@ -62,10 +65,10 @@ _CREDITS = re.compile(
     re.IGNORECASE,
 )
 
-#: A text with one of these marks contains at least one of these words.
+#: Words for a fast check: every text with a match of `_MARKS` contains at least one of them.
 _OF_GUTENBERG = ("utenberg", "UTENBERG", "SMALL", "Small", "small P", "small p")
-#: Beginning of a .vtt file, and the lines before each subtitle: blank lines, the subtitle's number
-#: or name (SubRip, WebVTT) and its times.
+#: Parts of a subtitle file that are removed: the header of a .vtt file, and the lines before each
+#: subtitle. These are blank lines, the subtitle's number or name (SubRip, WebVTT) and its times.
 _TIMES = re.compile(
     r"\AWEBVTT(?:[^\n]|\n(?!\n))*"
     r"|(?:\A|(?<!\n)\n)\n*(?:[^\n]+\n)?(?:\d+:)?\d\d:\d\d[.,]\d{3}[ \t]+-->[^\n]*(?:\n|\Z)"
@@ -144,7 +147,8 @@ def split_documents(
             document.add(text[begin:])
             yield from document.end("", even_empty=is_first)
             return
-        # A separator may extend into the next block, or need more context.
+        # The last bytes of the block may be part of a separator that extends into the next block,
+        # or contain a separator that needs more context.
         place = max(place, len(text) - _CONTEXT // 2 if mark is None else mark.start())
         end = max(begin, place - _CONTEXT)
         document.add(text[begin:end])
@@ -152,7 +156,7 @@ def split_documents(
 
 
 class _Document:
-    """The document that is being read.
+    """Document that is currently being read.
 
     Attributes:
         size: number of bytes of the document so far.
@@ -176,8 +180,8 @@ class _Document:
             self._parts.append(part)
 
     def end(self, separator: str, *, even_empty: bool = False) -> Iterator[DocumentPart]:
-        """Finish the document and begin the next one. Yield the document unless it is empty; with
-        `even_empty`, yield it in any case.
+        """Finish the document and begin the next one. Yield the finished document; an empty
+        document is yielded only with `even_empty`.
 
         Args:
             separator: the separator after the document; "" at the end of the text.
@@ -233,14 +237,21 @@ def _is_long(mark: bytes) -> bool:
 def cleaned(
     text: str, *, is_code: bool = False, is_subtitles: bool = False
 ) -> tuple[str, tuple[str, ...]]:
-    """Clean a text: replace CRLF with LF and, unless the text is code, remove the header and
-    licence of Project Gutenberg. Also remove the numbers and times of subtitles. Return the text,
-    which is "" if nothing remains, and the keys of the changes.
+    """Clean a text. Return the cleaned text, or "" if nothing remains, and the keys of the changes.
+
+    CRLF line endings are replaced with LF. The header and licence of Project Gutenberg are removed
+    unless the text is code. The numbers and times of subtitles are removed if the text is a
+    subtitle file.
+
+    Args:
+        text: the text of a document.
+        is_code: True for source code.
+        is_subtitles: True for a subtitle file.
     """
     changes: tuple[str, ...] = ()
     if "\r\n" in text:
         text, changes = text.replace("\r\n", "\n"), (CRLF,)
-    # Faster than a pattern of alternatives.
+    # Searching for each word is faster than a regular expression with alternatives.
     if not is_code and any(word in text for word in _OF_GUTENBERG):
         body = without_gutenberg(text)
         if body != text:
@@ -253,8 +264,8 @@ def cleaned(
 def without_gutenberg(text: str) -> str:
     """Return the text without the header, credits and licence of Project Gutenberg (see `_MARKS`).
 
-    If a file contains several books, all are kept. A text in which no line begins with such a mark
-    is returned unchanged. The result is "" if there is no text between the marks.
+    If the text contains several books, all of them are kept. A text without any of these lines is
+    returned unchanged. The result is "" if there is no text between the lines.
     """
     books: list[str] = []
     begin = 0
@@ -269,7 +280,7 @@ def without_gutenberg(text: str) -> str:
             is_inside = False
         else:
             if is_inside and is_marked and mark["print"] is None:
-                books.append(text[begin : mark.start()])  # A book without an end line.
+                books.append(text[begin : mark.start()])  # The book has no end line.
             begin, is_inside = mark.end(), True
         is_marked = True
     if not is_marked:
@@ -282,7 +293,7 @@ def without_gutenberg(text: str) -> str:
 
 
 def is_separator(change: str) -> bool:
-    """Return True if the key of a change is the spelling of a separator."""
+    """Return True if the key of a change is a separator string."""
     kept = (_KEPT, CHAT, TRANSCRIPT)
     return change not in (CRLF, GUTENBERG, SUBTITLES) and not change.startswith(kept)
 
@@ -328,7 +339,7 @@ def change_lines(
 
     Args:
         record, names: see `ChangeCounts`.
-        total: number of all documents.
+        total: total number of documents.
     """
     for change, counts in record.items():
         documents, files = counts["documents"], counts["files"]
@@ -352,7 +363,7 @@ def change_lines(
                 "(train) and --kind chat (prepare) read"
             )
         elif change.startswith(TRANSCRIPT):
-            # A few such documents among others may be chapters of a book.
+            # Warn only if most documents are like this. A few of them may be chapters of a book.
             if 2 * documents > total:
                 yield (
                     f"warning: {where}: {number} with turns of {change.removeprefix(TRANSCRIPT)}, "

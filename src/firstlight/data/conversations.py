@@ -7,21 +7,22 @@ The format of each record is detected from its fields, whose names are defined i
                 "input" or "context", "system" and "history" (earlier turns: [[question, answer],
                 ...])
     messages    {"messages": [{"role", "content"}, ...]}, as for OpenAI's fine-tuning; content may
-                be a list of {"type": "text", "text"}; an answer with "weight": 0 is not learned
+                be a list of {"type": "text", "text"}; an answer with "weight": 0 is masked
     sharegpt    {"conversations": [{"from", "value"}, ...]}
-    written     {"text": "<|im_start|>user\\n..."}: a conversation that is already written out with
-                the control tokens of a chat template (see `_MARKUP`), or with the names of the
-                speakers, as in "### Human: ... ### Assistant: ..." (see `transcript_of`)
+    written     {"text": "<|im_start|>user\\n..."}: a conversation as one text, with the control
+                tokens of a chat template (see `_MARKUP`) or the names of the speakers, as in
+                "### Human: ... ### Assistant: ..." (see `transcript_of`)
 
 A conversation has at least one answer. Its messages may be in any order that the chat template
-accepts. A blank system message is ignored. A "system" field next to a list of messages is inserted
-before them, unless they already contain the same system message.
+accepts. A blank system message is ignored. If a record has a "system" field and a list of messages,
+the field's text becomes the first message, unless the list already contains this system message.
 
-Records of preference data contain two answers to the same prompt, a preferred and a rejected one,
-as texts or messages. The prompt is a question with its optional fields as above, or a list of
-messages. If there is no prompt, or if both answers repeat it, the answers are full conversations
-(messages, or a text with "Human:" and "Assistant:" before its turns) whose common beginning is the
-prompt. Only the messages after the prompt are trained on.
+Records of preference data contain a preferred and a rejected answer to the same prompt, as texts or
+messages. The prompt is a question, with the same optional fields as in the alpaca format, or a list
+of messages. If the record has no prompt, or if both answers repeat it, the answers are full
+conversations: messages, or a text with "Human:" and "Assistant:" before its turns. The common
+beginning of both conversations is then the prompt. Only the messages after the prompt are used as
+labels.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ PAIRS_ARE_SELF_DESCRIBING = (
     "detect the format from the keys: omit train_on and format"
 )
 
-#: Maximum number of characters in all messages of a conversation: more than fit into the longest
-#: context, but few enough for a chat template to render.
+#: Maximum number of characters in all messages of a conversation. This is more text than fits into
+#: the longest context of any model, but not too much for a chat template to render.
 MAX_CONVERSATION_CHARS = 4_000_000
 
 REASONS = {
@@ -85,7 +86,7 @@ REASONS = {
     **{key: f"{text} that the chat template omits" for key, text in LOST.items()},
 }
 
-#: Role for each lower-case role name in records. Tools keep the name that the record uses.
+#: Role for each lower-case role name in records. The names of tool roles are kept unchanged.
 _ROLE_NAMES = {
     "system": "system developer",
     "user": "user human prompter customer question",
@@ -102,8 +103,8 @@ _BESIDE_CONTENT = (*CALLS, *THOUGHTS)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 #: Possible keys for a message's role and for its content. The first key that exists is used.
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "value", "text", "parts")
-#: Fields that may contain a conversation as a list of texts, and as one text with the names of the
-#: speakers.
+#: Fields that may contain a conversation as a list of texts, and fields that may contain it as one
+#: text with the names of the speakers.
 _TURN_FIELDS = ("data", "dialog", "dialogue", "turns")
 _TRANSCRIPT_FIELDS = ("chat", "text", "input")
 
@@ -137,8 +138,8 @@ class Conversation:
 
     @property
     def question(self) -> str:
-        """Normalised text up to the first answer to a user, without system messages, used to
-        compare questions. Letter case and whitespace are ignored.
+        """Text of the messages before the first answer to a user, without system messages. It is
+        normalised in letter case and whitespace, so that equal questions can be recognised.
         """
         is_asked = False
         words: list[str] = []
@@ -220,8 +221,8 @@ def _learned_fields(record: object) -> dict[str, Any]:
 
 
 def record_fields(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the fields of a record that are neither null nor NaN, both by name and by lower-case
-    name. If the messages are inside an object, its other fields are included."""
+    """Return the fields of a record that are neither null nor NaN, keyed by name and also by
+    lower-case name. If the messages are inside a nested object, its other fields are included."""
     inner = [one for one in record.values() if isinstance(one, Mapping) and "messages" in one]
     beside = {key: one[key] for one in inner for key in one if key != "messages"}
     items = (beside | dict(record)).items()
@@ -236,7 +237,7 @@ def _first(fields: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def _unknown(record: Mapping[Any, Any]) -> BadRecordError:
     """Return the error for a record with an unknown format or of a different kind."""
-    # `record_fields` gives names in lower case, too.
+    # The result of `record_fields` contains most names twice. List each field only once.
     known = {field_name(name): str(name) for name in record}
     names = ", ".join(list(known.values())[:8]) or "none"
     problem = (
@@ -270,7 +271,7 @@ def _from_columns(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _thoughts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reasoning that a record contains in addition to its answer."""
     found = {key: _content(fields[key], f"`{key}`") for key in THOUGHTS if fields.get(key)}
-    # Some records specify with "on" and "off" whether an answer has reasoning.
+    # In some records, the field contains only "on" or "off": whether the answer has reasoning.
     found = {key: text for key, text in found.items() if text.lower() not in ("on", "off")}
     if not found and (key := next(filter(fields.get, REASONING_FIELDS), None)) is not None:
         found = {THOUGHTS[0]: _content(fields[key], f"`{key}`")}
@@ -316,11 +317,11 @@ def _side(fields: Mapping[str, Any], name: str, role: str) -> list[dict[str, Any
     if isinstance(value, str):
         if (markup := _markup_of(value) or _hh_transcript(value)) is not None:
             return _from_written(value, markup)
-        if role == "assistant":  # Completions begin with the space that follows the prompt.
+        if role == "assistant":  # A completion may begin with the space after its prompt.
             value = re.sub(r"\A (?=\S)", "", _without_end(value))
         return [_message(role, value)]
     if isinstance(value, Mapping):
-        if isinstance(texts := value.get("text"), list):  # alternative answers, as in SQuAD
+        if isinstance(texts := value.get("text"), list):  # Alternative answers, as in SQuAD.
             return [_message(role, _content(texts[:1], f"`{name}`"))]
         value = value.get("messages", [value])
     if not isinstance(value, list | tuple) or not value:
@@ -363,8 +364,8 @@ def is_messages(value: object) -> bool:
 
 
 def _turns(entries: object, name: str) -> list[dict[str, Any]]:
-    """Convert a list of messages, or of texts that alternate between user and assistant; see
-    `_messages`."""
+    """Convert a list to messages. The entries are either objects (see `_messages`) or texts that
+    alternate between user and assistant."""
     if not isinstance(entries, list) or len(entries) < 2 or not isinstance(entries[0], str):
         return _messages(entries, name)
     roles = itertools.cycle(("user", "assistant"))
@@ -375,7 +376,7 @@ def _turns(entries: object, name: str) -> list[dict[str, Any]]:
 
 
 def unused_fields(record: object, conversation: Conversation) -> list[str]:
-    """Return the fields of a record that have content, but none that is in its conversation."""
+    """Return the non-empty fields of a record whose content is not part of its conversation."""
     if not isinstance(record, Mapping):
         return []
     is_transcript = conversation_kind(record_fields(record), "") is None
@@ -390,7 +391,7 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
             return True
         if name in ANSWER_FIELDS and value.startswith("[") and _are_calls(parsed_json(value)):
             return True
-        # A short text of another field may occur in a message by chance.
+        # A short text in any other field may occur in a message by chance.
         is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
         return is_long and any(_without_end(value).strip() in text for text in texts)
 
@@ -404,8 +405,9 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
 
 
 def message_field(fields: Mapping[str, Any]) -> str | None:
-    """Return the field of an unknown name that contains a list of messages, or of texts that
-    alternate between user and assistant. Return None if there is no such field, or several."""
+    """Return the name of the field that contains the conversation as a list of messages, under any
+    name, or as a list of texts, under a name in `_TURN_FIELDS`. Return None if there is no such
+    field, or more than one."""
     values = {field_name(key): value for key, value in fields.items()}
     found = [
         key
@@ -527,13 +529,15 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
     return _with_weights(messages)
 
 
-#: Keys of a message or record that determine whether it is trained on, in data for OpenAI, axolotl
-#: and ms-swift.
+#: Keys that determine whether a message or record is trained on. They are used in datasets for
+#: OpenAI, axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
 #: Values of these keys, in lower case; tables contain them as text.
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
-#: Fields that are used whatever they contain, and fields that are used if they do not contain a
-#: text. A text of more than `_CHANCE_CHARACTERS` characters does not occur in a message by chance.
+#: Fields that are always considered used (`_USED_FIELDS`), and fields that are considered used if
+#: their value is not a text (`_VALUE_FIELDS`). A text in any other field is considered used if it
+#: occurs in a message and is too long to occur there by chance: more than `_CHANCE_CHARACTERS`
+#: characters.
 _USED_FIELDS = {"history", "tools", "functions", "chat_template_kwargs", "label"}.union(
     MESSAGE_FIELDS, SYSTEM_FIELDS, THOUGHTS, REASONING_FIELDS, _LEARNED, *PAIR_FIELDS
 )
@@ -570,12 +574,15 @@ class _Markup(NamedTuple):
     """Control tokens of a family of chat templates.
 
     Attributes:
-        head: pattern for the beginning of a turn, with the role as its group.
+        head: pattern for the beginning of a turn. Its group is the name of the turn, usually a
+            role.
         end: pattern for the end of a turn.
-        roles: roles of turns whose beginning does not contain the role's name, by upper-case name.
-        name: beginnings of the turns, for messages.
-        after: upper-case name of a turn -> name of the only turn that it may follow, or "" if it
-            may only be the first. In any other place, its beginning is part of the text.
+        roles: role of each turn with a name that is not a role name, keyed by upper-case name.
+        name: description of the turn beginnings, used in messages to the user; "" for control
+            tokens.
+        after: restrictions on the order of turns: upper-case name of a turn -> upper-case name of
+            the turn that must precede it, or "" if it must be the first turn. A turn beginning in
+            any other position is part of the text.
     """
 
     head: str
@@ -597,7 +604,7 @@ _MISTRAL = _Markup(
     },
 )
 _ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
-#: Control tokens for each possible beginning of a conversation.
+#: Control tokens of chat templates, keyed by the token with which a conversation begins.
 _MARKUP = {
     "<|im_start|>": _Markup(r"<\|im_start\|>[ \t]*(\w+)[ \t]*(?:\n|\Z)", r"<\|im_end\|>"),
     "<|start_header_id|>": _Markup(
@@ -625,8 +632,8 @@ _EDGES = re.compile(
     r"|<\|(?:begin_of_text|end_of_text|startoftext|endoftext)\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
-#: Control tokens of all known chat templates, and a list of substrings; every control token
-#: contains at least one of the substrings.
+#: Pattern for the control tokens of all known chat templates, and substrings for a fast check.
+#: Every control token contains at least one of the substrings.
 _CONTROL_TOKEN = re.compile(
     r"<\|[A-Za-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
     r"\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
@@ -641,7 +648,7 @@ _END = re.compile(
 
 def control_tokens(text: str) -> list[str]:
     """Return the control tokens of chat templates that occur in a text as plain characters."""
-    # Search for only a few substrings first, because each search takes as long as reading the text.
+    # Search for the substrings first. There are few, because each search reads the whole text.
     if not any(part in text for part in _CONTROL_PARTS):
         return []
     found = dict.fromkeys(_CONTROL_TOKEN.findall(text))
@@ -674,7 +681,7 @@ def _without_end(text: str) -> str:
     return text[:-200] + _END.sub("", text[-200:])
 
 
-#: Beginnings of turns in which a text names the speakers; {} stands for the names.
+#: Patterns for a turn beginning with the name of a speaker; {} is replaced with the possible names.
 _SPEAKERS = (
     r"###[ \t]*({})(?:[ \t]*:|[ \t]*(?=\n))",
     r"<((?ai:{}))>:?",
@@ -682,7 +689,7 @@ _SPEAKERS = (
     r"(?m:^)[ \t]*\**({})\**:\**",
     r"(?:(?<=\s)|(?<=</s>)|\A)(?=[A-Z]{{2}})({}):",
 )
-#: Names of users, of the assistants that reply to them, and of further turns.
+#: Names that occur in the same text: names of the user, names of the assistant, and further names.
 _SPEAKER_NAMES = (
     ("Human|User|Prompter|Customer", "Assistant|AI|Bot|Chatbot|GPT|Agent|Model", ""),
     ("HUMAN|USER", "ASSISTANT|AI|BOT", "|FUNCTION RESPONSE"),
@@ -701,8 +708,8 @@ _PREAMBLE = re.compile(
 
 
 def transcript_of(text: str) -> _Markup | None:
-    """Return the markup of a text that consists of the alternating turns of a user and an
-    assistant, each beginning with the speaker's name, or None for any other text."""
+    """Return the markup of a text that consists of alternating turns of a user and an assistant.
+    Each turn begins with the speaker's name. Return None for any other text."""
     before = _PREAMBLE.match(text)
     begin = 0 if before is None else before.end()
     rest = text[begin : begin + _EXAMINED_CHARACTERS]
@@ -777,7 +784,7 @@ def _from_written(text: str, markup: _Markup) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations with the same prompt. Only the messages after the prompt are trained on."""
+    """Two conversations with the same prompt. Only the messages after the prompt are labels."""
 
     chosen: Conversation
     rejected: Conversation
@@ -801,7 +808,7 @@ def to_pair(record: object) -> Pair:
         )
     both = []
     for name, answer in zip(names, answers, strict=True):
-        # Full conversations repeat the prompt.
+        # If the answers are full conversations, they repeat the prompt.
         said = (
             {one["content"].strip() for one in answer} if answer[0]["role"] != "assistant" else ()
         )
@@ -825,8 +832,8 @@ def to_pair(record: object) -> Pair:
 
 
 def _pair_prompt(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages before both answers. If the record has no prompt, this is at most a
-    system message.
+    """Return the messages before both answers. If the record has no prompt, return its system
+    message, or an empty list.
     """
     name = _first(fields, [name for name in QUESTION_FIELDS if name in fields] or MESSAGE_FIELDS)
     if name not in fields:

@@ -1,11 +1,13 @@
-"""`Corpus`: a split of prepared data, used by training, evaluation and planning. Its classes:
+"""Define `Corpus`, a split of prepared data for training, evaluation and planning.
 
-    text                `TokenDataset`; rows that begin with documents: `packing.AlignedDataset`
+The class of a corpus depends on its data:
+
+    text                `TokenDataset`, or `packing.AlignedDataset` if rows begin with documents
     conversations       `packing.ExampleDataset`
     preference pairs    `packing.PreferenceDataset`
     a mix of corpora    `MixedDataset`
 
-`shards` describes the files of a prepared folder; its `CorpusWriter` writes all kinds of them.
+The files of a prepared folder are described in `shards` and written by `shards.CorpusWriter`.
 
 A split of text is one long stream of tokens. With rows of T positions, row i predicts tokens i*T+1
 ... i*T+T, each from the token before it. Every token except the very first is therefore predicted
@@ -16,10 +18,10 @@ from tokens of the same document. The details depend on the tokens around a docu
 
     bos text eos | bos text eos     The eos is the last label of a document. The label after it,
                                     the next document's bos, is masked.
-    text eos | text eos             The eos between two documents is a label of the first document,
-                                    and the input at position 0 of the second one, whose first
-                                    token is predicted from it. No label is masked, and the model
-                                    learns how documents begin.
+    text eos | text eos             The eos between two documents is a label of the first document.
+                                    It is also the input at position 0 of the second document,
+                                    from which that document's first token is predicted. No label
+                                    is masked, and the model learns how documents begin.
     text | text                     The first token of a document is not predicted.
 """
 
@@ -176,8 +178,8 @@ class Corpus(Protocol):
 
     @property
     def gzip_bits_per_byte(self) -> float | None:
-        """Bits per byte of the text after gzip -9, a baseline for a model's bits per byte; None if
-        not recorded.
+        """Bits per byte of the text after compression with gzip -9, or None if not recorded. This
+        is a baseline for a model's bits per byte.
         """
         return None
 
@@ -200,14 +202,14 @@ class Corpus(Protocol):
         ...
 
     def label_share(self, seq_len: int) -> float:
-        """Return the fraction of the rows' positions that have a label. It is 1 for text as a
-        stream; prompts and padding do not have labels.
+        """Return the fraction of the rows' positions that have a label. The fraction is 1 for
+        text. It is lower for conversations, because prompts and padding do not have labels.
         """
         return 1.0
 
     def describe(self, seq_len: int) -> Iterator[str]:
-        """Yield lines of output about a split's rows: how full they are, and which examples are
-        dropped or truncated.
+        """Yield lines of output about the rows of a split, such as the share of positions that
+        examples occupy, and the numbers of dropped and truncated examples.
         """
         return iter(())
 
@@ -242,9 +244,9 @@ class TokenDataset(Corpus):
     Args:
         folder: a folder written by `prepare`.
         split: "train" or "val".
-        verify: True to check, before use, every shard against the sha256 in the manifest and all
-            ids against the vocabulary, which takes about a second per GB. Sizes, headers and
-            document offsets are always checked, and so is each id when it is read.
+        verify: True to check every shard against the sha256 in the manifest, and all ids against
+            the vocabulary, when the split is opened. This takes about one second per GB. Sizes,
+            headers and document offsets are always checked, and each id is checked when it is read.
 
     Raises:
         DataError: the folder is not a prepared corpus, lacks the split, is damaged, or contains
@@ -291,8 +293,8 @@ class TokenDataset(Corpus):
             raise DataError(f"{folder}: the shards of '{split}' don't match its manifest")
 
     def __getitem__(self, span: slice) -> npt.NDArray[np.int64]:
-        """Return the token ids `start:stop`, int64 [stop - start] (fewer at the end, as for any
-        slice).
+        """Return the token ids `start:stop`, int64 [stop - start]. As with any slice, the result is
+        shorter if `stop` is beyond the end.
 
         Raises:
             DataError: a shard was changed or truncated since it was opened, or contains an id
@@ -322,7 +324,7 @@ class TokenDataset(Corpus):
         """
         start, stop, step = span.indices(self.num_tokens)
         assert step == 1
-        stop = max(start, stop)  # An empty span, which slices also allow.
+        stop = max(start, stop)  # A slice may be empty, with stop before start.
         parts = [np.empty(0, dtype=np.int64)]
         for index in range(max(bisect_right(self._starts, start) - 1, 0), len(self._shards)):
             base, shard = self._starts[index], self._shards[index]
@@ -342,8 +344,8 @@ class TokenDataset(Corpus):
 
     @property
     def eos_separates(self) -> bool:
-        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2, so that the
-        first token of a document is predicted from the eos before it.
+        """True if the stream is text, eos, text, eos, ... without bos, as for GPT-2. The first
+        token of a document is then predicted from the eos before it.
         """
         return self.manifest.get("eos_token_id") is not None and not self.documents_begin_with_bos
 
@@ -407,7 +409,8 @@ class TokenDataset(Corpus):
 
     def predicts_first(self, first_id: int | None) -> bool:
         """Return True if the very first token of the split is predicted from `first_id`. A leading
-        bos is not predicted, because it has no text; neither is the first token of a conversation.
+        bos is not predicted, because it has no text. The first token of a conversation is not
+        predicted either.
         """
         return first_id is not None and int(self[0:1][0]) != first_id
 
@@ -429,17 +432,18 @@ class TokenDataset(Corpus):
 # interpreted as exact fractions (0.7 is 7/10) and scaled to the smallest integers in the same
 # ratio. Their sum is the period: weights 7 and 3 repeat every ten rows.
 #
-# Positions, and the rows j of each corpus, are counted from 0 within a period. A corpus with a
-# fraction w of the rows may provide its row j at position j / w (rounded down) at the earliest, and
-# must provide it before position (j + 1) / w (rounded up). At each position, the row with the
-# earliest deadline is drawn. All deadlines are then met (Baruah et al., "Proportionate progress",
-# 1996), so after any n rows a corpus has provided more than n * w - 1 and fewer than n * w + 1 of
-# them.
+# Positions, and the rows j of each corpus, are counted from 0 within a period. Consider a corpus
+# with a fraction w of the rows. The earliest position for its row j is j / w (rounded down). The
+# deadline is (j + 1) / w (rounded up): the row must be provided before this position. At each
+# position, the row with the earliest deadline is drawn. All deadlines are then met (Baruah et al.,
+# "Proportionate progress", 1996). Among any first n rows, a corpus has therefore provided more than
+# n * w - 1 and fewer than n * w + 1 rows.
 #
 # In a mix, a corpus provides its rows in the same order as it would alone: reshuffled in each of
 # its epochs.
 
-#: Maximum period in rows. The corpus for each row of a period is computed and kept in memory.
+#: Maximum period in rows. It is limited because the corpus of each row in a period is computed and
+#: kept in memory.
 MAX_PERIOD = 1_000_000
 
 
@@ -488,7 +492,7 @@ class Turns:
 
     def at(self, position: int) -> tuple[int, int]:
         """Return (index of the corpus that provides the row at `position`, number of rows that this
-        corpus has provided before).
+        corpus provides before that position).
         """
         periods, within = divmod(position, self.period)
         corpus = int(self._corpus[within])
@@ -505,7 +509,8 @@ class Turns:
 
 
 def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return the index of the corpus for each row of one period, uint32 [period]; see above.
+    """Return the index of the corpus for each row of one period, uint32 [period]. The algorithm is
+    described above.
 
     `waiting` contains (earliest position of the corpus's next row, corpus); `ready` contains
     (deadline of the corpus's next row, corpus).
@@ -529,7 +534,7 @@ def _corpora_of_period(parts: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 class MixedDataset(Corpus):
-    """The same split of several corpora, from which rows are drawn according to weights.
+    """Mix of the same split of several corpora. Rows are drawn according to the corpora's weights.
 
     An epoch has as many rows as all corpora together. If the weights are proportional to the sizes
     of the corpora, each corpus is seen once per epoch. Otherwise a corpus with a larger weight is
@@ -612,7 +617,7 @@ class MixedDataset(Corpus):
         return [record for one in self.parts for record in one.dataset.records(seq_len)]
 
     def identity(self) -> dict[str, Any]:
-        # The weights, written as a ratio: "7:3".
+        # The weights are written as a ratio, such as "7:3".
         ratio = {"mix": ":".join(str(one.weight) for one in self.parts)}
         return ratio | {key: v for one in self.parts for key, v in one.dataset.identity().items()}
 

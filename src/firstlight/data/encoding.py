@@ -58,18 +58,18 @@ class TextPiece(NamedTuple):
 
 #: Generator of pieces with their tokens, in the order of the pieces.
 Encoded: TypeAlias = Generator[tuple[TextPiece, TokenArray], None, None]
-#: Function of an engine that encodes pieces. All engines give the same tokens.
+#: Encoding function of an engine. All engines produce the same tokens.
 Encode: TypeAlias = Callable[[Iterator[TextPiece]], Encoded]
 
 #: Approximate number of characters per batch. A process gets one batch at a time.
 _BATCH_CHARACTERS = 1 << 20
 #: Maximum number of attempts per batch. After this many killed processes, the batch fails.
 _ATTEMPTS = 3
-#: Approximate number of characters per block, the work of one task on a Ray cluster: at least half
-#: a second.
+#: Approximate number of characters per block. A block is the work of one task on a Ray cluster, and
+#: takes at least half a second to encode.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of blocks per processor that are sent to a Ray cluster ahead of writing, and the maximum
-#: number in total (a gigabyte of text).
+#: Number of blocks per processor that are sent to a Ray cluster before the oldest one is written,
+#: and the maximum total number of these blocks (a gigabyte of text).
 _BLOCKS_PER_CPU, _MAX_BLOCKS = 4, 256
 #: Timeout for connecting to the address of a Ray cluster, in seconds.
 _SECONDS_TO_CONNECT = 10.0
@@ -108,11 +108,11 @@ def encode_in_order(
         pieces: the pieces; only a bounded number of batches is read ahead of the encoding.
         tokenizer: the tokenizer.
         workers: number of processes; 1 encodes in this process.
-        max_tokens: number of tokens that are needed, or None. If it is small, batches are smaller,
-            so that less text is read ahead.
+        max_tokens: number of tokens that the caller needs; None means all tokens. With a small
+            number, batches are smaller and less text is read ahead.
 
     Raises:
-        DataError: the tokenizer gives ids beyond its vocabulary, or processes are killed
+        DataError: the tokenizer produces ids beyond its vocabulary, or processes are killed
             repeatedly.
     """
     # A text rarely has more tokens than characters, so one batch of this size should be enough.
@@ -125,7 +125,7 @@ def encode_in_order(
     try:
         for batch in batches(pieces, characters):
             pool.submit(batch)
-            # Enough batches to keep all processes busy; the rest of the corpus is not read yet.
+            # This many batches keep all processes busy, so don't read more of the corpus yet.
             if len(pool) >= 3 * workers:
                 yield from pool.oldest()
         while len(pool):
@@ -141,14 +141,15 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> list[TokenArray]:
     Raises:
         DataError: an id is beyond the tokenizer's vocabulary.
     """
-    # With one text per call, the library uses one thread; the processes already use all cores.
+    # Pass one text per call, so that the library uses only one thread. The encoding processes
+    # already use all cores.
     ids = (np.array(tokenizer.encode_batch([text])[0], np.int64) for text in texts)
     return [_fitting(array, tokenizer.vocab_size) for array in ids]
 
 
 def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
     """Convert ids to the dtype of the shards. First check that no id is beyond the vocabulary,
-    because it would be truncated silently.
+    because the conversion could silently change such an id.
 
     Raises:
         DataError: an id is beyond the vocabulary.
@@ -162,19 +163,18 @@ def _fitting(ids: npt.NDArray[np.int64], vocab_size: int) -> TokenArray:
 
 
 class _Worker:
-    """Encoding process, with this process's end of the pipe to it.
+    """Encoding process, and the parent's end of the pipe to this process.
 
     The tokenizer is sent through this pipe and not as an argument of the process. `spawn` writes
-    the arguments to a pipe whose reading end is also open in this process. Arguments longer than
-    the pipe's buffer would therefore block forever if the new process is killed.
+    the arguments to another pipe, whose reading end is also open in the parent. If the new process
+    is killed, writing arguments longer than that pipe's buffer would therefore block forever.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._end, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there,), daemon=True)
-        # Close this process's copy of the other end, so that the pipe is closed when the child
-        # ends.
+        # Close the parent's copy of the other end, so that the pipe is closed when the child ends.
         with there:
             self._process.start()
         self._unsent: list[str] = [tokenizer_json]
@@ -208,9 +208,9 @@ class _Worker:
 class _Processes:
     """Processes that encode batches, and the queue of submitted batches, oldest first.
 
-    For each process, one thread of this process sends batches and receives tokens. Processes do not
-    share pipes or locks. If a process is killed at any moment, even during its start, only its
-    batch is lost, and a new process encodes that batch again.
+    For each encoding process, one thread of the parent sends batches and receives tokens. The
+    processes do not share pipes or locks. If a process is killed at any moment, even during its
+    start, only its batch is lost, and a new process encodes that batch again.
     """
 
     def __init__(self, tokenizer: Tokenizer, workers: int) -> None:
@@ -234,13 +234,14 @@ class _Processes:
         """Wait for the oldest batch, remove it, and yield each of its pieces with its tokens.
 
         Raises:
-            DataError: processes are killed repeatedly or can't start; or see `encode`.
+            DataError: processes are killed repeatedly, processes can't start, or a text can't be
+                encoded (see `encode`).
         """
         batch, future = self._waiting.popleft()
         return zip(batch, future.result(), strict=True)
 
     def stop(self) -> None:
-        """Kill the processes, and drop the batches."""
+        """Kill the processes and cancel the queued batches."""
         with self._lock:
             self._stopped = True
             for worker in self._workers:
@@ -248,7 +249,7 @@ class _Processes:
         self._threads.shutdown(cancel_futures=True)
 
     def _encode(self, texts: list[str]) -> list[TokenArray]:
-        """Encode each text in this thread's process or, if that process is killed, in a new one."""
+        """Encode each text in this thread's process. If the process is killed, start a new one."""
         code = 0
         for attempt in range(1, _ATTEMPTS + 1):
             worker = self._own_worker()
@@ -256,7 +257,7 @@ class _Processes:
                 return worker.encode(texts)
             except (EOFError, OSError):
                 self._of_thread.worker = None
-                # A process that exits without a signal would do so again.
+                # If the process exited without a signal, a new process would also exit.
                 code = worker.end()
                 if self._stopped or code >= 0 or attempt == _ATTEMPTS:
                     break
@@ -284,9 +285,9 @@ class _Processes:
 
 
 def _work(end: Connection) -> None:
-    """Body of a process: encode batches until the pipe is closed."""
+    """Run an encoding process: encode batches until the pipe is closed."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # The terminal sends SIGINT to every process on Ctrl-C; only the parent may react to it.
+    # The terminal sends SIGINT to every process on Ctrl-C, but only the parent should handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):
         tokenizer = _tokenizer_from_json(end.recv())
@@ -303,8 +304,8 @@ def _answer(texts: list[str], tokenizer: Tokenizer) -> tuple[bool, list[TokenArr
         return True, encode(texts, tokenizer)
     except DataError as error:
         return False, error
-    # BaseException, because a panic of the tokenizers library is not an Exception. The error is
-    # replaced because some errors can't be pickled.
+    # Catch BaseException, because a panic of the tokenizers library is not an Exception. Replace
+    # the error, because some errors can't be pickled.
     except BaseException as error:  # noqa: BLE001
         return False, DataError(
             f"the tokenizer failed ({type(error).__name__}: {error}): its files may be damaged"
@@ -320,8 +321,8 @@ def _tokenizer_from_json(content: str) -> Tokenizer:
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent ends, because a parent that is killed by SIGKILL can't stop
-    its workers.
+    """End this process when its parent ends. A parent that is killed by SIGKILL can't stop its
+    workers.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -334,7 +335,8 @@ def _exit_with_parent() -> None:
 
 @contextlib.contextmanager
 def ray_encoder(tokenizer: Tokenizer, address: str | None) -> Iterator[Encode]:
-    """Connect to a Ray cluster for the duration of the block. Yield the encoding function.
+    """Connect to a Ray cluster for the duration of the `with` block, and yield the encoding
+    function.
 
     Args:
         tokenizer: the tokenizer.
@@ -382,12 +384,12 @@ def _connect(ray: Any, address: str | None) -> None:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise ValueError("it is not auto, local or HOST:PORT")
-            # Check this first, because Ray would wait for minutes for an address without a cluster.
+            # Try to connect first, because Ray waits for minutes if no cluster has this address.
             place = (host.strip("[]"), int(port))
             socket.create_connection(place, timeout=_SECONDS_TO_CONNECT).close()
         with _signal_handlers_kept():
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray raises errors of many unrelated classes for problems of a cluster.
+    # Ray raises errors of many unrelated classes for problems with a cluster.
     except Exception as error:
         raise ConfigError(
             f"the ray cluster at '{address or 'local'}' can't be used ({_reason(error)}): start "
@@ -412,8 +414,9 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable Ray's usage statistics for a cluster started in the block, and Ray's messages about
-    failed blocks after the first, unless the user has set the environment variables.
+    """Disable the usage statistics of a Ray cluster that is started in the `with` block, and Ray's
+    messages about failed blocks after the first. The environment variables for this are left
+    unchanged if the user has set them.
     """
     names = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
     added = {name: value for name, value in names.items() if name not in os.environ}
@@ -435,15 +438,15 @@ def _encode_on_ray(pieces: Iterator[TextPiece], tokenizer: Tokenizer, ray: Any) 
         for block in batches(pieces, _BLOCK_CHARACTERS):
             texts = [piece.text for piece in block]
             waiting.append((block, task.remote(texts, reference, tokenizers.__version__)))
-            # The size of a cluster can change.
+            # Count the processors each time, because the size of a cluster can change.
             processors = int(ray.cluster_resources().get("CPU", 1))
             if len(waiting) >= max(1, min(_BLOCKS_PER_CPU * processors, _MAX_BLOCKS)):
                 yield from _oldest(waiting, ray)
         while waiting:
             yield from _oldest(waiting, ray)
     finally:
-        # `ray.cancel` can crash this process, so blocks that are still running end with the
-        # connection.
+        # Blocks that are still running are not cancelled, because `ray.cancel` can crash this
+        # process. They end when the connection is closed.
         waiting.clear()
 
 
@@ -454,7 +457,7 @@ def _oldest(
     block, reference = waiting[0]
     try:
         is_good, result = ray.get(reference)
-    # The cluster, and tasks on nodes that lack a package, raise errors of many classes.
+    # Failures of the cluster and missing packages on its nodes raise errors of many classes.
     except Exception as error:
         raise DataError(
             f"the ray cluster failed ({_reason(error)}): check that its nodes are running and "

@@ -1,5 +1,7 @@
-"""File types other than plain text, detected by their first bytes or their suffix. Each type has a
-command that extracts its text.
+"""File types other than plain text, and the field names by which conversations are recognised.
+
+A file type is detected by the first bytes or the suffix of a file. For most types, there is a
+command that extracts the text.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ HEAD_BYTES = 1 << 16
 #: Control characters that do not occur in text: all below 0x20 except 0x08 to 0x0D (backspace to
 #: carriage return) and 0x1B (escape).
 _CONTROLS = bytes([*range(0x08), *range(0x0E, 0x1B), *range(0x1C, 0x20)])
-#: A file is binary if at least this many, and at least this fraction, of its first bytes are
-#: control characters. In compressed data, a tenth of the bytes are control characters; a text may
-#: contain a few.
+#: A file is binary if its first bytes contain at least this number, and at least this fraction, of
+#: control characters. In compressed data, about 10 % of the bytes are control characters. A text
+#: may contain a few of them.
 _LEAST_CONTROLS, _LEAST_CONTROL_SHARE = 8, 0.02
 
 
@@ -31,9 +33,9 @@ class FileKind(NamedTuple):
         remedy: advice on how to extract the text, with the placeholders {file} (the file), {text}
             (a text file in the same folder), {lines} (a JSONL file) and {folder} (a folder next to
             the file).
-        endings: suffixes of such files.
-        first_bytes: pattern of the first bytes of such files; b"" if the type can't be detected
-            from them.
+        endings: suffixes of files of this type, separated by spaces.
+        first_bytes: pattern of the first bytes of files of this type; b"" if the type can't be
+            detected from the first bytes.
     """
 
     name: str
@@ -141,14 +143,15 @@ _JSON = FileKind(
 )
 _BY_ENDING = {ending: kind for kind in _KINDS for ending in kind.endings.split()}
 
-#: End of a jq program that keeps conversations with alternating roles, up to the last answer.
+#: End of a jq program that merges successive messages of the same role and drops the messages after
+#: the last answer.
 _UNTIL_ANSWER = (
     """ | .messages |= (reduce .[] as $m ([]; if .[-1].role == $m.role then """
     """.[-1].content += "\\n" + $m.content else . + [$m] end) | """
     """until(. == [] or .[-1].role == "assistant"; .[:-1])) | select(.messages != [])' """
     """{file} > {lines}, and use that file as input"""
 )
-#: (pattern in the first bytes, type) of chats that other programs export as JSON.
+#: Chats that other programs export as JSON: (pattern in the first bytes of a file, file type).
 _EXPORTS = (
     (
         rb'"type":\s*"(?:personal_chat|bot_chat|saved_messages|(?:private|public)_\w+)"'
@@ -197,14 +200,15 @@ CONTEXT_FIELDS = ("input", "context")
 SYSTEM_FIELDS = tuple(
     "system system_prompt system_message system_instruction systemprompt systeminstruction".split()
 )
-#: Fields with the reasoning before the answer, in addition to those of a message.
+#: Fields that contain the reasoning before the answer, in addition to the reasoning keys of a
+#: message.
 REASONING_FIELDS = tuple(
     "cot complex_cot chain_of_thought rationale thinking_trajectory thinking_trajectories "
     "deepseek_thinking_trajectory".split()
 )
-#: Fields of messages in a tree of conversations, one message per record.
+#: Fields of a record that contains a single message from a tree of conversations.
 TREE_FIELDS = {"message_id", "role", "text"}
-#: (preferred answer, rejected answer)
+#: Field names of preference pairs: (preferred answer, rejected answer).
 PAIR_FIELDS = (
     ("chosen", "rejected"),
     ("chosen_response", "rejected_response"),
@@ -245,7 +249,7 @@ def _control_characters(head: bytes) -> int:
 
 
 def binary_file(path: Path, kind: FileKind = _BINARY) -> str:
-    """Return the message about a file that is not text even though its suffix suggests it."""
+    """Return the message about a file that is not text although its suffix suggests text."""
     return f"it is {kind.name}: {kind.advice(path)}"
 
 
@@ -260,8 +264,7 @@ def kind_of(path: Path, ending: str) -> FileKind:
     Raises:
         OSError: the file can't be read.
     """
-    # The suffix is checked first, because the first bytes of a .tar.gz are the same as for any .gz
-    # file.
+    # Check the suffix first, because a .tar.gz file begins with the same bytes as any .gz file.
     if (known := kind_by_ending(ending)) is not None:
         return known
     with open(path, "rb") as file:
@@ -304,9 +307,10 @@ def conversation_kind(
 
     Args:
         fields: names of the fields.
-        text_key: name of the text field. A record with this field is a text even if it also has a
-            question and an answer, except in Alpaca's format. If `text_key` is not "text", other
-            fields do not make the record a conversation either. "" stands for no text field.
+        text_key: name of the text field. A record with a "text" field is a text even if it also has
+            a question and an answer. The exceptions are preference pairs, lists of messages and
+            Alpaca's format. With any other `text_key`, a record that has this field is always a
+            text. "" stands for no text field.
     """
     names = {field_name(field) for field in fields}
     # The index of a table written by pandas is a column named "".

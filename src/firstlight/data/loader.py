@@ -4,8 +4,9 @@ pure function of the seed and the position.
 The state of the loader is a single number: the total number of rows read by all ranks. Resuming is
 therefore exact at any step of any epoch, with any number of ranks, and takes no time.
 
-Reading ahead uses threads instead of processes: disk reads, and copies and searches in numpy,
-release Python's global interpreter lock, and no batch has to be sent between processes.
+Batches are read ahead by threads instead of processes. Disk reads and the copies and searches in
+numpy release Python's global interpreter lock, and batches do not need to be sent between
+processes.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class Batch:
         num_valid: number of labels that are not -100.
         document_ids: zero-based document number of each input token within its row, int32 [B, T];
             None without document masking.
-        references: log-probability of each document's answer (preference pairs) under the reference
-            model (the model before training), fp64 [B, D], where D is the maximum number of
-            documents in a row. 0 means unknown; NaN means that the row has no such document.
-            Documents 2 i and 2 i + 1 form a pair. None for other data.
+        references: for preference pairs, the log-probability of each document's answer under the
+            reference model (the model before training), fp64 [B, D], where D is the maximum number
+            of documents in a row. Documents 2 i and 2 i + 1 form a pair. 0 means that the
+            log-probability is unknown, and NaN means that the row has no such document. None for
+            other data.
     """
 
     input_ids: Tensor
@@ -163,18 +165,18 @@ class TokenLoader:
     has a different row order.
 
     A batch may begin in one epoch and end in the next. Threads read the next batches while the
-    current batch is processed. The batches do not depend on the number of threads or of prefetched
-    batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a global
-    batch, and each rank gets consecutive rows of it, in rank order. The loader is a context manager
-    that stops the threads on exit.
+    current batch is processed. The batches do not depend on the number of threads or the number of
+    prefetched batches. With several ranks, the next `micro_batch_size` x `world_size` rows form a
+    global batch, and each rank gets consecutive rows of the global batch, in rank order. The loader
+    is a context manager that stops the threads on exit.
 
     Args:
         dataset: the split, or a mix.
         seq_len: number of positions per row.
         micro_batch_size: number of rows per batch.
         seed: random seed for the row order.
-        rows_seen: total number of rows that all ranks have read before; any rank's `state_dict()`
-            contains it as "rows_seen".
+        rows_seen: total number of rows that all ranks have already read, as in the `state_dict()`
+            of any rank.
         document_masking: True to number the documents and predict each token only from tokens of
             the same document.
         rank: index of this rank's part of each global batch.
@@ -230,7 +232,7 @@ class TokenLoader:
     def next_batch(self) -> Batch:
         """Return this rank's `micro_batch_size` rows of the next global batch.
 
-        An error in a reading thread is raised here and again by every later call.
+        An error in a reading thread is raised by this call and by every later call.
         """
         if self._readers is None:
             batch = self._read(self.rows_seen)
@@ -299,7 +301,7 @@ class DataConfig(Section):
     starts and kept in the cache: .jsonl, .json and .parquet files, folders, globs,
     hf:NAME[:CONFIG[:SPLIT]]."""
     val_files: list[str] | None = Field(None, min_length=1)
-    """files of conversations to validate on; null holds out `val_fraction` of `files`."""
+    """files of conversations for validation; null holds out `val_fraction` of `files`."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """fraction of `files` that is held out for validation; 0 disables validation."""
     format: ChatForm = "auto"
@@ -312,14 +314,14 @@ class DataConfig(Section):
     """tokenizer for `files`, a folder or file; null uses the tokenizer of --init-from."""
     train_on: Literal["assistant", "last", "answers", "all"] = "assistant"
     """tokens of `files` to train on: assistant for the assistant's tokens (answers, tool calls,
-    reasoning) and the ends of its turns, last for the tokens of its last message only, answers for
-    the same tokens as assistant but without the reasoning, all for all tokens."""
+    reasoning) and the end tokens of its turns; last for the tokens of its last message only;
+    answers for the same tokens as assistant, but without the reasoning; all for all tokens."""
     on_bad: Literal["refuse", "skip", "keep"] = "refuse"
-    """treatment of a record in `files` that is not a conversation, or from which the chat template
-    omits something: refuse to start, skip the record, or keep the part that the template keeps.
+    """handling of a record in `files` that is not a conversation, or of which the chat template
+    omits a part: refuse to start, skip the record, or keep the part that the template renders.
     """
     long: LongPolicy = "refuse"
-    """treatment of conversations longer than a row: refuse to start, drop them, or cut off their
+    """handling of conversations longer than a row: refuse to start, drop them, or cut off their
     ends."""
     seq_len: int | None = Field(None, gt=0)
     """number of tokens per training row; null uses the model's max_position_embeddings."""
@@ -330,15 +332,16 @@ class DataConfig(Section):
     start at 0 in each document. Always true for conversations.
     """
     row_alignment: RowAlignment = "stream"
-    """how text is divided into training rows: "stream" concatenates all documents and splits the
-    stream into rows, which may begin inside a document; "document" packs whole documents into rows
-    that begin with a document, and splits only documents longer than a row. Conversations are
+    """method of dividing text into training rows: "stream" concatenates all documents and splits
+    the stream into rows, which may begin inside a document; "document" packs whole documents into
+    rows that begin with a document, and splits only documents longer than a row. Conversations are
     always packed; text for validation is always split from the stream."""
     workers: int = Field(1, ge=0, le=64)
     """number of threads that read rows ahead; it does not affect the order of the rows. 0 reads
     rows when a step needs them."""
     prefetch: int = Field(2, ge=1, le=1024)
-    """number of micro-batches that are read ahead, at least as many as in one step."""
+    """number of micro-batches to read ahead. At least the micro-batches of one step are always
+    read ahead."""
     pin_memory: bool | None = None
     """page-locked memory for batches, so that copies to a GPU overlap with computation; null means
     true with a CUDA GPU."""

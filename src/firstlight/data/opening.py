@@ -1,9 +1,9 @@
 """Open text files: decompress and decode them.
 
-UTF-8 is supported, and UTF-16 and UTF-32 if they have a byte-order mark (BOM); the BOM is never
-part of the text. A file in any other encoding is rejected with a message that includes a conversion
-command, because a wrong guess would silently change the text. The command names the encoding if it
-can be detected (`likely_encoding`).
+UTF-8 is supported. UTF-16 and UTF-32 are supported if the file begins with a byte-order mark (BOM),
+which is never part of the text. A file in any other encoding is rejected, because a wrong guess
+would silently change the text. The error message includes a conversion command, which names the
+encoding if it can be detected (`likely_encoding`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
 #: A file may decompress to at most this number of bytes or this multiple of its size, whichever is
-#: larger. Text is 3 to 10 times as large as its compressed form, log files up to 50 times.
+#: larger. Text is usually 3 to 10 times as large as its compressed form, and log files are up to 50
+#: times as large.
 _MOST_UNPACKED_BYTES, _MOST_UNPACKED_TIMES = 50_000_000, 100
-#: Number of bytes that the limit counts for each line in addition to its size, because each line
-#: may be a document, which takes time.
+#: Number of bytes that are added to the decompressed size for each line. Each line may be a
+#: document, and each document takes time to process.
 _LINE_BYTES = 16
 #: Number of bytes of a decompressed file that are read at a time.
 _PIECE_BYTES = 1 << 17
@@ -118,13 +119,13 @@ _NOT_LATIN = tuple(
     "cp1255 iso8859_8 cp1256 iso8859_6 cp874".split()
 )
 _LATIN = tuple("cp1252 cp1250 cp1254 cp1257 cp850 cp775 mac_roman iso8859_2".split())
-#: Minimum number of non-ASCII bytes for detecting an encoding, and minimum difference from the
-#: other encodings in charset-normalizer's measure of disorder.
+#: Minimum number of non-ASCII bytes for detecting an encoding, and minimum difference between the
+#: best match and all other encodings in charset-normalizer's measure of disorder.
 _LEAST_BYTES, _LEAST_DISTANCE = 20, 0.05
-#: Number of ASCII bytes before the first non-ASCII byte of a file that are also examined.
+#: Number of ASCII bytes that are examined before the first non-ASCII byte of a file.
 _CONTEXT_BYTES = 1000
 #: Windows-1252 bytes of the non-ASCII characters in German, French, Spanish, Portuguese, Italian,
-#: Dutch and Scandinavian texts, except bytes that stand for a different letter in Windows-1250 or
+#: Dutch and Scandinavian texts, except bytes that represent a different letter in Windows-1250 or
 #: Windows-1254.
 _WESTERN = set(
     "àáâãäåæçèéêëìíîïñòóôöøùúûüßœÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÑÒÓÔÖØÙÚÛÜŒ«»°§¡£€©®…–—‘’“”„‚•·ºª\xa0".encode(
@@ -181,8 +182,8 @@ def _iconv_name(encoding: str) -> str:
 
 
 def _known(name: str) -> str | None:
-    """Return Python's name for a declared encoding, or None if it is unknown. A UTF encoding or
-    ASCII also gives None, because a text that is not valid UTF-8 can't be in either.
+    """Return Python's name for a declared encoding, or None if it is unknown. Also return None for
+    ASCII and the UTF encodings: the text is not valid UTF-8, so the declaration is wrong.
     """
     try:
         found = codecs.lookup(name).name
@@ -227,7 +228,8 @@ def decoded_utf8(content: bytes, path: Path) -> str:
 
 def largest_document(path: Path) -> int:
     """Return the maximum size in bytes of a decompressed document in a file: 64 MiB or ten times
-    the file's size, whichever is larger. A document in an uncompressed file can't be larger.
+    the file's size, whichever is larger. The limit has no effect on uncompressed files, in which a
+    document is at most as large as the file.
     """
     return max(_LARGEST_DOCUMENT_BYTES, _LARGEST_DOCUMENT_TIMES * path.stat().st_size)
 
@@ -423,8 +425,7 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
 
     Args:
         path: the compressed file.
-        unpacked_bytes: number of bytes that the file decompresses to, or has decompressed to so
-            far.
+        unpacked_bytes: number of decompressed bytes, in total or so far.
 
     Raises:
         OSError: `unpacked_bytes` is more than 50 MB and more than 100 times the file's size.
@@ -441,7 +442,7 @@ def require_unpacked_size(path: Path, unpacked_bytes: int) -> None:
 def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
     """Decompress a .zst file in chunks.
 
-    The reader of the library would treat a truncated file as complete.
+    The library's own reader is not used, because it would treat a truncated file as complete.
 
     Raises:
         OSError: the file is damaged.
@@ -464,13 +465,13 @@ def _unpacked_zst(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
         raise EOFError("the compressed file is truncated")
 
 
-#: Number of bytes that are compressed at a time; xz takes a fifth of a second for this many bytes
-#: of a genome.
+#: Number of bytes that are compressed at a time. For data that compresses slowly, such as a genome,
+#: xz takes 0.2 seconds for this many bytes.
 _COMPRESSED_BYTES = 1 << 16
 
 
 class Compressor(Protocol):
-    """Compressor from zlib or lzma."""
+    """Interface of the compressors in zlib and lzma."""
 
     def compress(self, data: bytes, /) -> bytes: ...
 
@@ -488,7 +489,8 @@ def optional(package: str, purpose: str, extra: str = "data") -> Any:
 
     Args:
         package: the module to import.
-        purpose: description of the work that needs the package, which begins the error message.
+        purpose: description of the work that requires the package, used as the beginning of the
+            error message.
         extra: the firstlight extra that installs the package.
 
     Raises:

@@ -6,8 +6,9 @@ example of n tokens takes n - 1 positions of a row: all its tokens except the la
 all except the first are predicted. Within a row, each example is a separate document: positions
 start at 0, and attention is limited to the example. The remaining positions form another document.
 Its labels are -100, as are the labels of all tokens outside the loss mask. The two examples of a
-preference pair are adjacent in the same row. Which examples share a row depends only on the lengths
-and T; the order of the rows differs in each epoch, as with text (see `loader`).
+preference pair are adjacent in the same row. The assignment of examples to rows depends only on
+their lengths and the row length. The order of the rows differs in each epoch, as with text (see
+`loader`).
 
 Text is packed with `data.row_alignment: document`. Each document is split into pieces of at most
 one row, and the pieces are packed into rows without further splitting (Ding et al. 2024, arXiv
@@ -23,7 +24,8 @@ The first input of a document of text depends on the tokens around it:
     bos text eos     the bos; a document of n tokens takes n - 1 positions
     text eos         an eos, from which the first token is predicted, as in a stream; a document of
                      n tokens takes n positions
-    text             the first token, which is not predicted; n - 1 positions
+    text             the first token, which is not predicted; a document of n tokens takes n - 1
+                     positions
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ ORIGINS_NAME = "{split}-examples.txt"
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed rows of a split for one row length. For preference data, "example" means pair here.
+    """Packed rows of a split for one row length. Here, a preference pair is a single example.
 
     Attributes:
         examples: indices of the examples in all rows, row by row, int64 [examples].
@@ -113,15 +115,15 @@ def pack_best_fit(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Pack items into rows by best-fit decreasing: the longest items come first, and each is placed
     in the fullest row with enough room (Johnson et al. 1974). The result has at most about 11/9 of
-    the minimum number of rows. Equal lengths always give equal rows.
+    the minimum number of rows. The same lengths always result in the same rows.
 
     Args:
         lengths: length of each item, from 1 to `capacity`, int64 [items].
         capacity: length of a row.
 
     Returns:
-        (indices of the items in all rows, row by row, int64 [items]; index in them of each row's
-        first item, followed by the number of items, int64 [rows + 1])
+        (indices of the items in all rows, row by row, int64 [items]; position of each row's first
+        item in this array, followed by the number of items, int64 [rows + 1])
     """
     order = np.argsort(-lengths, kind="stable")
     rows: list[list[int]] = []
@@ -161,7 +163,8 @@ class ExampleDataset(TokenDataset):
     Attributes:
         lengths: number of tokens of each example, int64 [examples].
         num_labels: number of labels in all examples.
-        together: number of adjacent examples that always share a row, called a unit below.
+        together: number of adjacent examples that always share a row. These examples are called a
+            unit in this module.
 
     Raises:
         DataError: see `TokenDataset`; also raised if the folder contains text.
@@ -398,7 +401,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """Rows of a split, as pieces in row order.
+    """Packed rows of a text split, stored as an array of pieces in row order.
 
     Attributes:
         labels: position in the stream of each piece's first label, int64 [pieces].
@@ -444,7 +447,7 @@ def align_rows(
 
 
 def _pack(lengths: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """Return the row index of each piece, int64 [pieces], for piece lengths, int64 [pieces]."""
+    """Pack pieces with these lengths, int64 [pieces]. Return each piece's row, int64 [pieces]."""
     rows = np.empty(len(lengths), dtype=np.int64)
     whole = lengths == seq_len
     count = int(whole.sum())
@@ -558,12 +561,12 @@ def open_split(
 
 
 def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each reason why records were rejected, with their files and the first
-    such record.
+    """Yield a message for each reason why records were rejected. The message lists the files of
+    these records and the first of them.
 
     Args:
         folder: the prepared folder.
-        documents: the numbers of records in its manifest.
+        documents: the `documents` entry of the folder's manifest.
     """
     files: dict[str, Counter[str]] = {}
     first: dict[str, str] = {}
@@ -620,14 +623,14 @@ def chat_notes(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> Kind:
-    """Return the kind of data in a prepared folder, according to its manifest."""
+    """Return the kind of data in the prepared folder with this manifest."""
     if manifest["version"] != LABELLED_VERSION:
         return "text"
     return "preference" if manifest.get("pairs") is True else "chat"
 
 
 def preference_splits(splits: Iterable[Corpus | None]) -> list[PreferenceDataset]:
-    """Return the splits that contain preference pairs, for which a run must set `references`."""
+    """Return the splits that contain preference pairs. A run must set `references` for them."""
     return [split for split in splits if isinstance(split, PreferenceDataset)]
 
 

@@ -1,8 +1,8 @@
 """Prepare texts as token shards: read, split, encode in parallel and write in order.
 
 The result depends on the inputs, the tokenizer and the options, but not on the engine or the number
-of processes: any free process encodes a document, and documents are written in the order in which
-they were read.
+of processes. Any free process can encode a document, but documents are always written in the order
+in which they were read.
 
 The input `random:TOKENS[:SEED]` prepares random tokens instead of texts, for measurements of speed
 and memory. They are written as a prepared folder, so every command that uses prepared folders
@@ -102,11 +102,11 @@ def prepare(
     shard_tokens: int = 100_000_000,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Write a corpus as token shards to the `out` folder. Return the manifest.
+    """Write a corpus as token shards to the `out` folder and return the manifest.
 
     Args:
-        inputs: INPUTs as in `find_sources`, results of that function, or only
-            "random:TOKENS[:SEED]".
+        inputs: INPUTs (see `find_sources`), or sources that `find_sources` has returned. The INPUT
+            "random:TOKENS[:SEED]" can't be combined with others.
         tokenizer: a tokenizer, or a folder or file that contains one.
         out: the folder to write.
         val_fraction: fraction of the text's bytes that is held out for validation, in whole
@@ -120,15 +120,15 @@ def prepare(
         ray_address: address of the Ray cluster; None lets Ray choose.
         text_key: name of the text field in JSONL lines, tables and datasets.
         max_documents: maximum number of documents to read; None means no limit.
-        max_tokens: maximum number of tokens, including separators; the fraction `val_fraction` of
-            them is for validation. The last document of each split is cut between two characters.
-            None means no limit.
-        val_inputs: INPUTs whose documents form the validation split. In this case no part of
+        max_tokens: maximum number of tokens, including separators, of which the fraction
+            `val_fraction` is for validation. The last document of each split is truncated at a
+            character boundary. None means no limit.
+        val_inputs: INPUTs whose documents form the validation split. If there are any, no part of
             `inputs` is held out, and documents that also occur in `val_inputs` are excluded from
-            training. The limits above apply only to `inputs`.
-        as_is: True to read texts unchanged. Otherwise documents end at separators such as
-            <|endoftext|>, CRLF becomes LF, and the header and licence of Project Gutenberg are
-            removed.
+            training. `max_documents` and `max_tokens` apply only to `inputs`.
+        as_is: True to read texts unchanged. Otherwise texts are split into documents at separators
+            such as <|endoftext|>, CRLF is replaced with LF, and the header and licence of Project
+            Gutenberg are removed.
         strip_gutenberg: ignored; use `as_is`.
         overwrite: True to replace `out` if it is a prepared corpus.
         shard_tokens: number of tokens after which a new shard begins.
@@ -139,7 +139,7 @@ def prepare(
             no text.
         ConfigError, MissingDependencyError: an argument is invalid, or a package or cluster is
             missing.
-        DataError, StorageError: encoding or writing failed; nothing is left behind.
+        DataError, StorageError: encoding or writing failed; no incomplete folder remains.
     """
     _require_valid_engine(engine, ray_address, workers)
     _require_positive(
@@ -151,7 +151,7 @@ def prepare(
     require_one_split(val_inputs, val_fraction)
     if not 0 <= val_fraction < 1:
         raise ConfigError(f"val_fraction must be at least 0 and below 1, not {val_fraction}")
-    # Exact value of the decimal notation.
+    # Use the exact value of the decimal notation, because a binary float is only close to it.
     fraction = Fraction(0) if val_inputs else Fraction(str(val_fraction))
     out, drawn = Path(out).expanduser(), requested_tokens(inputs)
     names, sources = ([], []) if drawn else _sources_of(inputs, as_is=as_is)
@@ -199,7 +199,7 @@ def prepare(
 def _sources_of(
     inputs: Sequence[str | Path | DataSource], *, as_is: bool
 ) -> tuple[list[str | Path], list[DataSource]]:
-    """Return (names among the inputs, sources of all inputs)."""
+    """Return (inputs that are not yet sources, sources of all inputs)."""
     names = [one for one in inputs if not isinstance(one, DataSource)]
     sources = [one for one in inputs if isinstance(one, DataSource)]
     if names or not sources:  # `find_sources` raises the error if there are no inputs.
@@ -277,16 +277,16 @@ class _Preparation:
         self.max_documents, self.max_tokens = max_documents, max_tokens
         self.has_val_inputs = False
         self.separators = separators_of(writer.tokenizer)
-        #: Number of documents read so far, number of documents written, and number of the last
-        #: document that was written.
+        #: Number of documents read so far (`accepted`), number of documents written so far
+        #: (`written`), and position of the last written document in reading order (`last_written`).
         self.accepted = self.written = self.last_written = 0
         #: File and changes of each document that was changed but has not been written yet, keyed by
         #: document number.
         self.changed: dict[int, tuple[str, tuple[str, ...]]] = {}
         self.changes = ChangeCounts()
-        #: Rejected records that have not been counted yet (with `max_tokens`), each with the number
-        #: of the preceding document. Records after the last written document are never counted, so
-        #: that reading ahead does not affect the manifest.
+        #: Rejected records that have not been counted yet, each with the number of the preceding
+        #: document. They are used only with `max_tokens`: records after the last written document
+        #: must not be counted, because the manifest would then depend on reading ahead.
         self.waiting: deque[tuple[int, Record, BadRecordError]] = deque()
         self.split_by = "none"
         self.gzip_bytes = 0
@@ -323,7 +323,8 @@ class _Preparation:
             closing(self._accepted(records, self.max_documents)) as documents,
             closing(self._accepted(others if held_out else ())) as validation,
             self.writer.open(),
-            # Closed even after an error, so that other processes end before the folder is removed.
+            # Close the encoder even after an error, so that its processes end before the folder is
+            # removed.
             closing(encode(self._pieces(documents, validation))) as encoded,
         ):
             total = None
@@ -355,7 +356,7 @@ class _Preparation:
             raise InputError(f"the inputs contain no text to train on {beside}")
 
     def finish(self, unread: Sequence[Path]) -> dict[str, Any]:
-        """Finish the folder. Return its manifest.
+        """Finish the folder and return its manifest.
 
         Args:
             unread: files in the inputs that were not read because their type is not supported.
@@ -395,8 +396,8 @@ class _Preparation:
             yield record
 
     def _reject(self, record: Record, error: BadRecordError) -> None:
-        """Count a record as rejected. With max_tokens, it is counted only after a later document
-        has been written.
+        """Count a record as rejected. With `max_tokens`, the record is counted only when a later
+        document has been written.
         """
         if self.max_tokens is None:
             self.writer.reject(record, error)
@@ -494,9 +495,9 @@ class _Preparation:
                 yield document, "tail"
                 continue
             size = len(document.value.encode("utf-8"))
-            # A document is held out whenever validation has less than its share of the bytes so
-            # far. The share is therefore maintained throughout the corpus, however the corpus is
-            # sorted.
+            # Hold a document out if the validation split contains less than its fraction of the
+            # bytes read so far. The held-out documents are therefore spread over the entire corpus,
+            # even if the corpus is sorted.
             split = "val" if held_out < self.fraction * seen else "train"
             seen += size
             held_out += size if split == "val" else 0
@@ -518,8 +519,8 @@ def separators_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def cut_tail(text: str, fraction: Fraction) -> tuple[str, str]:
-    """Split off the last `fraction` of a text, after a line ending if there is one nearby. Return
-    (first part, last part).
+    """Split a text so that the second part has about `fraction` of the characters. If there is a
+    line ending nearby, split after it. Return (first part, second part).
 
     Args:
         text: the text.
@@ -664,14 +665,15 @@ def prepare_random(
     overwrite: bool,
     shard_tokens: int,
 ) -> dict[str, Any]:
-    """Write shards of uniformly random tokens, in documents of 1,024 tokens. Return the manifest.
+    """Write shards of uniformly random tokens, in documents of 1,024 tokens, and return the
+    manifest.
 
     The number of text bytes in the manifest is the sum of the bytes of the individual tokens.
     Control tokens occur only between documents.
 
     Args:
         drawn: the request, with the number of tokens and the seed.
-        tokenizer: the tokenizer, from whose vocabulary the tokens are drawn.
+        tokenizer: the tokenizer. The tokens are drawn from its vocabulary.
         out: the folder to write.
         val_fraction: fraction of the tokens that is held out for validation.
         overwrite: True to replace `out` if it exists.

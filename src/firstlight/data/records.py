@@ -1,11 +1,12 @@
-"""Readers for text, JSONL, JSON, CSV, Parquet and Arrow files and for Hugging Face datasets:
-`read_records` yields conversations and preference pairs, and `read_documents` yields texts, each
-with its file and line.
+"""Read text, JSONL, JSON, CSV, Parquet and Arrow files, and Hugging Face datasets.
 
-A *document* is one text file, one line of a JSONL file, one row of a table (CSV, Parquet), or a
-part of any of these that ends at a separator (see `cleaning`). A document that can't be read is a
-`Record` with an error, so the number of documents read equals the number of accepted plus rejected
-documents.
+`read_records` yields conversations and preference pairs, and `read_documents` yields texts. Each
+result includes its file and line.
+
+A *document* is one text file, one line of a JSONL file, or one row of a table (CSV, Parquet). Each
+of these is split into several documents if it contains separators (see `cleaning`). A document that
+can't be read is a `Record` with an error, so the number of documents read equals the number of
+accepted plus rejected documents.
 """
 
 from __future__ import annotations
@@ -74,24 +75,24 @@ from firstlight.tokenizer.messages import TOOLS
 _JSON_SUFFIXES = compressed(".json")
 RECORD_SUFFIXES = (*LINES_SUFFIXES, *_JSON_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 
-#: Maximum size in bytes of a line in a JSONL file of records, and of a JSON file. A longer line is
-#: rejected without being read into memory. A larger JSON file is rejected, because it would have to
-#: be read at once.
+#: Maximum size in bytes of a line in a JSONL file of records (`_MAX_LINE_BYTES`) and of a JSON file
+#: (`_MAX_JSON_BYTES`). Longer lines are rejected without being read into memory. Larger JSON files
+#: are rejected because JSON must be read at once.
 _MAX_LINE_BYTES = 64 << 20
 _MAX_JSON_BYTES = 4 << 30
-#: Maximum number of lists and objects in a JSON text. Each takes at least 64 bytes of memory. A
-#: long text may contain more: one per `_VALUE_BYTES` bytes.
+#: Maximum number of lists and objects in a JSON text. Each of them takes at least 64 bytes of
+#: memory. The limit for a long text is one list or object per `_VALUE_BYTES` bytes.
 _MAX_VALUES, _VALUE_BYTES = 1_000_000, 8
 #: Number of bytes at the beginning of a JSON file from which `kind_of_records` detects its kind.
 _JSON_HEAD_BYTES = 1 << 20
-#: Number of bytes that each rejected document adds to the count for `DataSource.most_bytes`.
+#: Number of bytes by which each rejected document reduces the limit `DataSource.most_bytes`.
 _REJECTED_BYTES = 1000
 #: If a single character makes up more than this fraction of a text, the text is useless for
 #: training.
 COMMON_SHARE = 0.999
 
-#: Number of records at the beginning of a source from which its kind is detected; some of them may
-#: be damaged.
+#: Number of records at the beginning of a source from which its kind is detected. There are several
+#: because some of them may be damaged.
 _TOLD_BY = 10
 
 _ONLY_LICENCE = "Project Gutenberg's header and licence without a text"
@@ -140,7 +141,7 @@ class Record(NamedTuple):  # Creating a tuple takes a quarter of the time of a f
 
 def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     """Resolve inputs to files of records and datasets; see `find_sources`. A .txt file that is
-    itself an input contains conversations written as text; those in folders are not records.
+    itself an input is read as conversations written as text. The .txt files in folders are ignored.
 
     Raises:
         InputError: an input does not exist, matches nothing, or does not contain records.
@@ -151,7 +152,7 @@ def find_records(inputs: Sequence[str | Path]) -> list[DataSource]:
     return [*sources, *(find_sources(written, (".txt",)) if written else ())]
 
 
-#: Names of splits in file and folder names -> split.
+#: Words for splits in the names of files and folders -> split.
 _SPLITS = dict.fromkeys(("train", "training"), "train")
 _SPLITS |= dict.fromkeys("valid validation validate val dev eval evaluation".split(), "val")
 _SPLITS |= dict.fromkeys(("test", "testing"), "test")
@@ -165,7 +166,8 @@ class Splits(NamedTuple):
     Attributes:
         train, val: sources of the splits; `val` is empty if part of `train` is held out.
         test: test data files in folders, which are not read.
-        note: a message if file names determine the splits, otherwise "".
+        note: message about the files that are not used for training because of their names; "" if
+            there are none.
     """
 
     train: list[DataSource]
@@ -181,10 +183,10 @@ def find_splits(
 ) -> Splits:
     """Assign the files of records and datasets in the inputs to splits.
 
-    This applies to folders and globs that contain at least one file that is neither validation nor
-    test data. There the names of a file and its folders determine the split: train.jsonl,
-    valid-00000-of-00002.parquet, chats.test.csv, dev/a.json. Files without such a name are used for
-    training.
+    In folders and globs, the split of a file is determined by the names of the file and its
+    folders, such as train.jsonl, valid-00000-of-00002.parquet, chats.test.csv or dev/a.json. Files
+    with other names are used for training. If all files of a folder or glob are named as validation
+    or test data, their names are ignored and all of them are used for training.
 
     Args:
         inputs: see `find_records`.
@@ -200,7 +202,7 @@ def find_splits(
         root = Path(item).expanduser()
         if item.startswith("hf:") or root.is_file():
             continue
-        # A glob may also match folders; only the names of files in it matter.
+        # For a glob, use only the name of the file itself, without the names of its folders.
         of_item = {
             source.name: _split_named(
                 source.path.relative_to(root).parts if root.is_dir() else source.path.parts[-1:]
@@ -261,7 +263,7 @@ def read_records(
 
 @contextlib.contextmanager
 def _unchanged(source: DataSource) -> Iterator[None]:
-    """Raise an error if another program changes a file while it is read in the block.
+    """Raise an error if another program changes the source's file during the `with` block.
 
     Raises:
         InputError: the file was changed. This error replaces any error about the file's content,
@@ -387,7 +389,7 @@ def _first_values(text: str) -> list[Any]:
             if len(parts) > 1:
                 return found
             if isinstance(found[0], dict) and len(found[0]) > 1:
-                *complete, _ = found[0].items()  # The last of the records by id may be truncated.
+                *complete, _ = found[0].items()  # The last value may be truncated.
                 if all(_is_record(value) for _, value in complete):
                     found[0] = dict(complete)
             return _records_in(found[0])[:_TOLD_BY]
@@ -395,9 +397,14 @@ def _first_values(text: str) -> list[Any]:
 
 
 def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
-    """Return the records in the value of a JSON file. The value is a list, one record (or a bare
-    list of messages), an object of records by id or of columns, or an object such as
-    {"data": [...]} with one list of records, which may be inside another object.
+    """Return the records in the value of a JSON file. The value is one of:
+
+        a list of records
+        a single record, or a bare list of messages
+        an object of records, keyed by id
+        an object of columns
+        an object such as {"data": [...]} with one list of records, which may be inside another
+            object
 
     Args:
         value: the value.
@@ -410,7 +417,7 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
         return [value] if _is_conversation(value) else value
     if not isinstance(value, dict):
         return [value]
-    # Records in a field that usually contains the messages of one record.
+    # A field that usually contains the messages of one record may contain the list of records.
     for name in MESSAGE_FIELDS:
         entries = value.get(name)
         if (
@@ -455,7 +462,7 @@ def _records_in(value: Any, *, is_inner: bool = False) -> list[Any]:
             f"file, for example with jq -c '.{next(iter(lists))}[]' FILE > "
             f"{next(iter(lists))}.jsonl"
         )
-    # A single list of messages belongs to a record with further fields.
+    # If the only list is a list of messages, the value is a single record.
     if _has_messages(value):
         return [value]
     return _with_shared(value, next(iter(lists.values()), [value]))
@@ -476,8 +483,8 @@ def _with_shared(value: dict[str, Any], records: list[Any]) -> list[Any]:
 
 
 def _rows_of_columns(value: dict[str, Any]) -> list[Any]:
-    """Return the records in an object of columns, each a list of values or, as pandas writes it, an
-    object of values by number. Return [] for any other object."""
+    """Return the records in an object of columns, or [] for any other object. A column is a list of
+    values or, as written by pandas, an object of values keyed by row number."""
     columns = [
         list(one.values()) if isinstance(one, dict) and all(map(str.isdecimal, one)) else one
         for one in value.values()
@@ -504,19 +511,19 @@ def _is_record(value: Any) -> bool:
 
 
 def _has_messages(value: dict[str, Any]) -> bool:
-    """Return True for a record with a list of messages in a field of an unknown name."""
+    """Return True for a record with a list of messages in exactly one field, under any name."""
     name = message_field(value)
     return name is not None and isinstance(value[name], list) and _is_conversation(value[name])
 
 
 def _is_turn(entry: Any, value: dict[str, Any], name: str) -> bool:
-    """Return True if the entries of a file's field are the turns of one conversation, each a
-    question and its answer, rather than records.
+    """Return True if a list contains the turns of one conversation rather than records. Each turn
+    is a question with its answer.
 
     Args:
-        entry: the first entry.
-        value: the file's value.
-        name: the field, one of `MESSAGE_FIELDS`.
+        entry: first entry of the list.
+        value: value of the file, an object that contains the list.
+        name: name of the field with the list, one of `MESSAGE_FIELDS`.
     """
     if not isinstance(entry, dict) or conversation_kind(entry, "") != "chat":
         return False
@@ -527,8 +534,8 @@ def _is_turn(entry: Any, value: dict[str, Any], name: str) -> bool:
 
 
 def _is_conversation(value: list[Any]) -> bool:
-    """Return True for a bare list of messages, and False for a list of records, which may have a
-    role among their fields."""
+    """Return True for a bare list of messages, and False for a list of records. Records may also
+    have a `role` field."""
     return is_messages(value) and all(
         conversation_kind([str(key) for key in entry]) is None
         and not {"content", "value", "parts", "tool_calls"}.isdisjoint(entry)
@@ -558,8 +565,8 @@ def read_documents(
             for record in records:
                 for document in _documents_of(record, source, text_key, clean):
                     yield document
-                    # Rejected documents are counted, too, so that a dataset without the field is
-                    # not read to its end.
+                    # Rejected documents also reduce the limit. Otherwise, a dataset without the
+                    # text field would be read to its end.
                     left -= _REJECTED_BYTES if document.error is not None else 0
                     if source.most_bytes is not None and document.error is None:
                         left -= len(document.value.encode("utf-8"))
@@ -568,8 +575,8 @@ def read_documents(
 
 
 def with_words(documents: Iterable[Record]) -> Generator[Record, None, None]:
-    """Yield the documents; raise an error for texts that consist of one repeated character. Once
-    other characters have been found, counting stops.
+    """Yield the documents, and raise an error if the texts consist of one repeated character.
+    Counting stops once enough other characters have been found.
 
     Raises:
         InputError: at least 99.9% of the text is the same character.
@@ -596,7 +603,7 @@ def one_character(character: str, share: float) -> str:
 
 
 def mark_of(source: DataSource) -> tuple[int, int, int] | None:
-    """Return (inode, size, ctime in ns) of a source's file, or None if it has no existing file. The
+    """Return (inode, size, ctime in ns) of a source's file, or None if there is no such file. The
     ctime is used because programs can set the mtime, but not the ctime."""
     try:
         found = None if source.path is None else source.path.stat()
@@ -671,13 +678,16 @@ def digest_of(text: str) -> bytes:
 
 
 def nothing_read(rejected: Counter[str], first: str) -> str:
-    """Return the message about inputs without a usable document, given the number of rejected
-    documents for each reason, and the position and reason of the first rejection.
+    """Return the message about inputs without a usable document.
+
+    Args:
+        rejected: number of rejected documents for each reason.
+        first: position of the first rejected document, and the reason for its rejection.
     """
     if not rejected:
         return "the corpus is empty: the inputs contain no documents"
     if rejected.total() == 1:
-        # Other reasons name their own remedy.
+        # The messages of all other reasons already include a remedy.
         remedy = ": give files with text" if rejected["empty"] else ""
         return f"the corpus is empty: {first}{remedy}"
     reasons = ", ".join(f"{count:,} {REASONS[reason]}" for reason, count in rejected.items())
@@ -779,7 +789,7 @@ def _read_list(file: IO[bytes], path: Path, origin: str) -> Iterator[Record]:
         _require_few_values(content)
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        # The first record is a single line, and another record follows.
+        # The first record is a single line and more data follows, so read the file as JSONL.
         if error.msg == "Extra data" and "\n" not in text[: error.pos].strip():
             with open_compressed(path) as lines:
                 yield from _read_lines(lines, path, origin, None)
@@ -809,8 +819,8 @@ def _dataset_rows(source: DataSource) -> Iterator[object]:
         yield from datasets.load_dataset(
             name, config or None, split=split or "train", streaming=True
         )
-    # Each library raises different errors for unknown names and formats, and for problems with the
-    # network or server.
+    # The libraries behind this call raise different errors for unknown names and formats, and for
+    # problems with the network or the server.
     except Exception as error:
         raise InputError(f"dataset {source.name} can't be read: {first_line(error)}") from error
     finally:

@@ -1,16 +1,15 @@
-"""Access prepared corpora at a URL by downloading them into a cache on this machine and verifying
-them.
+"""Access prepared corpora at a URL. They are downloaded into a cache on this machine and verified.
 
 Any protocol that fsspec supports can be used: s3://BUCKET/FOLDER, gs://,
 hf://datasets/OWNER/NAME/FOLDER, https://HOST/FOLDER, file://, ... Credentials and endpoints are
 configured as for the protocol's own tools (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, `gcloud auth`,
 HF_TOKEN; FSSPEC_S3_ANON=true for public buckets).
 
-In the folder data/ of the cache (see `files.cache`), each corpus has a folder named after the hash
-of its URL and manifest, so a corpus that is prepared again gets a new folder. Files are created
-there atomically, after their size and SHA-256 have been verified against the manifest. A correct
-file is not downloaded again. fsspec's cache (`filecache::`) is not used, because it silently keeps
-damaged and truncated files.
+In the folder data/ of the cache (see `files.cache`), each corpus has a folder that is named after
+the hash of its URL and manifest. A corpus that is prepared again therefore gets a new folder. The
+size and SHA-256 of each file are verified against the manifest before the file is created
+atomically. A correct file is not downloaded again. fsspec's cache (`filecache::`) is not used,
+because it silently keeps damaged and truncated files.
 """
 
 from __future__ import annotations
@@ -92,8 +91,9 @@ def local_folder(
     verify: bool = True,
     progress: bool = False,
 ) -> Path:
-    """Return the local folder of a prepared corpus, first downloading a corpus at a URL into the
-    cache. If several processes call this concurrently, one of them downloads and the others wait.
+    """Return the local folder of a prepared corpus. A corpus at a URL is first downloaded into the
+    cache. If several processes call this function at the same time, one of them downloads the
+    corpus and the others wait.
 
     Args:
         location: a URL, or the path of a folder, which is returned without being checked.
@@ -104,7 +104,7 @@ def local_folder(
         progress: True to show a progress bar on stderr.
 
     Raises:
-        DataError: the URL is invalid, it does not contain a prepared corpus, or the corpus could
+        DataError: the URL is invalid, there is no prepared corpus at the URL, or the corpus could
             not be downloaded completely in several attempts.
         MissingDependencyError: the protocol's package is not installed.
         StorageError: the cache can't be written, or the disk is too small.
@@ -129,7 +129,7 @@ def local_folder(
     if missing or not _is_tokenizer(folder, fingerprint):
         with held(folder / _LOCK_NAME, f"fetching {store.url}", progress):
             remove_leftovers(folder)
-            # Another process may have downloaded some of them in the meantime.
+            # Another process may have downloaded some of the missing shards in the meantime.
             missing = _missing(folder, missing, verify)
             _fetch_tokenizer(store, folder, fingerprint)
             _fetch_shards(store, folder, missing, progress)
@@ -137,8 +137,13 @@ def local_folder(
 
 
 class _Store:
-    """The folder at `url`. Its path in the fsspec file system `system` is `root`; `options` are
-    passed to `system.open`.
+    """Remote folder.
+
+    Args:
+        url: URL of the folder.
+        system: fsspec file system that contains the folder.
+        root: path of the folder in `system`.
+        options: options for `system.open`.
     """
 
     def __init__(self, url: str, system: Any, root: str, options: dict[str, Any]) -> None:
@@ -205,7 +210,7 @@ def _open_store(url: str) -> _Store:
         raise DataError(
             f"{url} is not the URL of a folder: remove the part that begins with ? or #"
         )
-    # A cached file system may have an outdated listing of the folder.
+    # Do not reuse a file system object, because its listing of the folder may be outdated.
     options: dict[str, Any] = {"skip_instance_cache": True}
     try:
         if is_http:
@@ -215,7 +220,7 @@ def _open_store(url: str) -> _Store:
             )
             # `trust_env` uses proxies from environment variables and passwords from ~/.netrc.
             options["client_kwargs"] = {"timeout": timeout, "trust_env": True}
-        # Imported by name, because fsspec has no type annotations.
+        # Import the module by name, because fsspec has no type annotations.
         system, root = importlib.import_module("fsspec.core").url_to_fs(url, **options)
     except ImportError as error:
         raise _missing_package(url, error) from error
@@ -262,8 +267,8 @@ def _retried(work: Callable[[], Found]) -> Found:
 
 
 def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) -> list[_Entry]:
-    """Return the manifest entries of the splits' shards, each once. None for `splits` selects all
-    splits.
+    """Return the manifest entries of the splits' shards, without duplicates. None for `splits`
+    selects all splits.
 
     Raises:
         DataError: a shard name is invalid, or two different shards have the same name.
@@ -281,8 +286,8 @@ def _wanted(url: str, manifest: dict[str, Any], splits: Sequence[str] | None) ->
 
 
 def _missing(folder: Path, wanted: Sequence[_Entry], verify: bool) -> list[_Entry]:
-    """Return the wanted shards that are missing from the folder or whose size or, with `verify`,
-    SHA-256 differs from their entry.
+    """Return the wanted shards that are missing from the folder or do not match their entry. The
+    size of a shard is always compared, and its SHA-256 only with `verify`.
     """
 
     def is_there(file: _Entry) -> bool:

@@ -1,7 +1,7 @@
 """Token shards: the on-disk format of a prepared corpus, the reader for shards, and the writer for
 shards and manifest (`CorpusWriter`).
 
-A prepared folder contains
+A prepared folder contains these files:
 
     manifest.json           counts, sha256 of each shard, the tokenizer's fingerprint
     tokenizer.json, tokenizer_config.json
@@ -9,7 +9,7 @@ A prepared folder contains
     val-00000.bin ...       shards of the validation split, if there is one
     rejected.jsonl          rejected documents, with file, line and reason, if there are any
 
-A shard consists of the following parts, little-endian:
+A shard consists of the following parts. All numbers are little-endian.
 
     offset  size          content
     0       8             magic b"FLTOKENS"
@@ -32,9 +32,9 @@ its text (if the tokenizer adds one) and the eos after it (if the tokenizer has 
 never split across shards.
 
 Shards are not memory-mapped, because truncating a mapped file kills the process with SIGBUS, and
-overwriting it silently changes the data. Instead, `pread` reads a shard in blocks, and each block
-is compared with its checksum from when the file was verified (or, without verification, from when
-the block was first read).
+overwriting it silently changes the data. Instead, `pread` reads a shard in blocks. The checksum of
+each block is compared with the checksum that was computed when the file was verified or, without
+verification, when the block was first read.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 BLOCK_BYTES = 1 << 16
 #: Number of document offsets that are checked at a time when a shard is opened.
 _OFFSETS_AT_ONCE = 1 << 17
-#: One in this many document offsets is kept in memory; the offsets in between are read when needed.
+#: Distance between the document offsets that are kept in memory. The offsets in between are read
+#: when they are needed.
 _OFFSETS_HELD = 512
 #: Number of tokens of a shard that are checked against the vocabulary at a time.
 _CHECKED_AT_ONCE = 1 << 17
@@ -141,20 +142,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest, by which a run recognises its data."""
+    """Return the SHA-256 of a manifest, which identifies the data of a run."""
     content = dict(manifest)
     if "chat" in content:
-        # The counts of unused fields do not change the data, and earlier versions did not write
-        # them: their runs can still be resumed.
+        # Leave out the counts of unused fields, which do not affect the data. Earlier versions did
+        # not write these counts, and runs of those versions can still be resumed.
         content["chat"] = {k: v for k, v in content["chat"].items() if k != "unused_fields"}
-    # Sorted, because the order of keys in the manifest is irrelevant to the data.
+    # Sort the keys, because their order in the manifest is irrelevant to the data.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _require_fields(path: Path, entry: Any, fields: Mapping[str, type]) -> None:
     for name, kind in fields.items():
         value = entry.get(name) if isinstance(entry, dict) else None
-        # `type`, not `isinstance`, because a bool is an instance of int.
+        # Compare the type instead of using `isinstance`, because a bool is an instance of int.
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             raise DataError(f"{path} is damaged ('{name}'): {ADVICE}")
 
@@ -187,8 +188,7 @@ class BlockFile:
         self._checksums = np.full(-(-self.size // BLOCK_BYTES), -1, dtype=np.int64)
 
     def sha256(self) -> str:
-        """Return the hexadecimal SHA-256 of the file. The checksum of each block is stored along
-        the way.
+        """Return the hexadecimal SHA-256 of the file. Also store the checksum of each block.
 
         Raises:
             DataError: see `read`.
@@ -251,7 +251,8 @@ def _opened(path: Path) -> int:
 class Shard:
     """A shard, with its header and access to its tokens, document offsets and loss mask.
 
-    Every method that reads raises a DataError if the file was changed or truncated in the meantime.
+    Every method that reads raises a DataError if the file was changed or truncated since it was
+    opened.
 
     Args:
         path: file of the shard.
@@ -293,8 +294,8 @@ class Shard:
         self._held_offsets = np.empty(0, dtype=np.uint64)
 
     def tokens(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Return the token ids `start:stop`, read-only [stop - start] (fewer at the end, as in
-        slices)."""
+        """Return the token ids `start:stop`, read-only [stop - start]. As with any slice, the
+        result is shorter if `stop` is beyond the end."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         at = HEADER.size
         data = self.file.read(at + start * self.itemsize, at + stop * self.itemsize)
@@ -314,8 +315,8 @@ class Shard:
         return np.frombuffer(data, dtype=np.uint8).astype(bool)
 
     def documents_before(self, token: int) -> int:
-        """Return the number of documents that begin before a token; call `check_documents`
-        first."""
+        """Return the number of documents that begin before a token. `check_documents` must be
+        called first."""
         # Read only the offsets between the two neighbouring ones that are in memory.
         held = int(np.searchsorted(self._held_offsets, np.uint64(token)))
         if held == 0:
@@ -444,7 +445,7 @@ class ShardWriter:
     """Writes the documents of one split into consecutive shards.
 
     Args:
-        folder: folder for the shards, a temporary folder until the entire corpus is written.
+        folder: folder for the shards. It is a temporary folder until the entire corpus is written.
         split: "train" or "val".
         dtype: dtype of the token ids, from `token_dtype`.
         shard_tokens: number of tokens at which a shard is closed.
@@ -503,7 +504,7 @@ class ShardWriter:
         if self._file is None:
             name = f"{self._split}-{len(self.shards):05d}.bin"
             self._file = self._stack.enter_context(OutputFile(self._folder / name))
-            self._file.write(bytes(HEADER.size))  # Replaced by the header when the shard is closed.
+            self._file.write(bytes(HEADER.size))  # The header is written when the shard is closed.
         self._file.write(tokens.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
         if self._offsets[-1] >= self._shard_tokens:
@@ -609,7 +610,7 @@ class CorpusWriter:
         self._log.write((json.dumps(entry) + "\n").encode())
 
     def rejections(self, names: Mapping[str, str]) -> str:
-        """Describe the numbers of rejected records in words.
+        """Return a description of the numbers of rejected records, for a message.
 
         Args:
             names: description of each reason.
@@ -626,18 +627,19 @@ class CorpusWriter:
         gzip_bytes: int | None = None,
         **further: Any,
     ) -> dict[str, Any]:
-        """Finish the folder. Return its manifest.
+        """Finish the folder and return its manifest.
 
         Args:
             written: number of input documents or records that are in the shards.
             fraction: requested fraction to hold out for validation.
-            split_by: how validation was held out: "document", "tail", "example", "files" or "none".
+            split_by: method of holding out validation data: "document", "tail", "example", "files"
+                or "none".
             unread: files in the inputs that were not read because their type is not supported.
             gzip_bytes: size of the validation text in bytes after gzip -9; None if not measured.
             further: additional entries for the manifest.
 
         Raises:
-            StorageError: a file system error.
+            StorageError: a file can't be written.
         """
         splits: dict[str, dict[str, Any]] = {
             split: {**self.counts[split], "shards": writer.shards}

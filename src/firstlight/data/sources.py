@@ -1,8 +1,8 @@
-"""Find sources of text and records: files, folders, globs, the standard library, Hugging Face
+"""Find sources of text and records: files, folders, globs, the standard library, and Hugging Face
 datasets.
 
-This module only finds the sources; `records` reads them. `unread_files` lists files in folders and
-globs whose type is not supported.
+This module only finds the sources. They are read by `records`. `unread_files` lists the files in
+folders and globs that have an unsupported type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from firstlight.data.kinds import OTHER_TEXT, kind_by_ending, kind_of
 from firstlight.errors import InputError, describe_read_error, nearest
 from firstlight.files.atomic import read_json, write_json
 
-#: Suffixes of texts and source code. Files with other suffixes are read if they are text.
+#: Suffixes of source code, and of all text files (`TEXT_SUFFIXES`). A file with any other suffix is
+#: read if its content is text.
 _CODE_SUFFIXES = tuple(
     ".py .pyi .c .h .cc .cpp .hpp .cs .f90 .go .hs .java .jl .js .jsx .kt .lua .ml .php .pl .r .rb "
     ".rs .scala .sh .sql .swift .ts .tsx".split()
@@ -55,12 +56,13 @@ _RECORD_KINDS = (
 )
 #: Name of the file in a prepared corpus that lists the names of the corpus's inputs.
 SOURCES_NAME = "sources.json"
-#: Input name that stands for the source code of the running Python's standard library.
+#: Input name for the source code of the running Python's standard library.
 STANDARD_LIBRARY = "stdlib"
-#: Maximum number of suffixes in a message, and of commands for converting such files to text.
+#: Maximum number of suffixes in a message, and maximum number of commands for converting files to
+#: text.
 _SHOWN_ENDINGS, _SHOWN_WAYS = 8, 3
 
-#: Names of folders that are not searched, because their files are not the user's text.
+#: Names of folders that are not searched, because they contain files that the user did not write.
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 #: Files whose presence identifies a run folder.
 _RUN_FILES = frozenset({"recipe.yaml", "metrics.jsonl"})
@@ -117,13 +119,14 @@ def find_sources(
         a glob                          `**` matches any number of folders
         stdlib                          source code of the running Python's standard library without
                                         its tests (a folder of that name is `./stdlib`)
-        hf:NAME[:CONFIG[:SPLIT]]        a Hugging Face dataset; the default of SPLIT is "train"; an
-                                        empty CONFIG, as in `hf:NAME::SPLIT`, is the default one
+        hf:NAME[:CONFIG[:SPLIT]]        a Hugging Face dataset; SPLIT defaults to "train", and an
+                                        empty CONFIG, as in `hf:NAME::SPLIT`, selects the default
+                                        configuration
 
     Args:
         inputs: the INPUTs.
         suffixes: suffixes of the files to find. With the default suffixes, `stdlib` and text files
-            with other suffixes are found, too.
+            with any other suffix are also found.
         as_is: see `DataSource`.
 
     Raises:
@@ -135,7 +138,7 @@ def find_sources(
     for item in inputs:
         try:
             found = _resolve(str(item), suffixes)
-        # `Path.expanduser` raises RuntimeError for an unknown user's home folder.
+        # `Path.expanduser` raises RuntimeError for the home folder of an unknown user.
         except (OSError, RuntimeError) as error:
             reason = describe_read_error(error) if isinstance(error, OSError) else error
             raise InputError(f"input {item} can't be found: {reason}") from error
@@ -155,9 +158,11 @@ def distinct_inputs(inputs: Sequence[str | Path]) -> list[str]:
 
 
 def note_on_inputs(inputs: Sequence[str | Path]) -> str:
-    """Return a message if several inputs name the same file or folder, if "stdlib" is an input and
-    a file or folder of that name exists, or if a folder contains links to folders, which are
-    searched only if they are inputs. Otherwise return "".
+    """Return a message about inputs that the user may have meant differently, or "".
+
+    There are three such cases: several inputs name the same file or folder, "stdlib" is an input
+    and a file or folder of that name exists, or a folder contains links to other folders. Linked
+    folders are searched only if they are inputs.
     """
     notes = []
     distinct = distinct_inputs(inputs)
@@ -240,7 +245,12 @@ def url_input(item: str) -> str:
 
 
 def special_input(item: str, kind: str) -> str:
-    """Return the message about an INPUT that has a `special_kind`."""
+    """Return the message about an INPUT that is a pipe, socket, device or broken link.
+
+    Args:
+        item: the INPUT.
+        kind: the result of `special_kind`.
+    """
     text = shlex.quote(f"{Path(item).name}.txt")
     advice = "specify a file or a folder of texts"
     if kind == "pipe":
@@ -276,9 +286,7 @@ def _nothing_in(item: str, folder: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _unread(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Return the type of a file that can't be read, with advice on how to convert it, for a
-    message.
-    """
+    """Return the message about a file of an unsupported type, with advice on how to convert it."""
     if suffixes != SUFFIXES:
         return f"{path} has an unknown type: supported are {_RECORD_KINDS}"
     kind = kind_of(path, _ending(path.name.lower()))
@@ -304,7 +312,7 @@ def unread_files(inputs: Sequence[str | Path], suffixes: tuple[str, ...] = SUFFI
         elif not path.exists() and any(character in str(path) for character in "*?["):
             names = glob.glob(str(path), recursive=True)
             found.update(Path(name) for name in names if not os.path.isdir(name))
-    # Unlike `Path.resolve`, this does not raise for cyclic links.
+    # Unlike `Path.resolve`, `os.path.realpath` does not raise for cyclic links.
     others = {os.path.realpath(file): file for file in found if not _is_read(file, suffixes)}
     return sorted(others.values())
 
@@ -328,11 +336,11 @@ def neutral_name(item: str) -> str:
 
 def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[str] = ()) -> None:
     """Write `sources.json`, which contains the `neutral_name` of each INPUT of a prepared corpus.
-    Without inputs, do not write a file.
+    The file is not written if there are no inputs.
 
-    The names are kept out of the manifest, because it identifies the data, which does not depend on
-    names. The "cleaned" key was introduced in the version that began to clean texts unless the
-    options include --as-is.
+    The names are not in the manifest, because the manifest identifies the data, and the data does
+    not depend on names. The "cleaned" key is absent from files of earlier versions, which never
+    cleaned texts. Without this key, the corpus was prepared as with --as-is.
 
     Args:
         folder: the folder of the corpus.
@@ -341,7 +349,7 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
             manifest.
 
     Raises:
-        StorageError: a file system error.
+        StorageError: the file can't be written.
     """
     if inputs:
         names = [neutral_name(item) for item in distinct_inputs(inputs)]
@@ -350,9 +358,9 @@ def write_sources(folder: Path, inputs: Sequence[str | Path], options: Sequence[
 
 
 def read_sources(folder: Path) -> tuple[list[str], list[str], bool]:
-    """Read the file written by `write_sources`. Return (names, options, cleaned). `cleaned` is
-    False if the file was written by a version that did not clean texts, as with --as-is. If the
-    file does not exist, return ([], [], True).
+    """Read the file written by `write_sources`, and return (names, options, cleaned). `cleaned` is
+    False if the file was written by a version that never cleaned texts. If the file does not exist,
+    return ([], [], True).
     """
     try:
         found = read_json(folder / SOURCES_NAME)
@@ -389,8 +397,11 @@ def _ending(name: str) -> str:
 
 
 def listed(unread: Mapping[str, int]) -> str:
-    """Describe the result of `by_ending` in words, as in "7 .pdf, 2 without a suffix", with
-    commands that convert such files to text.
+    """Return a description of unread files, such as "7 .pdf, 2 without a suffix", with commands
+    that convert them to text.
+
+    Args:
+        unread: number of files of each type, as returned by `by_ending`.
     """
     kinds = (kind_by_ending(end) for end in unread)
     ways = [
@@ -411,7 +422,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 def _is_read(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Return True if a file has one of the suffixes or, with the default suffixes, if it is
     text."""
-    # Opening a pipe would wait for a writer.
+    # Do not open a pipe, because opening it would wait for a writer.
     if not path.is_file():
         return False
     name = path.name.lower()
@@ -447,8 +458,8 @@ def _searched(folders: Sequence[str]) -> list[str]:
 
 
 def _linked_folders(folder: str, named: Collection[str]) -> Iterator[Path]:
-    """Yield the links in a folder to folders that are not in `named`. `_files_under` does not
-    follow links, because they may be cyclic.
+    """Yield the links in a folder that lead to folders outside `named`. `_files_under` does not
+    follow such links, because they may be cyclic.
     """
     for root, folders, _ in os.walk(folder):
         folders[:] = _searched(folders)
@@ -499,10 +510,14 @@ def limited_sources(
 ) -> list[DataSource]:
     """Limit the sources so that about `most_bytes` bytes of text are read in total.
 
-    If the files are larger in total, an evenly spaced subset of the small text files is read
-    completely, and the same fraction of every other file is read. The full limit applies to each
-    dataset, because its size is unknown. The files in `kept` are always included, with the limits
-    set there.
+    If the files contain more text than this, an evenly spaced subset of the small text files is
+    read completely, and the same fraction of every other file is read. For a dataset, the limit is
+    `most_bytes`, because its size is unknown.
+
+    Args:
+        sources: the sources to limit.
+        most_bytes: number of bytes of text to read in total.
+        kept: sources that are always included and keep their own limits.
     """
     as_kept = {source.name: source for source in kept}
     known = [text_size(source) for source in sources]

@@ -1,12 +1,12 @@
 """Readers for tables: CSV and TSV (`read_table`), Parquet (`read_parquet`) and Arrow
 (`read_arrow`). Each row becomes one object. Memory use is bounded.
 
-Parquet can store a value shared by many rows only once: in a column's dictionary of values, or as a
-common prefix of texts (DELTA_BYTE_ARRAY). A small file can therefore contain more text than fits in
-memory. The header of a column's first page limits the length of such a value. If the value may be
-long, either fewer rows are read at a time, or the rows also share the value in memory (pyarrow's
-`read_dictionary`). Other texts are not read as dictionaries, because pyarrow would then keep all
-distinct texts of a row group in memory.
+In Parquet, many rows can share a single stored copy of a value: in a column's dictionary of values,
+or as a common prefix of texts (DELTA_BYTE_ARRAY). A small file can therefore contain more text than
+fits in memory. The header of a column's first page gives an upper bound on the length of such a
+value. If the value may be long, either fewer rows are read at a time, or the rows also share the
+value in memory (pyarrow's `read_dictionary`). Other texts are not read as dictionaries, because
+pyarrow would then keep all distinct texts of a row group in memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _COPIED_BYTES = 1 << 26
 #: Number of bytes at the beginning of a page header that contain its type and size, and size of
 #: pyarrow's read buffer in bytes.
 _HEAD_BYTES, _BLOCK_BYTES = 32, 1 << 16
-#: Minimum number of bytes counted for a row and for a list element, which may not take any space in
-#: the file.
+#: Minimum number of bytes that are counted for a row and for a list element. Rows and list elements
+#: can be stored without taking any space in the file.
 _ROW_BYTES, _PLACE_BYTES = 16, 4
 #: Values of Parquet's `PageType`: data pages (versions 1 and 2), and dictionary pages.
 _DATA_PAGES, _DICTIONARY_PAGE = (0, 3), 2
@@ -74,20 +74,20 @@ def read_table(
     """Yield the rows of a table (RFC 4180) below its header.
 
     Args:
-        file: the table's bytes, decompressed.
+        file: decompressed content of the table.
         path: the file. Its suffix and size are used, and its name appears in messages.
         text_key: the column to read; None reads all columns.
 
     Yields:
         (first line of the row; the row as {column: text}, or the reason why it is rejected).
     """
-    # The csv module has one limit per process instead of one per reader.
+    # The limit of the csv module applies to the entire process, not to a single reader.
     csv.field_size_limit(largest_document(path))
     line = 0
     try:
         stream = utf8_stream(file, path)
-        # Invalid UTF-8 becomes lone surrogates, so that only the affected row is rejected and not
-        # the file.
+        # Decode invalid UTF-8 to lone surrogates, so that only the affected row is rejected and not
+        # the entire file.
         text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         try:
             for line, found in _table_rows(text, path, text_key):
@@ -147,8 +147,8 @@ def _table_rows(
 
 
 def _header_problem(header: Sequence[str], text_key: str | None) -> BadRecordError | None:
-    """Return the error for a table without a `text_key` column, or for one whose first line
-    contains sentences or numbers instead of the names of columns. Return None for other tables."""
+    """Return the error for a table that lacks a `text_key` column, or that has sentences or numbers
+    instead of column names in its first line. Return None for other tables."""
     if text_key in header or (text_key is None and conversation_kind(header, "") is not None):
         return None
     if not any(re.search(r"[.?!]\s*\Z|\A[\d.]+\Z|.{60}", name) for name in header):
@@ -192,9 +192,11 @@ class _Lines:
 
 
 def _delimiter(first: str, path: Path, text_key: str | None) -> str:
-    """Return the delimiter of a table. For .tsv it is a tab. Otherwise it is a delimiter that
-    yields a `text_key` column in the first line (or the columns of conversations if `text_key` is
-    None), or else the most frequent delimiter in the first line.
+    """Return the delimiter of a table.
+
+    The delimiter of a .tsv file is a tab. In other files, it is the first delimiter with which the
+    header has a `text_key` column or, if `text_key` is None, the columns of conversations. If there
+    is no such delimiter, it is the most frequent one in the header.
     """
     if ".tsv" in (ending.lower() for ending in path.suffixes[-2:]):
         return "\t"
@@ -340,8 +342,8 @@ def _plan(path: Path, footer: Any, columns: list[str] | None) -> tuple[int, list
         is_text, is_nested = leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
         # pyarrow can share only the values of text columns, and only without DELTA encodings.
         can_share = is_text and "DELTA" not in encodings
-        # Compute the maximum size of one row's value per row group; then the number of copies of
-        # the largest value that fit into a batch.
+        # For each row group, compute the maximum size of the value in one row. Then compute how
+        # many copies of the largest value fit into a batch.
         longest = [_longest_shared(path, chunk) if is_text else _width(leaf) for chunk in chunks]
         if can_share and not is_nested and "." not in leaf.path:
             longest = [_longest_found(path, leaf.path, *found) for found in enumerate(longest)]
@@ -453,7 +455,7 @@ def _page_head(head: bytes) -> tuple[int | None, int]:
 
 
 def _batch_rows(batch: Any) -> list[Any]:
-    """Convert the rows of a batch to objects; a row with invalid UTF-8 becomes a BadRecordError."""
+    """Convert the rows of a batch to objects. A row with invalid UTF-8 becomes a BadRecordError."""
     arrow = optional("pyarrow", "reading Parquet")
     # Converting dictionary-encoded texts takes much longer than converting plain texts.
     for index, column in enumerate(batch.columns):

@@ -1,1 +1,1 @@
-"""Evaluation of models: loss on held-out text, and scores in tasks."""
+"""Evaluation of models by their loss on held-out text and their scores on tasks."""

@@ -1,6 +1,6 @@
-"""Loss, perplexity and bits per byte on a split of prepared data or on a sample of its rows, and
-the loss by token position. By default, a model is evaluated with the data and options of its
-training.
+"""Evaluate loss, perplexity and bits per byte on a split of prepared data or on a sample of its
+rows, and evaluate the loss by token position. By default, a model is evaluated with the data and
+options that it was trained with.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class RowOptions(TypedDict, total=False):
 
     Attributes:
         seq_len: number of tokens per row.
-        batch_size: number of rows per forward pass; affects only the speed.
+        batch_size: number of rows per forward pass, which affects only the speed.
         device: device of the model.
         document_masking: True to let tokens attend only to their own document, as in training with
             `data.document_masking`.
-        first_id: token id that is inserted before the split's very first token, so that this token
-            is predicted, too, and all bytes of the text are counted. None skips that token.
+        first_id: token id that is inserted before the first token of the split, so that the first
+            token is also predicted and all bytes of the text are counted. None to skip the first
+            token.
         on_rows: called after each batch with the number of completed rows and the total number.
     """
 
@@ -73,8 +74,8 @@ def load_for_evaluation(
     Args:
         checkpoint: a folder or hub id as for `firstlight.load`.
         device: "auto", "cpu", "cuda", ...
-        best: True to load a run folder's checkpoint with the lowest validation loss instead of the
-            newest.
+        best: True to load the checkpoint with the lowest validation loss in a run folder instead of
+            the newest one.
 
     Raises:
         ConfigError: the device does not exist, or `best` is True and `checkpoint` is not a run
@@ -85,19 +86,19 @@ def load_for_evaluation(
 
     def read(folder: Path) -> LoadedModel:
         loaded = load_model(folder, hardware.device, dtype=torch.float32)
-        # Read the state now, because an active run may delete the checkpoint later.
+        # Read the state immediately, because an active run may delete the checkpoint later.
         try:
             return dataclasses.replace(loaded, trained_on=trained_on(folder))
         except CheckpointError:
             require_kept(folder)
-            # The state is damaged; `_training_data` raises the error if the state is needed.
+            # The state is damaged. `_training_data` raises the error if the state is required.
             return loaded
 
     return read_model_folder(checkpoint, read, best=best)
 
 
 def loaded_for_evaluation(checkpoint: str | Path | LoadedModel, device: str) -> LoadedModel:
-    """Return `checkpoint` if it is a loaded model, otherwise the result of `load_for_evaluation`.
+    """Return `checkpoint` if it is a loaded model. Otherwise, load it with `load_for_evaluation`.
 
     Raises:
         ModelError: the loaded model's files have changed; see `LoadedModel.require_unchanged`.
@@ -116,7 +117,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         loaded, data, split: see `evaluated_folder`.
 
     Raises:
-        DataError: the data consists of preference pairs, or see `evaluated_folder`.
+        DataError: the data consists of preference pairs. For other reasons, see `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
     dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
@@ -140,7 +141,8 @@ def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
 def options_of_training(
     loaded: LoadedModel, dataset: TokenDataset, seq_len: int | None, document_masking: bool | None
 ) -> RowOptions:
-    """Return the options of an evaluation. Arguments that are None get the values used in training.
+    """Return the options of an evaluation. For arguments that are None, the values from training
+    are used.
 
     Args:
         loaded: the model.
@@ -170,7 +172,7 @@ def options_of_training(
 def evaluated_folder(
     loaded: LoadedModel, data: str | Path | None, split: str, *, progress: bool = False
 ) -> Path:
-    """Return the local folder of the data. Data at a URL is downloaded first.
+    """Return the local folder of the evaluated data. Data at a URL is downloaded first.
 
     Args:
         loaded: the model.
@@ -199,7 +201,7 @@ def evaluated_folder(
 
 
 def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
-    """Raise an error for data that was prepared with a different tokenizer than the model's.
+    """Raise an error if the data was prepared with a tokenizer that differs from the model's.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -220,25 +222,25 @@ def require_same_tokenizer(loaded: LoadedModel, dataset: TokenDataset) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results over the evaluated tokens.
+    """Results of an evaluation over all evaluated tokens.
 
     Attributes:
         loss: mean cross-entropy in nats per token; for preference pairs, the mean loss per pair.
         perplexity: exp(loss); NaN for preference pairs.
-        bits_per_byte: bits per byte of the split's UTF-8 text, comparable across tokenizers; NaN
-            for preference pairs.
-        gzip_bits_per_byte: bits per byte of gzip -9 on all text of the split, even if only a sample
-            of rows is evaluated; None if it was not recorded.
+        bits_per_byte: bits per byte of the split's UTF-8 text, which can be compared across
+            tokenizers; NaN for preference pairs.
+        gzip_bits_per_byte: bits per byte achieved by gzip -9 on all text of the split, even if only
+            a sample of rows is evaluated; None if it was not recorded.
         tokens: number of predicted tokens.
         rows: number of evaluated rows.
         total_rows: number of rows in the split.
         split: "val" or "train".
         seq_len: number of tokens per row.
         document_masking: True if tokens attended only to their own document.
-        loss_stderr: standard error of the loss of a random sample of rows as an estimate of the
-            split's loss; see `scores.standard_error`. All standard errors are None if all rows were
-            evaluated or the rows were not drawn at random.
-        perplexity_stderr: standard error of the perplexity, by the delta method.
+        loss_stderr: standard error of the loss if it was estimated from a random sample of rows;
+            see `scores.standard_error`. All standard errors are None if all rows were evaluated or
+            the rows were not drawn at random.
+        perplexity_stderr: standard error of the perplexity, computed with the delta method.
         bits_per_byte_stderr: standard error of the bits per byte.
     """
 
@@ -262,15 +264,15 @@ def evaluation_rows(total: int, limit: int) -> list[int]:
 
     Args:
         total: number of rows in the split.
-        limit: maximum number of rows, spread evenly over the split; 0 means all rows.
+        limit: maximum number of rows, which are spread evenly over the split; 0 for all rows.
     """
     if limit == 0 or limit >= total:
         return list(range(total))
     return [i * total // limit for i in range(limit)]
 
 
-# inference_mode can't be used: if this is a run's first forward pass, FSDP2 allocates tensors in it
-# that training uses afterwards.
+# torch.inference_mode can't be used, because FSDP2 allocates tensors in the first forward pass of a
+# run, which may be this one, and training uses these tensors afterwards.
 @torch.no_grad()
 @varying_lengths()
 def losses_of_rows(
@@ -279,12 +281,12 @@ def losses_of_rows(
     rows: Sequence[int],
     **options: Unpack[RowOptions],
 ) -> list[RowLoss]:
-    """Return the losses of rows, computed by this process alone.
+    """Compute the losses of rows in this process.
 
     Args:
         loss_sum: see `evaluate_split`.
         dataset: the split.
-        rows: indices of the rows, ascending.
+        rows: indices of the rows in ascending order.
         options: see `RowOptions`.
 
     Returns:
@@ -308,7 +310,8 @@ def losses_of_rows(
             losses += map(RowLoss, part, loss.tolist(), tokens.tolist())
         if on_rows is not None:
             on_rows(start + len(part), len(rows))
-    # Row 0 predicts all tokens except the split's first, which is predicted from `first_id`.
+    # In row 0, all tokens except the first one of the split have been predicted. Predict the first
+    # token from `first_id`.
     if rows and rows[0] == 0 and dataset.predicts_first(first_id):
         input_ids = torch.tensor([[first_id]], device=device)
         labels = torch.from_numpy(dataset[0:1])[None].to(device)
@@ -328,26 +331,27 @@ def evaluate_split(
     **options: Unpack[RowOptions],
 ) -> Evaluation:
     """Evaluate non-overlapping rows. Each token is predicted once, from the preceding tokens in its
-    row; with document masking, only from tokens in the same document.
+    row. With document masking, it is predicted only from tokens of the same document.
 
-    For tokens that are not predicted, bits per byte assume the mean loss. The losses of rows are
-    added without rounding. The last fp32 digits of a row's loss depend on its batch: results with
-    different batch sizes differ by a relative 1e-6 at most.
+    For bits per byte, tokens that are not predicted are assumed to have the mean loss. The losses
+    of rows are added without rounding errors. The last fp32 digits of a row's loss depend on its
+    batch, so the relative difference between results with different batch sizes is at most 1e-6.
 
     Args:
-        loss_sum: function that maps input_ids and labels, int64 [B, T], and, with document masking,
-            document_ids to the summed loss in nats: a scalar [] for the batch, or [B] for its rows.
+        loss_sum: function that maps input_ids, labels and, with document masking, document_ids,
+            int64 [B, T], to the summed loss in nats. The result is a scalar [] for the batch, or
+            [B] for its rows.
         dataset: the split.
-        rows: indices of the rows to evaluate, ascending; None means all rows.
-        drawn: True if the rows were drawn at random, which adds standard errors to the result. This
-            requires a loss function that returns the loss of each row.
-        rank, processes: rank of this process and number of processes that share the batches. All
-            processes get the same result, which equals the result of a single process.
+        rows: indices of the rows to evaluate in ascending order; None for all rows.
+        drawn: True if the rows were drawn at random. The result then includes standard errors,
+            which requires a loss function that returns the loss of each row.
+        rank, processes: rank of this process, and number of processes that share the batches. All
+            processes get the same result, which is equal to that of a single process.
         options: see `RowOptions`.
 
     Raises:
-        DataError: there is no token to predict (with document masking, if all documents have only
-            one token).
+        DataError: there is no token to predict. With document masking, this happens if all
+            documents consist of a single token.
     """
     seq_len, masking = options["seq_len"], options.get("document_masking", False)
     total = dataset.num_rows(seq_len)
@@ -373,8 +377,8 @@ def evaluate_split(
         split=dataset.split,
         seq_len=seq_len,
         document_masking=masking,
-        # Delta method: the standard error of a function of the loss is the standard error of the
-        # loss times the derivative.
+        # According to the delta method, the standard error of a function of the loss is the
+        # standard error of the loss times the function's derivative.
         loss_stderr=error,
         perplexity_stderr=None if error is None else perplexity * error,
         bits_per_byte_stderr=None if error is None else error * bits_a_nat,
@@ -390,7 +394,7 @@ def _shared_losses(
     processes: int,
     options: RowOptions,
 ) -> list[RowLoss]:
-    """Return the losses of all rows in all processes. Each row is computed by one process."""
+    """Return the losses of all rows in all processes. Each row is evaluated by one process."""
     own, extra = _own_batches(rows, options["batch_size"], rank, processes)
     losses = losses_of_rows(loss_sum, dataset, own, **options)
     if extra:
@@ -404,9 +408,9 @@ def _shared_losses(
 def _own_batches(
     rows: list[int], batch_size: int, rank: int, processes: int
 ) -> tuple[list[int], list[int]]:
-    """Return this rank's rows, and the rows of an uncounted batch, which is [] unless other ranks
-    have one more batch. With a sharded model, all ranks need the same number of forward passes,
-    because they gather each layer together.
+    """Return (rows of this rank, rows of an uncounted batch). The uncounted batch is [] unless
+    other ranks have one more batch than this rank. With a sharded model, all ranks must run the
+    same number of forward passes, because they gather each layer together.
     """
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     own = batches[rank::processes]
@@ -416,8 +420,9 @@ def _own_batches(
 
 
 def _all_losses(own: list[RowLoss]) -> list[RowLoss]:
-    """Return the losses of all processes, sorted by row. Processes of a tensor-parallel group have
-    the same rows; each row is counted once."""
+    """Return the losses of all processes, sorted by row. Processes of a tensor-parallel group
+    evaluate the same rows, and each row is counted only once.
+    """
     gathered = gather_objects([[loss.row, loss.loss, loss.tokens] for loss in own])
     found = {entry[0]: RowLoss(*entry) for part in gathered for entry in part}
     return [found[row] for row in sorted(found)]
@@ -445,8 +450,8 @@ def evaluate(
             function.
         data: a prepared folder or its URL; None uses the data that the model was trained on.
         split: "val" or "train".
-        sample: number of rows, drawn at random without replacement. None, or a number that is at
-            least the number of rows, evaluates the entire split.
+        sample: number of rows to draw at random without replacement. The entire split is evaluated
+            if this is None or at least the number of rows.
         seed: random seed of the sample.
         seq_len: number of tokens per row. None uses the value from training or, if it is unknown,
             the model's context length, but at most 1,024.
@@ -496,9 +501,9 @@ class PositionLoss:
     """Loss of the tokens in a range of positions.
 
     Attributes:
-        first, last: first and last position of the range. The position of a prediction is the
-            zero-based position of its input token in the row (with document masking, in the
-            document).
+        first, last: first and last positions of the range. The position of a prediction is the
+            zero-based position of its input token in the row or, with document masking, in the
+            document.
         tokens: number of predicted tokens.
         loss: mean cross-entropy in nats per token.
         perplexity: exp(loss).
@@ -539,10 +544,11 @@ def evaluate_by_position(
     device: str = "auto",
     on_rows: Callable[[int, int], None] | None = None,
 ) -> ByPosition:
-    """Evaluate the loss in each of 16 equal ranges of positions. Ranges without tokens are omitted.
+    """Evaluate the loss in each of 16 ranges of positions of nearly equal length. Ranges without
+    tokens are omitted.
 
-    The arguments are the same as for `evaluate`, except that for a model with rotary position
-    embeddings `seq_len` may exceed its context length.
+    The arguments are the same as for `evaluate`. For a model with rotary position embeddings,
+    `seq_len` may exceed the model's context length.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: see `evaluate`.
@@ -582,8 +588,8 @@ def evaluate_by_position(
 def _sums_by_position(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each position, the summed loss, fp64 [T], and the number of predicted tokens,
-    int64 [T], on the CPU.
+    """Return the summed loss, fp64 [T], and the number of predicted tokens, int64 [T], of each
+    position, on the CPU.
 
     Args:
         model: the model.

@@ -1,8 +1,8 @@
-"""Scores of texts: losses of rows, log-likelihoods of continuations, and task results with standard
-errors.
+"""Scores of texts, including losses of rows, log-likelihoods of continuations, and task results
+with standard errors.
 
-Sums are computed with `math.fsum`, which rounds only once. The sum over rows is therefore bitwise
-identical for any order of the rows and any distribution over processes.
+Sums are computed with `math.fsum`, which rounds only the final result. The sum over rows is
+therefore bitwise identical for any order of the rows and any distribution over processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def perplexity_of(loss: float) -> float:
 
 
 def row_losses(model: Model) -> LossFunction:
-    """Return a loss function that returns the summed loss of each row in nats, fp64 [B], instead of
-    one sum for the batch. It materialises the logits of the entire batch, [B, T, V].
+    """Return a loss function that computes the summed loss of each row in nats, fp64 [B], instead
+    of a single sum for the batch. The function materialises the logits of the entire batch, [B, T,
+    V].
     """
 
     def losses(input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -47,8 +48,8 @@ def row_losses(model: Model) -> LossFunction:
 def token_losses(
     model: Model, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None
 ) -> Tensor:
-    """Return the loss of each token in nats, [B, T], in fp32 or wider. It is 0 where the label is
-    -100.
+    """Return the loss of each token in nats, [B, T], in fp32 or wider. The loss is 0 where the
+    label is -100.
 
     Args:
         model: the model.
@@ -84,8 +85,8 @@ class Likelihood:
 
     Attributes:
         logprob: natural logarithm of the continuation's probability.
-        is_greedy: True if each token of the continuation is the most probable one, as in greedy
-        decoding.
+        is_greedy: True if each token of the continuation is the most probable one, so that greedy
+            decoding would generate the continuation.
     """
 
     logprob: float
@@ -95,7 +96,7 @@ class Likelihood:
 def encode_choices(
     tokenizer: Tokenizer, context: str, continuations: Sequence[str]
 ) -> list[TokenPair]:
-    """Encode a context with each of several continuations, like lm-evaluation-harness
+    """Encode a context with each of several continuations in the same way as lm-evaluation-harness
     (`TemplateLM._encode_pair`).
 
     Whitespace at the end of the context is moved to the continuation. Context and continuation are
@@ -125,21 +126,21 @@ def likelihoods(
     batch_size: int,
     on_pairs: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:
-    """Return the log-likelihood of each continuation: the sum of the log-probabilities of its
-    tokens.
+    """Return the log-likelihood of each continuation, which is the sum of the log-probabilities of
+    its tokens.
 
     If context and continuation don't fit into the model's context length, the context is truncated
     from the left. A context shared by several continuations is computed once, and contexts of the
-    same length are computed together. The results differ in the last fp32 digits from a separate
-    pass over each pair.
+    same length are computed together. The last fp32 digits of the results may differ from those of
+    a separate pass over each pair.
 
     Args:
         model: a model in evaluation mode.
         pairs: contexts and continuations.
-        batch_size: maximum number of continuations per forward pass (continuations of one context
-            are never split); affects only the speed.
-        on_pairs: called after each batch with the number of completed pairs and the total number;
-            it may raise an error.
+        batch_size: maximum number of continuations per forward pass, which affects only the speed.
+            Continuations of one context always stay in the same pass.
+        on_pairs: called after each batch with the number of completed pairs and the total number.
+            It may raise an error.
 
     Raises:
         ModelError: a log-likelihood is not finite.
@@ -163,7 +164,7 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
     for number, pair in enumerate(pairs):
         assert pair.context
         assert 0 < len(pair.continuation) <= limit
-        # The last token is only predicted and does not need a position.
+        # The last token is only predicted, so it does not need a position.
         room = limit + 1 - len(pair.continuation)
         by_context.setdefault(pair.context[-room:], []).append(number)
     batch: _Batch = []
@@ -178,21 +179,22 @@ def _batches(pairs: Sequence[TokenPair], limit: int, batch_size: int) -> Iterato
 
 
 def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int, Likelihood]:
-    """Return the likelihoods of a batch's pairs, keyed by index of the pair."""
+    """Return the likelihoods of a batch's pairs, keyed by the index of each pair."""
     parameter = next(model.parameters())
     device = parameter.device
     numbers = [number for _, others in batch for number in others]
     context_of = [row for row, (_, others) in enumerate(batch) for _ in others]
     contexts = torch.tensor([context for context, _ in batch], device=device)
     targets, valid = _padded([pairs[number].continuation for number in numbers], device)
-    # All but the last token of each context are added to the cache once. The last token predicts
-    # the first token of each continuation, so it is computed with the continuations.
+    # Add all but the last token of each context to the cache once. The last token predicts the
+    # first token of each continuation, so it is processed together with the continuations.
     before, last = contexts[:, :-1], contexts[context_of, -1:]
     shared, longest = before.shape[1], targets.shape[1]
     cache = model.make_cache(len(numbers), shared + longest, parameter.dtype)
     if shared:
         once = model.make_cache(len(batch), shared, parameter.dtype)
-        # Both passes must use the length-dependent position embeddings of the full texts.
+        # Some position embeddings depend on the length of the text. Both passes must use those of
+        # the full texts.
         cache.least_length = once.least_length = shared + longest
         model(before, cache=once, logits_to_keep=1)
         cache.begin_with(once, torch.tensor(context_of, device=device))
@@ -210,8 +212,8 @@ def _score(model: Model, pairs: Sequence[TokenPair], batch: _Batch) -> dict[int,
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad the token ids of several rows with 0 to int64 [B, T]. Return them with the mask of
-    positions that are not padding, bool [B, T].
+    """Pad the token ids of several rows with 0. Return the padded ids, int64 [B, T], and a mask of
+    the positions that are not padding, bool [B, T].
     """
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
@@ -219,13 +221,14 @@ def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
     return torch.tensor(ids, device=device), torch.arange(longest, device=device) < lengths[:, None]
 
 
-#: Called with the number of scored texts and the total number; it may raise an error.
+#: Function that is called with the number of scored texts and the total number. It may raise an
+#: error.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric over a task's items.
+    """A metric computed over a task's items.
 
     Attributes:
         value: value of the metric.
@@ -238,7 +241,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Results of a model in a task.
+    """Results of a model on a task.
 
     Attributes:
         task: name of the task.
@@ -253,13 +256,16 @@ class TaskResult:
     chat_template: bool = False
 
     def __str__(self) -> str:
-        """Return `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ± 0.01`."""
+        """Return the results as text, such as `hellaswag: acc 0.27 ± 0.01, acc_norm 0.26 ±
+        0.01`.
+        """
         shown = (f"{n} {with_error(m.value, m.stderr)}" for n, m in self.metrics.items())
         return f"{self.task}: {', '.join(shown)}"
 
     def figures(self) -> dict[str, float | None]:
-        """Return the values and standard errors of all metrics: `{"acc": ..., "acc_stderr":
-        ...}`."""
+        """Return the values and standard errors of all metrics, such as `{"acc": ..., "acc_stderr":
+        ...}`.
+        """
         found: dict[str, float | None] = {}
         for name, metric in self.metrics.items():
             found |= {name: metric.value, f"{name}_stderr": metric.stderr}
@@ -267,7 +273,9 @@ class TaskResult:
 
 
 class Task(Protocol):
-    """A task that is ready to be scored: its items are loaded and checked against the model."""
+    """A task that is ready to be scored, with items that have been loaded and checked against the
+    model.
+    """
 
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
@@ -276,7 +284,7 @@ class Task(Protocol):
 
         Args:
             loaded: a model with the tokenizer and context length for which the task was prepared.
-            batch_size: number of texts per forward pass; affects only the speed.
+            batch_size: number of texts per forward pass, which affects only the speed.
             on_texts: called after each batch.
 
         Raises:
@@ -286,7 +294,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Loss of one row, or of a batch of rows.
+    """Loss of a row or of a batch of rows.
 
     Attributes:
         row: index of the row in the split; for a batch, the index of its first row.
@@ -300,8 +308,8 @@ class RowLoss:
 
 
 def sampled_rows(total: int, count: int, seed: int) -> list[int]:
-    """Return the ascending indices of `count` rows drawn at random from `total` without
-    replacement, or of all rows if `count` is at least `total`.
+    """Draw `count` of `total` rows at random without replacement, and return their indices in
+    ascending order. If `count` is at least `total`, return the indices of all rows.
 
     With the same seed, a smaller sample is a subset of a larger one.
     """
@@ -309,20 +317,20 @@ def sampled_rows(total: int, count: int, seed: int) -> list[int]:
 
 
 def mean_loss(rows: Sequence[RowLoss]) -> float:
-    """Return the mean loss in nats per token: the sum of the rows' losses divided by their total
-    number of tokens, which must be at least one.
+    """Return the mean loss in nats per token, which is the sum of the rows' losses divided by their
+    total number of tokens. There must be at least one token.
     """
     return math.fsum(row.loss for row in rows) / sum(row.tokens for row in rows)
 
 
 def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
-    """Return the standard error of a sample's `mean_loss` as an estimate of the mean loss of all
-    rows.
+    """Return the standard error of a sample's `mean_loss`, which is an estimate of the mean loss of
+    all rows.
 
     The mean is a ratio of two sums, because the number of tokens varies between rows. The result is
-    the root of the linearised variance of the ratio estimator for a simple random sample without
-    replacement, with the finite-population correction (Cochran, Sampling Techniques, 1977, section
-    2.11):
+    the square root of the linearised variance of the ratio estimator for a simple random sample
+    without replacement, with the finite-population correction (Cochran, Sampling Techniques, 1977,
+    section 2.11):
 
         (1 - n/N) / n * sum((loss_i - mean * tokens_i)^2) / (n - 1) / (tokens/n)^2
 
@@ -339,8 +347,9 @@ def standard_error(rows: Sequence[RowLoss], total_rows: int) -> float:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of equally weighted values and its standard error: the sample standard
-    deviation divided by the root of the number of values, or None for a single value.
+    """Return the mean of equally weighted values and its standard error. The standard error is the
+    sample standard deviation divided by the square root of the number of values, or None for a
+    single value.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -351,8 +360,9 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def with_error(value: float, error: float | None) -> str:
-    """Format a value with its error, as in `3.214 ± 0.012`: the error has two significant digits,
-    and the value has the same number of decimals. Without an error, the value has four decimals.
+    """Format a value with its error, as in `3.214 ± 0.012`. The error has two significant digits,
+    and the value has the same number of decimal places. Without an error, the value has four
+    decimal places.
     """
     if error is None:
         return f"{value:.4f}"

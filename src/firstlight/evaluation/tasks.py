@@ -1,11 +1,11 @@
-"""Evaluation tasks: load them by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`) and
+"""Load evaluation tasks by name (`hellaswag`, `hellaswag,FILE.jsonl`, `lm-eval:NAME,...`), and
 score a model on them.
 
-HellaSwag (Zellers et al. 2019) is implemented here: its items, and a model's choice among the
-endings of each item. All other tasks come from lm-evaluation-harness (Gao et al. 2024), which reads
-them, formats the prompts and computes the metrics. This module implements the harness's model
-interface: log-likelihoods of texts and generated continuations. Texts are encoded as in the
-harness's transformers backend (`HFLM`).
+HellaSwag (Zellers et al. 2019) is implemented in this module, which reads its items and determines
+a model's choice among the endings of each item. All other tasks are part of lm-evaluation-harness
+(Gao et al. 2024), which reads the items, formats the prompts and computes the metrics. For these
+tasks, the module implements the harness's model interface, which computes log-likelihoods of texts
+and generates continuations. Texts are encoded as in the harness's transformers backend (`HFLM`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ HARNESS = "lm-eval:"
 
 @dataclass(frozen=True)
 class HellaSwag:
-    """HellaSwag items, encoded for a model by `encode_items`; implements `scores.Task`."""
+    """HellaSwag task, which implements `scores.Task`. Its items are encoded for a model by
+    `encode_items`.
+    """
 
     items: Sequence[Item]
     pairs: Sequence[TokenPair]
@@ -90,14 +92,15 @@ def ready_tasks(
             scored.
         items: number of items per task, taken from the beginning; None means all items.
         task_folder: folder with additional tasks for lm-evaluation-harness.
-        chat_template: True to render the items with the model's chat template. None follows
-            `apply_chat_template` in the task's metadata; tasks without this entry are not rendered.
+        chat_template: True to render the items with the model's chat template; None to follow
+            `apply_chat_template` in the task's metadata. Without this entry, the template is not
+            used.
 
     Raises:
-        ConfigError: a name is unknown or repeated, `items` is less than 1, or the model or a task
-            does not support `chat_template`.
-        InputError: a file is missing, one of its lines is not an item (the message names the line),
-            or data can't be read.
+        ConfigError: a name is unknown or repeated, `items` is less than 1, or `chat_template` is
+            True and the model or a task does not support it.
+        InputError: a file is missing, a line of the file is not an item, or data can't be read. The
+            message names the line.
         MissingDependencyError: lm-evaluation-harness is not installed.
         ModelError: the model has no tokenizer.
     """
@@ -175,7 +178,7 @@ def evaluate_tasks(
         tasks: see `ready_tasks`; a single string is one task.
         items: number of items per task; see `ready_tasks`.
         task_folder: folder with additional tasks; see `ready_tasks`.
-        batch_size: number of texts per forward pass; affects only the speed.
+        batch_size: number of texts per forward pass, which affects only the speed.
         device: "auto", "cpu", "cuda", ...; a model that is already loaded stays on its device.
         chat_template: see `ready_tasks`.
         on_texts: called after each batch with the number of scored texts of the current task and
@@ -204,26 +207,26 @@ def evaluate_tasks(
 
 #: Dataset id on the Hugging Face hub, as in lm-evaluation-harness.
 HUB_ID = "Rowan/hellaswag"
-#: Maximum size of a file in bytes; the largest HellaSwag file, the training split, is 48 MB.
+#: Maximum size of a file in bytes. The largest HellaSwag file, the training split, is 48 MB.
 _MAX_BYTES = 1 << 30
-#: Limits for an item: bytes per line and number of endings. HellaSwag items have up to 3 KB of text
-#: and 4 endings.
+#: Maximum bytes per line and maximum number of endings of an item. HellaSwag items have up to 3 KB
+#: of text and 4 endings.
 _MAX_LINE_BYTES, _MAX_ENDINGS = 1 << 16, 100
 
 
 def read_hellaswag(path: Path, limit: int | None = None) -> list[Item]:
     """Read the items of a JSON Lines file.
 
-    A line is an object with `endings`, `label`, the context as `ctx` or as the original dataset's
-    `ctx_a` and `ctx_b`, and optionally `activity_label`.
+    Each line is an object with `endings`, `label`, and the context, either as `ctx` or as `ctx_a`
+    and `ctx_b`, as in the original dataset. `activity_label` is optional.
 
     Args:
-        path: the file; empty lines are skipped.
-        limit: number of items to read from the beginning of the file; None means all items.
+        path: the file. Empty lines are skipped.
+        limit: number of items to read from the beginning of the file; None for all items.
 
     Raises:
-        InputError: the file can't be read or contains no items, or a line is not such an object
-            (the message names the line).
+        InputError: the file can't be read or contains no items, or a line is not such an object.
+            The message names the line.
     """
     items: list[Item] = []
     for number, line in enumerate(io.BytesIO(read_file(path, _MAX_BYTES)), start=1):
@@ -246,7 +249,7 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
     """Load the items of the validation split from the Hugging Face hub or the cache of `datasets`.
 
     Args:
-        limit: number of items to load from the beginning of the split; None means all items.
+        limit: number of items to load from the beginning of the split; None for all items.
 
     Raises:
         MissingDependencyError: `datasets` is not installed.
@@ -264,8 +267,7 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
             rows = rows.select(range(min(limit, len(rows))))  # type: ignore[attr-defined, arg-type]
         return [item_of(row) for row in rows]
     except Exception as error:
-        # `datasets` raises its own errors as well as errors of its HTTP library and of the file
-        # system.
+        # `datasets` raises errors of its own, of its HTTP library and of the file system.
         raise InputError(
             f"{HUB_ID} could not be loaded from the hub ({type(error).__name__}: "
             f"{str(error)[:200]}): use a local file with --tasks hellaswag,FILE.jsonl"
@@ -273,13 +275,13 @@ def hub_hellaswag(limit: int | None = None) -> list[Item]:
 
 
 def item_of(row: Any) -> Item:
-    """Format an item like lm-evaluation-harness (`tasks/hellaswag/utils.py`).
+    """Format an item in the same way as lm-evaluation-harness (`tasks/hellaswag/utils.py`).
 
-    The context is `activity_label: ctx_a Ctx_b`, with the second part capitalized. For a row that
-    has only `ctx`, it is `activity_label: ctx`, or `ctx` if there is no `activity_label`.
+    The context is `activity_label: ctx_a Ctx_b`, with the second part capitalized. If a row has
+    only `ctx`, the context is `activity_label: ctx`, or just `ctx` without an `activity_label`.
 
     Raises:
-        ValueError: a field is missing or has the wrong type; the message names the field.
+        ValueError: a field is missing or has the wrong type. The message names the field.
     """
     if not isinstance(row, Mapping):
         raise ValueError("it is not a JSON object")
@@ -301,12 +303,12 @@ def item_of(row: Any) -> Item:
 
 
 def cleaned(text: str) -> str:
-    """Remove the bracketed markup that WikiHow articles left in the data, like `preprocess` in
-    lm-evaluation-harness.
+    """Remove the bracketed markup of WikiHow articles from a text, in the same way as `preprocess`
+    in lm-evaluation-harness.
     """
     text = text.strip().replace(" [title]", ". ")
-    # Search only up to the last "]" of a line: after it, the search from each "[" would fail at the
-    # end of the line, which takes quadratic time.
+    # Search only up to the last "]" of a line. After it, each "[" would start a search to the end
+    # of the line, which would take quadratic time in total.
     parts = (line.rpartition("]") for line in text.split("\n"))
     lines = (re.sub(r"\[.*?\]", "", head + end) + tail for head, end, tail in parts)
     return "\n".join(lines).replace("  ", " ")
@@ -320,7 +322,7 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return True if the text contains no lone surrogates, which JSON can contain as escape
+    """Return True if a text does not contain lone surrogates, which JSON can represent as escape
     sequences.
     """
     return not any("\ud800" <= c <= "\udfff" for c in text)
@@ -340,8 +342,8 @@ class Item:
     """A context with several endings, one of which is correct.
 
     Attributes:
-        context: the text to continue, non-empty.
-        choices: the endings, each non-empty, without the space before them.
+        context: the text to continue, which is not empty.
+        choices: the endings, none of which is empty, without a leading space.
         gold: index of the correct ending.
     """
 
@@ -368,7 +370,8 @@ class Answer:
 def encode_items(
     items: Sequence[Item], tokenizer: Tokenizer, context_tokens: int, where: str
 ) -> list[TokenPair]:
-    """Encode all endings of all items with their contexts, in order.
+    """Encode the endings of all items with their contexts. The result is in the order of the items
+    and endings.
 
     Args:
         items: the items.
@@ -377,12 +380,13 @@ def encode_items(
         where: name of the source of the items, for error messages.
 
     Raises:
-        InputError: an ending is longer than the model's context, or adds no token to the item's
-            context.
+        InputError: an ending is longer than the model's context, or does not add any tokens to the
+            item's context.
     """
     pairs: list[TokenPair] = []
     for number, item in enumerate(items, start=1):
-        # A single call for all endings lets them share one tuple of context ids.
+        # Encode all endings of an item in a single call, so that they share one tuple of context
+        # ids.
         encoded = encode_choices(tokenizer, item.context, [f" {c}" for c in item.choices])
         for pair in encoded:
             count = len(pair.continuation)
@@ -421,8 +425,9 @@ def answer_items(
 
 def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
     """Compare the model's choice with the correct ending. The choice is the ending with the highest
-    log-probability (the first if several are equal, as in numpy's argmax). As in
-    lm-evaluation-harness, acc_norm divides log-probabilities by the number of characters.
+    log-probability. If several are equal, the first of them is chosen, as in numpy's argmax. For
+    acc_norm, log-probabilities are divided by the number of characters, as in
+    lm-evaluation-harness.
     """
     per_character = [p / len(c) for p, c in zip(logprobs, item.choices, strict=True)]
     return Answer(
@@ -433,7 +438,7 @@ def _answer(item: Item, logprobs: tuple[float, ...]) -> Answer:
 
 
 def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
-    """Return the metrics `acc` and `acc_norm`: the fraction of items answered correctly."""
+    """Return the metrics `acc` and `acc_norm`, which are fractions of correctly answered items."""
     return {
         "acc": Metric(*mean_and_error([float(answer.acc) for answer in answers])),
         "acc_norm": Metric(*mean_and_error([float(answer.acc_norm) for answer in answers])),
@@ -442,17 +447,17 @@ def accuracies(answers: Sequence[Answer]) -> dict[str, Metric]:
 
 # The tasks of lm-evaluation-harness
 
-#: Default seeds of `lm_eval.simple_evaluate`: the first is for Python's random, the second for
-#: numpy, torch and few-shot examples.
+#: Default seeds of `lm_eval.simple_evaluate`. The first is used for Python's random, and the second
+#: for numpy, torch and few-shot examples.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
-#: Number of bootstrap samples for standard errors without a formula. The harness uses 100,000 by
-#: default, which takes minutes.
+#: Number of bootstrap samples for standard errors that have no formula. The harness's default of
+#: 100,000 takes minutes.
 _BOOTSTRAP_ITERATIONS = 1_000
 
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """Tasks loaded by the harness; implements `scores.Task`.
+    """Tasks loaded by the harness. Implements `scores.Task`.
 
     Attributes:
         loaded_tasks: result of the harness's `TaskManager.load`.
@@ -467,14 +472,15 @@ class HarnessTasks:
     def evaluate(
         self, loaded: LoadedModel, *, batch_size: int, on_texts: Progress | None = None
     ) -> list[TaskResult]:
-        """Return all metrics of all tasks and groups, under the harness's names; see
-        `scores.Task.evaluate`. The metric of a filter other than "none" is named `METRIC,FILTER`.
+        """Return all metrics of all tasks and groups, with the names used by the harness; see
+        `scores.Task.evaluate`. Metrics computed with a filter other than "none" are named
+        `METRIC,FILTER`.
         """
         import lm_eval
 
         with _by_itself():
-            # simple_evaluate would do the same and then collect information about the machine,
-            # which takes seconds.
+            # simple_evaluate is not used, because it would also collect information about the
+            # machine, which takes seconds.
             found = lm_eval.evaluate(
                 harness_model(loaded, batch_size, on_texts, chats=bool(self.chat_tasks)),
                 self.loaded_tasks,
@@ -482,7 +488,7 @@ class HarnessTasks:
                 bootstrap_iters=_BOOTSTRAP_ITERATIONS,
                 log_samples=False,
                 apply_chat_template=bool(self.chat_tasks),
-                # The harness' command line does the same if a template is applied.
+                # The harness's command line also sets this if a template is applied.
                 fewshot_as_multiturn=bool(self.chat_tasks),
             )
         assert found is not None
@@ -494,8 +500,9 @@ class HarnessTasks:
 
 
 def _with_chat_template(harness: HarnessTasks, wanted: bool | None) -> HarnessTasks:
-    """Return the tasks with chat-template rendering enabled for some or all of them (see
-    `ready_tasks`), and print a message that names them."""
+    """Enable the chat template for some or all of the tasks (see `ready_tasks`), and show a message
+    that names them. Return the tasks.
+    """
     applied = set()
     for name, task in harness.loaded_tasks["tasks"].items():
         asked = (task.get_config("metadata") or {}).get("apply_chat_template")
@@ -531,15 +538,15 @@ def ready_harness(
     Args:
         names: names of tasks, groups or tags.
         items: number of items per task, taken from the beginning; None means all items.
-        task_folder: folder with additional tasks in the harness's YAML format. If it contains all
-            tasks in `names`, the harness's own tasks are not indexed, which would take seconds. The
-            harness runs any Python code that the folder contains.
+        task_folder: folder with additional tasks in the harness's YAML format. If the folder
+            contains all tasks in `names`, the harness's own tasks are not indexed, because that
+            takes seconds. The harness runs any Python code in the folder.
 
     Raises:
         MissingDependencyError: the harness is not installed.
         ConfigError: a name is unknown, or `task_folder` does not exist.
-        InputError: a task or its data can't be loaded, or the task runs generated code or is
-            multimodal; neither is supported.
+        InputError: a task or its data can't be loaded, or a task is not supported because it runs
+            generated code or is multimodal.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -562,7 +569,7 @@ def ready_harness(
         try:
             found = manager.load(list(names))
         except Exception as error:
-            # A task's files, and the library that loads its data, can raise any error.
+            # The files of a task and the library that loads its data can raise any error.
             raise InputError(
                 f"lm-eval:{','.join(names)} can't be loaded: {type(error).__name__}: "
                 f"{str(error)[:300]}"
@@ -573,7 +580,7 @@ def ready_harness(
                 f"task lm-eval:{name} runs generated code or is multimodal, which is not "
                 "supported: remove it from the tasks"
             )
-        # Apply the defaults of simple_evaluate, which is not called.
+        # Apply the defaults of simple_evaluate, because it is not called.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -581,8 +588,8 @@ def ready_harness(
 
 
 def _metrics(figures: Mapping[str, Any]) -> dict[str, Metric]:
-    """Convert the harness's results `{"acc,none": ..., "acc_stderr,none": ...}` to metrics, keyed
-    by name. Values that are not finite are omitted.
+    """Convert results of the harness, such as `{"acc,none": ..., "acc_stderr,none": ...}`, to
+    metrics keyed by name. Values that are not finite are omitted.
     """
     found: dict[str, Metric] = {}
     for key, value in figures.items():
@@ -601,13 +608,13 @@ def _is_finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _by_itself() -> Iterator[None]:
-    """Run lm-evaluation-harness in isolation: seed the random generators with its defaults,
-    redirect its output to stderr and prevent it from starting processes. On exit, restore the
-    random states of Python, numpy and torch.
+    """Isolate lm-evaluation-harness: seed the random generators with its default seeds, redirect
+    its output to stderr, and prevent it from starting processes. On exit, restore the random states
+    of Python, numpy and torch.
     """
     states = random.getstate(), np.random.get_state()
     before = os.environ.get("DISABLE_MULTIPROC")
-    # The harness' bootstrap would fork this process, which is unsafe if there are threads.
+    # The harness's bootstrap would fork this process, which is unsafe if it has several threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         with torch.random.fork_rng(), contextlib.redirect_stdout(sys.stderr):
@@ -624,14 +631,14 @@ def _by_itself() -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
-#: The harness's default limit on new tokens, for tasks that do not set one.
+#: Default limit of the harness on new tokens, used for tasks that do not set a limit.
 _MAX_NEW_TOKENS = 256
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = {"top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 class _HarnessMethods:
-    """Methods of the harness's interface `lm_eval.api.model.LM`, which documents them."""
+    """Methods of the harness's interface `lm_eval.api.model.LM`, where they are documented."""
 
     def __init__(self, loaded: LoadedModel, batch_size: int, on_texts: Progress | None) -> None:
         super().__init__()
@@ -657,9 +664,9 @@ class _HarnessMethods:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text, preceded by a BOS token if the model expects one and the
-        text does not begin with it. As in the harness, names of special tokens in the text are
-        encoded as these tokens.
+        """Return the token ids of a text. A BOS token is prepended if the model expects one and the
+        text does not begin with it. As in the harness, the names of special tokens in the text are
+        encoded as special tokens.
         """
         tokenizer = self._tokenizer
         ids = tokenizer.encode(string, special_tokens=True)
@@ -672,13 +679,13 @@ class _HarnessMethods:
     ) -> str:
         render = partial(self._tokenizer.apply_chat_template, add_generation_prompt=True)
         begun = ""
-        if not add_generation_prompt:  # The last message is the beginning of the answer.
+        if not add_generation_prompt:  # the last message is the beginning of the answer
             *chat_history, last = chat_history
             begun = last["content"]
         try:
             return render(chat_history) + begun
         except InputError:
-            # As in the harness, because some templates reject system messages.
+            # Some templates reject system messages, so omit them, as the harness does.
             _say_once(
                 "note: the chat template rejects system messages, so the task's system message is "
                 "omitted"
@@ -717,7 +724,7 @@ class _HarnessMethods:
         )
 
     def _windows(self, ids: list[int]) -> list[TokenPair]:
-        """Split a text into windows of the model's context length so that each token is predicted
+        """Split a text into windows of the model's context length, so that each token is predicted
         once.
         """
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -742,15 +749,16 @@ class _HarnessMethods:
                 done += 1
                 if self._on_texts is not None:
                     self._on_texts(done, len(texts))
-        # As in the harness, new tokens are decoded without the prompt, which drops the space before
-        # the first word.
+        # As in the harness, new tokens are decoded without the prompt, so the space before the
+        # first word is dropped.
         return [
             before_stops(self._tokenizer.decode(text.token_ids), text.config.stop) for text in texts
         ]
 
     def _text_of(self, context: str, options: Mapping[str, Any], *, number: int) -> Continuation:
         """Return the prompt of a request with its sampling settings. The prompt is truncated from
-        the left so that it fits into the model's context together with the new tokens."""
+        the left if it does not fit into the model's context together with the new tokens.
+        """
         config = sampling_of(options, number)
         room = self._limit - config.max_new_tokens
         if room < 1:
@@ -771,7 +779,7 @@ def harness_model(
         loaded: a model with a tokenizer.
         batch_size: number of texts per forward pass.
         on_texts: called after each batch with the number of completed texts and the total number.
-        chats: True to also end answers at the token that ends a turn in the chat template.
+        chats: True to end answers also at the token that ends a turn in the chat template.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -781,8 +789,8 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     class FirstlightLM(_HarnessMethods, TemplateLM):  # type: ignore[misc]
-        """Model interface of the harness; see `_HarnessMethods`. Defined here, because the base
-        class is in an optional package.
+        """Model interface of the harness; see `_HarnessMethods`. The class is defined inside the
+        function, because its base class belongs to an optional package.
         """
 
     return FirstlightLM(loaded, batch_size, on_texts)
@@ -793,10 +801,10 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
     Args:
         options: options of the request.
-        number: number of the request, used as its seed if the request samples.
+        number: number of the request, which is used as the seed for sampling.
 
     Raises:
-        ConfigError: an option is unknown, or out of range.
+        ConfigError: an option is unknown or out of range.
     """
     known = {"until", "do_sample", "temperature", *_TOKEN_LIMITS, *_SAMPLING}
     unknown = sorted(set(options) - known)
@@ -818,7 +826,7 @@ def sampling_of(options: Mapping[str, Any], number: int) -> SamplingConfig:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first occurrence of any of the stop texts."""
+    """Return the part of a text before the first occurrence of any stop text."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text

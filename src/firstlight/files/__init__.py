@@ -1,1 +1,1 @@
-"""Write files and folders atomically; only this package writes to the disk."""
+"""Write files and folders atomically. Other packages write to the disk only through this one."""

@@ -40,7 +40,7 @@ _MAX_JSON_VALUES = 1_000_000
 
 @contextlib.contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Convert an `OSError` in the block to a `StorageError` with a readable message.
+    """Convert an `OSError` in the `with` block to a `StorageError` with a readable message.
 
     Args:
         path: the path that is being written. The message names it if the error itself does not
@@ -55,7 +55,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[OutputFile]:
-    """Yield a file that replaces `path` atomically if the block ends without an error.
+    """Yield a file that replaces `path` atomically if the `with` block ends without an error.
 
     Raises:
         StorageError: a file system error occurred, or `path` exists and is not a regular file.
@@ -79,7 +79,8 @@ def replacing(path: Path) -> Iterator[OutputFile]:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write `content` (text is encoded as UTF-8) to `path` atomically. Create missing folders.
+    """Write `content` to `path` atomically, with text encoded as UTF-8. Missing parent folders are
+    created.
 
     Raises:
         StorageError: a file system error occurred; the old file is unchanged.
@@ -109,9 +110,9 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `path` if the block ends without an error.
 
-    Every file in it is synced before the rename. If the block raises, the temporary folder is
-    removed and `path` is not created. Leftovers of a killed process are removed by the next call
-    for the same `path`.
+    Every file in the temporary folder is synced before the folder is renamed. If the block raises
+    an error, the temporary folder is removed and `path` is not created. Leftovers of a killed
+    process are removed by the next call for the same `path`.
 
     Args:
         path: the folder's final path, which must not exist or must be an empty folder.
@@ -156,7 +157,7 @@ def new_folder(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock during the block. Yield False if the lock could not be acquired.
+    """Hold a folder's lock during the `with` block. Yield False if the lock is not available.
 
     The lock is released when the process ends. On a file system without locks, no process gets a
     lock, so no folder is considered abandoned.
@@ -179,9 +180,8 @@ def _remove_abandoned(path: Path) -> None:
     for folder in path.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if name.fullmatch(folder.name) is None:
-                continue  # Belongs to another folder, such as NAME-2.
-            # An empty folder may have been created just now by another process that has not locked
-            # it yet.
+                continue  # This temporary folder belongs to another path, such as NAME-2.
+            # Keep an empty folder: another process may have just created it and not locked it yet.
             if any(folder.iterdir()):
                 with _locked(folder) as abandoned:
                     if abandoned:
@@ -285,9 +285,10 @@ def set_aside(path: Path) -> Path:
     """Preserve a damaged file as NAME.damaged (or NAME.damaged-2 and so on if that name is taken)
     before it is replaced. Return the new path.
 
-    The new path is a hard link. If the process is killed before the replacement, the readable part
-    of the file is therefore still at the old path. If a hard link is impossible (`path` is not a
-    file, or the file system does not support links), the file is renamed.
+    The new path is a hard link, so the file also remains at the old path until it is replaced. If
+    the process is killed before that, the readable part of the file is not lost. If a hard link is
+    not possible (`path` is not a file, or the file system does not support links), the file is
+    renamed.
 
     Raises:
         StorageError: a file system error.
@@ -343,8 +344,8 @@ def require_writable(folder: Path) -> None:
 
 
 def write_probe(folder: Path, size: int) -> None:
-    """Write a file, read it back from the disk, and delete it. This takes as long as a checkpoint
-    of the same size.
+    """Write a file, read it back from the disk, and delete it. This takes as long as saving a
+    checkpoint of the same size.
 
     Args:
         folder: folder in which the file is written.
@@ -366,11 +367,10 @@ def write_probe(folder: Path, size: int) -> None:
 
 
 def require_free(path: Path, advice: str) -> None:
-    """Raise an error unless `path` does not exist or is an empty folder, so that nothing is
-    overwritten.
+    """Raise an error if `path` exists and is not an empty folder, so that nothing is overwritten.
 
     Raises:
-        InputError: `path` exists; the message ends with `advice`.
+        InputError: `path` exists and is not an empty folder; the message ends with `advice`.
     """
     if path.is_dir() and not any(path.iterdir()):
         return
@@ -491,8 +491,8 @@ def _refuse_constant(name: str) -> None:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Reject duplicate keys in a JSON object. Pass this as `object_pairs_hook` to `json.loads`.
-    JSON parsers disagree on which duplicate wins.
+    """Reject duplicate keys in a JSON object, because JSON parsers disagree on which value is used.
+    Pass this function as `object_pairs_hook` to `json.loads`.
 
     Raises:
         ValueError: a key occurs twice.

@@ -27,15 +27,15 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def held(path: Path, work: str, progress: bool) -> Iterator[None]:
-    """Hold a lock of the cache, after waiting for any other process that holds it.
+    """Hold a lock of the cache during the `with` block. If another process holds it, wait for it.
 
-    The lock is released at the end of the block, or by the kernel if the process ends (`flock`).
+    The lock (`flock`) is released at the end of the block, or by the kernel if the process ends.
 
     Args:
         path: the lock file, which is created if necessary and never deleted.
-        work: description of the work done under the lock, for the message "waiting for another
-            process, which is ...".
-        progress: True to print this message while waiting.
+        work: description of the work for which the lock is held. It completes the message "waiting
+            for another process, which is ...".
+        progress: True to print this message before waiting.
 
     Raises:
         StorageError: the lock file can't be created or locked.

@@ -1,5 +1,5 @@
-"""File system operations. Everything that firstlight writes goes through the `disk` object, which
-tests replace to simulate errors."""
+"""File system operations. All files are written through the `disk` object, which tests replace to
+simulate errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Disk:
         return open(path, "ab", buffering=0)
 
     def write(self, file: FileIO, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes. Return the number of bytes written, which may be less than the length of
-        `data`.
+        """Write bytes, and return the number of bytes written. This number may be less than the
+        length of `data`.
         """
         return file.write(data)
 
@@ -120,8 +120,8 @@ class OutputFile:
         _write_all(self._file, data)
 
     def write_over_start(self, data: bytes) -> None:
-        """Overwrite the first bytes, such as a header that contains the length of the data. Nothing
-        may be written afterwards.
+        """Overwrite the beginning of the file, such as a header that contains the length of the
+        data. Nothing may be written afterwards.
         """
         self._write_gathered()
         self._file.seek(0)
@@ -147,7 +147,7 @@ class HashedFile(OutputFile):
 
     @property
     def sha256(self) -> str:
-        """Hexadecimal SHA-256 of all bytes so far."""
+        """Hexadecimal SHA-256 of all bytes written so far."""
         return self._hash.hexdigest()
 
 

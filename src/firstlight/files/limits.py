@@ -1,19 +1,20 @@
 """Isolate untrusted input: run code in a child process with limits on memory and CPU time.
 
 Some files are small programs: a chat template, the steps of a tokenizer.json, a JSON Schema. The
-libraries that run them have no limits, and a call into them can only be stopped from outside. A
-`LimitedProcess` therefore makes such calls in a child process, which is killed when a call exceeds
-a limit and restarted for the next call.
+libraries that run them have no limits, and a library call can only be stopped from outside. A
+`LimitedProcess` therefore makes such calls in a child process. The child is killed when a call
+exceeds a limit, and restarted for the next call.
 
     limit            enforced by
-    CPU time         a timer in the child (ITIMER_PROF), whose signal ends it even inside C code
+    CPU time         a timer in the child (ITIMER_PROF), whose signal ends the child even inside C
+                     code
     elapsed time     the parent, which stops waiting after a timeout
     memory           RLIMIT_DATA in the child, and the parent, which checks the child's resident
-                     memory while it waits. macOS does not enforce RLIMIT_DATA, so a child may
-                     exceed the limit there for the tenth of a second between two checks.
+                     memory while it waits. macOS does not enforce RLIMIT_DATA, so a child on macOS
+                     can exceed the limit for up to 0.1 seconds between two checks.
 
-The child is in a separate session, so Ctrl-C in a terminal does not reach it. It ends when its
-connection is closed, which also happens when the parent is killed.
+The child runs in a separate session, so Ctrl-C in a terminal does not reach it. The child ends when
+its connection is closed, which also happens when the parent is killed.
 
 Requests and responses are JSON rather than pickles, because malicious input may control the child.
 """
@@ -38,8 +39,8 @@ from typing import Any
 from firstlight import errors
 from firstlight.errors import FirstlightError, describe_os_error
 
-#: Interval in seconds between checks of the child's memory, and timeout in seconds per second of
-#: CPU time that a call may take. The timeout allows for a busy machine.
+#: Interval in seconds between checks of the child's memory, and ratio of a call's timeout to its
+#: CPU time limit. The ratio is high because the machine may be busy with other work.
 _LOOK_SECONDS, _PATIENCE = 0.1, 20.0
 #: CPU time limit for starting a child, in seconds.
 _START_SECONDS = 30.0
@@ -146,7 +147,7 @@ class LimitedProcess:
 
     def _exchange(self, request: Any, seconds: float) -> Any:
         try:
-            # Unescaped text, because escapes would take six bytes per character.
+            # Do not escape non-ASCII characters, because each escape would take six bytes.
             content = json.dumps([request, seconds], ensure_ascii=False)
             self._connection.send_bytes(content.encode("utf-8", "surrogatepass"))
             until = time.monotonic() + _PATIENCE * max(seconds, 1.0)
@@ -162,8 +163,8 @@ class LimitedProcess:
                 f"more than {seconds:g} s of CPU time or {self._memory >> 20:,} MiB of memory"
             ) from None
         except BaseException:
-            # On an exception such as Ctrl-C, the response to this request must not be mistaken for
-            # the response to the next.
+            # Stop the child after an exception such as Ctrl-C. Otherwise, its response to this
+            # request could be mistaken for the response to the next one.
             self.close()
             raise
         if not kind:
@@ -182,15 +183,15 @@ class LimitedProcess:
         return 0  # The child has ended; reading the response raises the error.
 
     def forget(self) -> None:
-        """Detach from the child after a fork, leaving it to the process that started it. Otherwise
-        both processes would communicate with the child, and it would outlive the process that
-        started it.
+        """Detach from the child after this process was forked. Only the process that started the
+        child may use it. Otherwise, both processes would communicate with the child, and the child
+        would outlive the process that started it.
         """
         self.lock = threading.RLock()
         if self._process is not None:
             self._finalizer.detach()
             self._connection.close()
-            # The child does not belong to this process, which must not wait for it.
+            # Set a return code, so that `subprocess` does not wait for another process's child.
             self._process.returncode = 0
             self._process = None
 
@@ -224,7 +225,8 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The parent may ignore or block the signal, and a child inherits this.
+    # Reset the handling of the signal, because a child inherits it from a parent that ignores or
+    # blocks the signal.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     connection = Connection(descriptor)
@@ -235,13 +237,14 @@ def serve(descriptor: int) -> None:
         except (EOFError, ConnectionError):
             return
         request, seconds = json.loads(content.decode("utf-8", "surrogatepass"))
-        # RLIMIT_CPU is in whole seconds and counts all calls of the process together.
+        # Use a timer, because RLIMIT_CPU has a resolution of one second and applies to the sum of
+        # all calls.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = ""
         try:
             result: Any = function(request)
         except MemoryError:
-            raise  # The exception ends this process.
+            raise  # End this process, because it has exceeded its memory limit.
         except Exception as error:  # noqa: BLE001 - the parent raises it
             kind, result = type(error).__name__, str(error)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -252,7 +255,7 @@ def serve(descriptor: int) -> None:
 
 
 def _prepare(request: tuple[str, list[Any], int]) -> Callable[[Any], Any]:
-    """Create the function to call, then limit the memory."""
+    """Create the function to call, and then limit the memory of this process."""
     factory, arguments, memory = request
     module, _, name = factory.partition(":")
     function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)(*arguments)

@@ -1,8 +1,8 @@
 """Write safetensors files one tensor at a time.
 
-The safetensors library opens and writes files itself. Here, the bytes go through an `OutputFile`
-(disk.py), which can hash them, and only one tensor at a time is copied to the CPU. The bytes are
-identical to the library's output (huggingface/safetensors, `serialize` in tensor.rs):
+The safetensors library opens and writes files itself. This module writes the bytes through an
+`OutputFile` (disk.py), which can hash them, and copies only one tensor at a time to the CPU. The
+bytes are identical to the library's output (huggingface/safetensors, `serialize` in tensor.rs):
 
 - the header's length in bytes, as a little-endian integer of 8 bytes;
 - the header as compact JSON, padded with spaces to a multiple of 8 bytes;
@@ -43,8 +43,7 @@ _NAMES = {
 _RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 _METADATA = "__metadata__"
 
-#: Number of bytes that are hashed and written at a time; small enough to stay in the processor's
-#: cache.
+#: Number of bytes that are hashed and written at a time. They fit into the processor's cache.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -55,9 +54,9 @@ def write_tensors(
 
     Args:
         file: an open file.
-        tensors: dense tensors, keyed by name, on any device, with any shape and strides; they may
-            share memory. A tensor that is not contiguous or not on the CPU is copied when it is
-            written.
+        tensors: dense tensors, keyed by name. They may be on any device, have any shape and
+            strides, and share memory. A tensor that is not contiguous or not on the CPU is copied
+            when it is written.
         metadata: entries of the header's `__metadata__`; None omits it.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Choose the settings of a new model's run from facts about the text, the machine and the length of
-the run: the vocabulary, the model size among candidates, the batch size, learning rates and
-schedule.
+"""Choose the settings of a new model's run: the vocabulary, the model size, the batch size, the
+learning rates and the schedule.
 
-Each choice has a recipe key, a value, and a sentence with the reason. Values given by the user are
-kept, and the other choices take them into account.
+The choices depend on the text, the machine and the length of the run. Each choice has a recipe key,
+a value, and a sentence with the reason. Values set by the user are kept, and the other choices take
+them into account.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
         return Choice("model.vocab_size", int(given), "given")
     size = vocabulary_for(facts.total_bytes)
     reason = f"for {rounded(facts.total_bytes)} bytes of text"
-    # 256 byte tokens, one token per common character, and the same number for combinations of
-    # characters.
+    # Minimum vocabulary: 256 byte tokens, one token per common character, and as many tokens for
+    # combinations of characters.
     signs = 256 + 2 * facts.common_characters
     if size < signs:
         size = min(1 << math.ceil(math.log2(signs)), defaults.VOCABULARIES[-1][1])
@@ -71,8 +71,8 @@ def choose_vocabulary(facts: CorpusFacts, fixed: Mapping[str, Any]) -> Choice:
 
 
 def check_given(request: Request) -> None:
-    """Reject invalid user values before any text is read, including values that do not fit any
-    model.
+    """Reject invalid values set by the user before any text is read. Values that do not fit any
+    candidate model are also invalid.
 
     Raises:
         ConfigError: see `Request.check` and `choose`.
@@ -84,8 +84,9 @@ def check_given(request: Request) -> None:
     fixed = request.fixed
     vocab_size = int(fixed.get("model.vocab_size") or defaults.VOCABULARIES[0][1])
     require_vocab_size(vocab_size)
-    # Choose settings for ordinary text on a machine with enough memory for every model. A parameter
-    # count (--size 10M) is not checked here: it may be valid only with the text's real vocabulary.
+    # Choose settings for ordinary text on a machine with enough memory for every model, which
+    # raises an error if the values do not fit. A parameter count (--size 10M) is not checked here,
+    # because it may be valid only with the real vocabulary of the text.
     machine = MachineFacts("this machine", "cpu", [(1e9, 1e3)], usable_bytes=1 << 62)
     size = request.size if request.size in defaults.SIZES else None
     text = usual_text(vocab_size, None)
@@ -94,8 +95,8 @@ def check_given(request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate model, the run that it would have, its expected bits per byte on held-out text,
-    and the shortest training loop that is acceptable for it."""
+    """A candidate model, its run, its expected bits per byte on held-out text, and the duration of
+    its shortest acceptable training loop."""
 
     shape: ModelSize
     run: RunFacts
@@ -125,7 +126,7 @@ def choose(
     """Choose all settings of a run.
 
     Args:
-        text: facts about the prepared text, or an estimate of them.
+        text: counted or estimated facts about the prepared text.
         machine: the machine to train on.
         length: length of the run in time, tokens or steps.
         fixed: values given by the user, keyed by `section.key`.
@@ -136,8 +137,8 @@ def choose(
         ConfigError: the size is unknown, no model fits in memory, or values given by the user
             contradict each other.
     """
-    # The tokenizer may have fewer tokens than the requested vocab_size: `text` has the real
-    # number.
+    # The requested vocab_size is ignored here, because the tokenizer may have fewer tokens. `text`
+    # has the actual number.
     given = {key: value for key, value in (fixed or {}).items() if value is not None}
     fixed = {key: value for key, value in given.items() if key != "model.vocab_size"}
     best, count = _best_of_all(text, machine, length, fixed, size=size)
@@ -152,7 +153,7 @@ def choose(
     def with_text(more: TextFacts) -> _Candidate:
         return _best_of_all(more, machine, length, fixed, size=size)[0]
 
-    # With another vocabulary, the given size could mean a different model or no valid model.
+    # With another vocabulary, the given size could select a different model, or no valid model.
     keeps_vocabulary = size is not None or any(key.startswith("model.") for key in given)
     within = (
         "with the same number of tokens" if length.seconds is None else "within the same budget"
@@ -173,7 +174,7 @@ def _best_of_all(
     *,
     size: str | None,
 ) -> tuple[_Candidate, int]:
-    """Return the best candidate, and the number of candidates. For the arguments see `choose`.
+    """Return the best candidate and the number of candidates. For the arguments, see `choose`.
 
     Raises:
         ConfigError: see `choose`.
@@ -209,7 +210,7 @@ def _candidate(
     *,
     fixed: Mapping[str, Any],
 ) -> _Candidate:
-    """Return a model with its run: the batch size, the number of steps that fit in the time, and
+    """Return a candidate model with its batch size, the number of steps that fit in the time, and
     the expected loss. Long runs use longer sequences."""
     given = given_batch(fixed, shape.seq_len)
     unit = given_unit(fixed, shape.seq_len)
@@ -219,9 +220,9 @@ def _candidate(
     def tokens_at(rate: float, way: Compiling) -> float:
         if length.seconds is None:
             return length.tokens or 0.0
-        # Reserve the usual share of the time for everything other than steps, even if more is
-        # needed: `plan --budget` then chooses the same model. The measured speed later determines
-        # the length.
+        # Reserve the usual fraction of the time for everything other than steps, even if more is
+        # needed, so that `plan --budget` chooses the same model. During the run, the measured speed
+        # determines the actual length.
         left = way.left_of(length.seconds)
         return tokens_in_time(rate, left, text, fixed.get("schedule.epochs"))
 
@@ -237,7 +238,7 @@ def _candidate(
     left = None if length.seconds is None else way.left_of(length.seconds)
     parts = part_facts.parts_of_run(rate, steps * batch, left)
     run = RunFacts(steps, batch, shape.seq_len, rate, parts, way)
-    # The given batch may be a multiple of the short sequence length only.
+    # The given batch may be a multiple of the short sequence length, but not of the long one.
     context = fixed.get("model.max_position_embeddings", defaults.LONG_SEQ_LEN)
     tokens_given = fixed.get("batch.global_batch_tokens", 0)
     fits = tokens_given % (defaults.LONG_SEQ_LEN * unit // shape.seq_len) == 0
@@ -255,7 +256,8 @@ def _candidate(
 def _reason_of_width(
     best: _Candidate, size: str | None, fixed: Mapping[str, Any], candidates: int
 ) -> str:
-    """Return the reason for the best candidate's width, given the number of candidates."""
+    """Return the reason for the width of the best candidate. `candidates` is the number of
+    candidates."""
     if size is not None:
         return "the given size" if size in defaults.SIZES else f"the size nearest to {size}"
     if candidates == 1:
@@ -361,10 +363,11 @@ def _length_choices(
         if run.seconds < defaults.EARLY * length.seconds:
             reason = "upper limit; the limit of epochs ends the run earlier"
         else:
-            most /= defaults.EARLY  # to fill the time even if steps are faster than measured
+            # A higher limit fills the time even if steps are faster than measured.
+            most /= defaults.EARLY
         yield Choice("schedule.max_minutes", minutes, reason)
-        # Also set if the run is far below the limit of epochs: a machine that was busy while its
-        # speed was measured may be several times as fast during the run.
+        # The limit of epochs is also set for runs that are expected to stay far below it. A machine
+        # that was busy while its speed was measured may be several times as fast during the run.
         if epochs > defaults.MOST_EPOCHS / 16 or "schedule.epochs" in fixed:
             reason = (
                 f"at most {most:g} passes over the text: more passes would help little or overfit"
@@ -401,13 +404,13 @@ def _advice(
     *,
     keeps_vocabulary: bool,
 ) -> str:
-    """Return a sentence about the benefit of more text, or "" if the text is long and not repeated
-    many times.
+    """Return a sentence about the benefit of more text, or "" if the text is long enough and is not
+    repeated many times.
 
     Args:
         best: chosen model and its run.
         text: facts about the text.
-        with_text: function that returns the model that would be chosen for another text and the
+        with_text: function that returns the model that would be chosen for a different text and the
             same length of the run.
         within: length of the run in words.
         keeps_vocabulary: True to keep the vocabulary size for other text.
@@ -424,7 +427,7 @@ def _advice(
     plenty = longer_text(text, defaults.MORE_TEXT, keeps_vocabulary=keeps_vocabulary)
     other = with_text(plenty)
     gain = 1 - other.bits / best.bits
-    # At most as much text as the other run would read.
+    # The advice suggests at most as much text as the other run would read.
     factor = min(defaults.MORE_TEXT, other.run.tokens * plenty.bytes_per_token / size)
     whole = size + text.val_tokens * text.bytes_per_token
     return (
@@ -438,8 +441,8 @@ def candidate_shapes(
     vocab_size: int, fixed: Mapping[str, Any], size: str | None = None
 ) -> list[ModelSize]:
     """Return the candidate models: the shapes in `defaults.SHAPES`, or a single shape for a given
-    size. A given width or depth is used, and widths must be divisible by the number of heads if
-    that is given.
+    size. A width or depth given by the user is kept. If the user gives the number of heads, widths
+    must be divisible by it.
 
     Args:
         vocab_size: vocabulary size of the tokenizer.
@@ -465,7 +468,7 @@ def candidate_shapes(
     return [ModelSize(w, d, vocab_size, _seq_len(w, fixed)) for w, d in fitting]
 
 
-#: Minimum head dimension of a width that is chosen automatically.
+#: Minimum head dimension of models whose width is chosen automatically.
 _LEAST_HEAD = 16
 
 
@@ -473,8 +476,8 @@ def head_count(width: int, fixed: Mapping[str, Any]) -> int:
     """Return the number of attention heads for a width (hidden_size).
 
     Raises:
-        ConfigError: the user gave a width without heads, and it is not a multiple of the head
-            dimension.
+        ConfigError: the user set a width but no number of heads, and the width is not a multiple of
+            the head dimension.
     """
     if given := fixed.get(HEADS[0]):
         return int(given)
@@ -493,14 +496,15 @@ def _fits_heads(width: int, fixed: Mapping[str, Any]) -> bool:
     if "model.hidden_size" in fixed:
         return True  # The model config checks this value.
     heads = head_count(width, fixed)
-    # RoPE rotates pairs of dimensions, so the head dimension must be even. Tiny heads learn poorly.
+    # RoPE rotates pairs of dimensions, so the head dimension must be even. Very small heads learn
+    # poorly.
     divides = width % (2 * heads) == 0 and width >= _LEAST_HEAD * heads
     return divides and heads % int(fixed.get(HEADS[1]) or heads) == 0
 
 
 def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
-    """Return the sequence length: the given length, or the usual length for the width, limited to a
-    given context length.
+    """Return the sequence length: the length set by the user, or the usual length for the width,
+    but at most the context length set by the user.
     """
     usual = next(seq_len for most, seq_len in defaults.SEQ_LENS if width <= most)
     context = fixed.get("model.max_position_embeddings") or usual
@@ -508,8 +512,8 @@ def _seq_len(width: int, fixed: Mapping[str, Any]) -> int:
 
 
 def _of_size(size: str, vocab_size: int, fixed: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
-    """Return the shape of a named size, or the shape nearest to a parameter count that fits the
-    given heads, as a list of one."""
+    """Return the shape of a named size, or the shape nearest to a parameter count among those that
+    fit the given heads. The result is a list with one element."""
     if size in defaults.SIZES:
         return [defaults.SIZES[size]]
     wanted = parameters_of(size)

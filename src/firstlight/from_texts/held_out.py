@@ -1,10 +1,11 @@
 """Choose which documents of a corpus to hold out, so that near-duplicates are not split between
 training and validation.
 
-Near-duplicates are found with a sketch of each document: a bottom-k MinHash of its shingles. A
-shingle is a window of bytes of the text, in lower case with normalised whitespace. The smallest
-hashes in the union of two sketches are a random sample of both documents' shingles. The fraction of
-these hashes that occurs in both sketches estimates the documents' Jaccard similarity (Broder 1997).
+Near-duplicates are found by comparing sketches of the documents. A sketch is a bottom-k MinHash of
+a document's shingles, and a shingle is a window of bytes of the text, in lower case and with
+normalised whitespace. The smallest hashes in the union of two sketches are a random sample of the
+shingles of both documents. The fraction of these hashes that occur in both sketches is an estimate
+of the documents' Jaccard similarity (Broder 1997).
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ import numpy.typing as npt
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
-#: Length of a shingle in bytes: about five words, or a line of code.
+#: Length of a shingle in bytes. It is about five words or one line of code.
 _SHINGLE_BYTES = 32
-#: Number of hashes in a sketch, and how many of them are keys of the index of similar documents.
+#: Number of hashes in a sketch, and number of these hashes that are keys in the index of documents.
 _SKETCH, _KEYS = 48, 8
 #: Number of bytes at the start of a document from which its sketch is computed.
 _MOST_BYTES = 1 << 20
 #: Minimum estimated Jaccard similarity of near-duplicates.
 _SIMILAR = 0.5
 
-#: Base of the rolling hash: an odd number with irregular bits, 2^64 divided by the golden ratio.
+#: Base of the rolling hash: 2^64 divided by the golden ratio, which is an odd number with irregular
+#: bits.
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -45,13 +47,13 @@ class NearDuplicates:
     """Groups of similar documents, found by adding one document at a time.
 
     Args:
-        most: maximum number of documents whose sketches are kept (each takes about 600 bytes and 8
-            dictionary entries). Later documents are not compared, to bound the memory.
+        most: maximum number of documents whose sketches are kept. Each sketch takes about 600 bytes
+            and 8 dictionary entries. Later documents are not compared, to limit the memory.
 
     Attributes:
-        groups: group of each document, in the order of `add`. A group has the number of its first
-            document.
-        bridged: groups with a document that is similar to a document of another group.
+        groups: group number of each document, in the order in which they were added. The number of
+            a group is the number of its first document.
+        bridged: groups that contain a document that is similar to a document of another group.
         compared: number of documents that were compared with earlier ones.
     """
 
@@ -64,7 +66,7 @@ class NearDuplicates:
         self._found_by: dict[int, int] = {}
 
     def add(self, text: str) -> bool:
-        """Add the next document; return True if it is similar to an earlier one."""
+        """Add the next document, and return True if it is similar to an earlier document."""
         number = len(self.groups)
         self.groups.append(number)
         if len(self._sketches) >= self._most:
@@ -91,22 +93,23 @@ class NearDuplicates:
 
 
 def sketch(text: str) -> Hashes:
-    """Return the smallest hashes of a text's shingles, in ascending order: at most 48, or none if
-    the text is shorter than a shingle."""
+    """Return the smallest hashes of a text's shingles in ascending order, uint64 [at most 48]. The
+    array is empty if the text is shorter than a shingle."""
     data = " ".join(text[:_MOST_BYTES].lower().split()).encode("utf-8")[:_MOST_BYTES]
     count = len(data) - _SHINGLE_BYTES + 1
     if count < 1:
         return np.empty(0, np.uint64)
     powers, inverses = _powers()
-    # Polynomial hash of a window: the hash of the prefix that ends with the window, minus the hash
-    # of the prefix before the window, divided by a power of the base so that the result does not
-    # depend on the window's position.
+    # The polynomial hash of a window is the hash of the prefix that ends with the window, minus the
+    # hash of the prefix before the window. It is divided by a power of the base, so that it does
+    # not depend on the position of the window.
     before = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(np.frombuffer(data, np.uint8) * powers[: len(data)], out=before[1:])
     hashes = (before[_SHINGLE_BYTES:] - before[:count]) * inverses[:count]
     hashes ^= hashes >> np.uint64(32)
     hashes *= np.uint64(_BASE)
-    # Repeated windows have equal hashes: take more than needed, since duplicates are removed.
+    # Repeated windows have equal hashes. Take more hashes than needed, because duplicates are
+    # removed.
     most = min(4 * _SKETCH, count)
     return np.unique(np.partition(hashes, most - 1)[:most])[:_SKETCH]
 
@@ -133,8 +136,8 @@ def _powers() -> tuple[Hashes, Hashes]:
     return found[0], found[1]
 
 
-#: Held-out fraction of the bytes, and the maximum held-out bytes; more would hardly improve the
-#: estimate.
+#: Fraction of the bytes that is held out, and maximum number of held-out bytes. More held-out text
+#: would hardly improve the estimate of the loss.
 HELD_OUT_SHARE = 0.1
 HELD_OUT_BYTES = 1 << 20
 
@@ -144,11 +147,11 @@ class HeldOut:
     """The split of a corpus into training and validation text.
 
     Attributes:
-        digests: hashes of the held-out documents; None if the end of every document is held out
+        digests: hashes of the held-out documents; None if the ends of documents are held out
             instead.
         fraction: held-out fraction of the text.
-        whole: hashes of documents whose end is not held out, because a similar document may contain
-            it.
+        whole: if the ends of documents are held out, hashes of documents whose end is not held out,
+            because a similar document may contain it.
         similar: number of held-out documents that are similar to an earlier held-out document.
         left_out: hashes of documents that are excluded from training, because they are similar to
             validation texts given by the user.
@@ -163,9 +166,12 @@ class HeldOut:
     left_out_bytes: int = 0
 
     def splitter(self) -> SplitOf:
-        """Return a function from a document's text to its split, for one pass over the documents in
-        order. It returns None for a duplicate of an earlier document, and "tail" if the document's
-        end is held out."""
+        """Return a function from a document's text to its split, for a single pass over the
+        documents in their order.
+
+        The function returns None for a document to skip, such as a duplicate of an earlier
+        document, and "tail" for a document whose end is held out.
+        """
         seen: set[bytes] = set()
 
         def split_of(text: str) -> Literal["train", "val", "tail"] | None:
@@ -198,13 +204,14 @@ def hold_out(near: NearDuplicates, sizes: Mapping[bytes, int]) -> HeldOut:
     members = Counter(near.groups)
     others = {group for group, count in members.items() if count == 1} - near.bridged
     alike = [number for number, group in enumerate(near.groups) if group not in others]
-    # If most of the text were excluded, too little would be left to hold out.
+    # If similar documents make up most of the text, too little text would be left to hold out.
     is_most = 2 * sum(counts[number] for number in alike) > sum(counts)
     return HeldOut(None, share, frozenset(() if is_most else (digests[n] for n in alike)))
 
 
 def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int) -> HeldOut:
-    """Return the split if the user gave the first `count` documents for validation.
+    """Return the split for a corpus whose first `count` documents were given by the user for
+    validation.
 
     Args:
         near, sizes: see `hold_out`.
@@ -227,20 +234,20 @@ def held_out_groups(
 ) -> list[int] | None:
     """Select the documents to hold out, in whole groups of near-duplicates.
 
-    A group is held out whenever the held-out bytes are below their share of the bytes so far, so
-    that held-out documents are spread over the corpus. A group larger than the total share is never
-    held out.
+    The groups are visited in order, and a group is held out whenever the held-out bytes are below
+    their share of the bytes visited so far. This spreads the held-out documents over the corpus. A
+    group that is larger than the held-out share of the entire corpus is never held out.
 
     Args:
         groups: group number of each document.
         sizes: size of each document in bytes.
         bridged: groups that are never held out, because they are similar to other groups. They are
-            not merged with those groups, so that adding one document does not move other groups to
-            the other split.
+            not merged with the similar groups, so that adding a document does not move other groups
+            between the splits.
 
     Returns:
-        The numbers of the held-out documents, ascending, or None if there are too few groups to
-        reach the share. The end of each document is then held out.
+        The numbers of the held-out documents in ascending order, or None if whole groups can't
+        reach the share. In the second case, the ends of documents should be held out.
     """
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):

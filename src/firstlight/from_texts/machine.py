@@ -35,19 +35,20 @@ PlanT = TypeVar("PlanT", bound=RunPlan)
 
 
 def _parameters(recipe: ResolvedRecipe) -> int:
-    """Return the parameter count of a recipe's model, without adapters. Keys set by the user can
-    make this model differ from all candidates.
+    """Return the parameter count of a recipe's model, without adapters. The count is computed from
+    the recipe because keys set by the user can make the model differ from all candidates.
     """
     return count_parameters(meta_model(recipe.model)).total
 
 
-#: Keys that divide a step into micro-batches. If the user sets one of them, it is not changed.
+#: Keys that divide a step into micro-batches. Values that the user sets for these keys are not
+#: changed.
 _CUTS = frozenset({"batch.micro_batch_size", "batch.gradient_accumulation_steps"})
 
 
 def facts_for_model(recipe: ResolvedRecipe, machine: Machine) -> MachineFacts:
-    """Return a machine with its speed for a recipe's model without torch.compile: measured on a
-    CPU, predicted for a GPU.
+    """Return the machine with its speed for a recipe's model without torch.compile. The speed is
+    measured on a CPU, and predicted for a GPU.
 
     Raises:
         ConfigError: the GPU's speed is unknown.
@@ -84,8 +85,8 @@ class FittedRecipe:
     Attributes:
         recipe: recipe to train.
         resolved: the same recipe with all open keys resolved, as written to the run folder.
-        choices: choices with the recipe's final micro-batch size and time budget, and the exact
-            parameter count.
+        choices: choices with the final micro-batch size and time budget of the recipe, and with the
+            exact parameter count.
         forecast: expected memory and speed; None if they can't be predicted.
     """
 
@@ -103,14 +104,14 @@ class FittedRecipe:
 def fitted_recipe(
     plan: RunPlan, folder: Path | None = None, length: Callable[[], Length] | None = None
 ) -> FittedRecipe:
-    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. If the
-    user sets the size or the number of micro-batches, it is kept.
+    """Return a plan's recipe, with the micro-batch size halved until the run fits in memory. A size
+    or number of micro-batches that the user sets is kept.
 
     Args:
         plan: plan of the run.
         folder: run folder; None for a plan that is not trained.
-        length: function that returns the remaining length of the run; None to keep that of the
-            plan. It is called last, because fitting itself takes time.
+        length: function that returns the remaining length of the run; None to keep the length in
+            the plan. It is called last, because fitting the recipe takes time.
     """
     # The tokenizer may have fewer tokens than the requested vocab_size.
     overrides = [one for one in plan.request.overrides if one[0] != "model.vocab_size"]
@@ -159,9 +160,10 @@ def train_plan(
     Args:
         plan: plan chosen from the prepared data.
         call: run folder, time and messages.
-        on_step: function from the final choices to a callback for each step's metrics; None uses
-            the callback of `call`.
-        names_files: True to name the files with the settings and the skipped inputs to the user.
+        on_step: function from the final choices to a callback for each step's metrics; None for the
+            callback of `call`.
+        names_files: True to tell the user the paths of the files with the settings and the skipped
+            inputs.
     """
     fitted = fitted_recipe(plan, call.folder, lambda: call.length(plan.request))
     plan = fitted.applied_to(plan)
@@ -184,7 +186,7 @@ def train_plan(
 
 
 def _written_lines(plan: RunPlan, call: RunCall) -> Iterator[str]:
-    """Yield lines for the user that name the files with every choice and with the skipped
+    """Yield lines for the user with the paths of the files that list all choices and the skipped
     inputs."""
     recipe = call.folder / RECIPE_NAME
     if call.explain:

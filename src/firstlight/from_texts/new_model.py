@@ -1,5 +1,5 @@
-"""Train a new model on texts: scan the texts, create tokenizer and shards, choose settings, and
-train."""
+"""Train a new model on texts: scan the texts, create a tokenizer and shards, choose the settings,
+and train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from firstlight.planner.advise.law import Length, TextFacts
 if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
-#: Seconds of training after which the run's speed is compared with the measured speed.
+#: Seconds of training after which the speed of the run is compared with the speed measured before.
 _FIRST_SECONDS = 10.0
 #: Number of initial steps that are slow because they compile and allocate memory.
 _SLOW_STEPS = 2
@@ -42,7 +42,7 @@ class TextPlan(RunPlan):
 
     Attributes:
         scan: scan of the texts.
-        text: token statistics of the texts: estimated, or counted after the texts are prepared.
+        text: token statistics of the texts, which are estimated until the texts are prepared.
         vocabulary: reason for the vocabulary size.
         held_out_gzip: bits per byte of the held-out text compressed by gzip -9; None if the texts
             are not prepared yet.
@@ -63,8 +63,8 @@ class TextPlan(RunPlan):
         return {"corpus": asdict(self.scan.facts)}
 
     def choose_again(self, length: Length, text: TextFacts | None = None) -> TextPlan:
-        """Return the plan for a different length of the run, or with counted token statistics of
-        the texts."""
+        """Return the plan for a different length of the run. If `text` is given, it replaces the
+        token statistics of the texts."""
         text = text or self.text
         choices = choose(text, self.speed, length, self.request.fixed, size=self.request.size)
         return replace(self, text=text, choices=choices)
@@ -202,7 +202,7 @@ class NewModel:
 
 
 class _OtherModelError(RunReplacedError):
-    """Raised to end a run because another model is expected to be better.
+    """Error that ends a run because another model is expected to be better.
 
     Args:
         message: text for the user.
@@ -215,8 +215,8 @@ class _OtherModelError(RunReplacedError):
 
 
 class _FirstSteps:
-    """Callback for each step's metrics in `train`. It calls `call.on_step`, and chooses the model
-    again if the speed in the first seconds of training differs from the measured speed.
+    """Callback of `train` for each step's metrics. It calls `call.on_step`. If the speed in the
+    first seconds of training differs from the speed measured before, it chooses the model again.
 
     Args:
         plan: plan of the run.
@@ -227,7 +227,8 @@ class _FirstSteps:
         self._plan, self._call = plan, call
         self._rates: list[float] = []
         self._seconds = 0.0
-        # If the user sets tokens or steps, the choice does not depend on the speed.
+        # If the user sets the size of the model, or a number of tokens or steps, the choice does
+        # not depend on the speed.
         self._is_done = plan.request.seconds is None or plan.request.size is not None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
@@ -252,8 +253,8 @@ class _FirstSteps:
             self._choose_again(reached, factor, record["elapsed_seconds"])
 
     def _choose_again(self, reached: float, factor: float, used: float) -> None:
-        """Choose again between the run's model, with the full time, and other models, with the
-        remaining time.
+        """Choose again between the current model, trained for the full time, and other models,
+        trained for the remaining time.
 
         Args:
             reached: tokens per second in the first steps.
@@ -288,8 +289,8 @@ _SHAPE = ("model.hidden_size", "model.num_hidden_layers")
 
 
 def _is_better(other: Choices, kept: Choices) -> bool:
-    """Return True if the choices are for another model with fewer expected bits per byte, or if the
-    expected bits per byte are unknown.
+    """Return True if `other` is a different model from `kept` and has lower expected bits per byte,
+    or if the expected bits per byte are unknown.
     """
     if all(other[key] == kept[key] for key in _SHAPE):
         return False
@@ -301,7 +302,7 @@ def _is_better(other: Choices, kept: Choices) -> bool:
 def _forget_first_steps(folder: Path) -> None:
     """Delete the checkpoints, times and metrics of a run's first steps.
 
-    If a run is killed in between, it starts again with the model in its recipe.
+    A run that is killed after this restarts with the model in its recipe.
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder
@@ -319,8 +320,8 @@ def counted_text(data: Path, facts: CorpusFacts, xz: float | None = None) -> Tex
     Args:
         data: folder of the shards.
         facts: facts about the corpus from its scan.
-        xz: bits per byte of the held-out text compressed by xz; None keeps the value from the
-            sample.
+        xz: bits per byte of the held-out text compressed by xz; None to keep the value measured on
+            the sample.
     """
     from firstlight.data.shards import read_manifest
 

@@ -1,5 +1,5 @@
-"""Measure on a sample how hard a text is to learn: the bits per character of xz and of n-gram
-models, computed in one to four seconds."""
+"""Measure how hard a text is to learn, by the bits per character of xz and of n-gram models on a
+sample. A measurement takes one to four seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PIECE, _KEPT = 1 << 13, 5 << 19
 #: Maximum number of characters on which the n-gram models are trained and tested.
 _TRAINED, _TESTED = 1 << 20, 3 << 16
 #: Minimum number of held-out characters for the test. If there are fewer, one in `_TEST_PART`
-#: training pieces is also used for the test.
+#: training pieces is used for the test instead of for training.
 _FEWEST, _TEST_PART = 1 << 11, 8
 #: Context lengths of the two n-gram models, in characters.
 _CONTEXT, _LONG_CONTEXT = 3, 8
-#: Bits of a code point, and of a context number.
+#: Number of bits of a code point, and of a context number.
 _BITS = 21
 
 _Codes = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -36,8 +36,8 @@ class _Piece:
     Attributes:
         digest: hash of the document.
         text: text of the part.
-        end: number of the part's characters that come before the end of the document, which may be
-            held out.
+        end: number of characters of the part that come before the end of the document. The end may
+            be held out.
     """
 
     digest: bytes
@@ -60,8 +60,8 @@ class TextSample:
         Args:
             digest: hash of the document.
             text: text of the document.
-            end: number of characters before the part that is held out, if the ends of documents are
-                held out.
+            end: number of characters of the document that are not held out, if the ends of
+                documents are held out.
         """
         count = -(-len(text) // _PIECE)
         for number in range(-self._seen % self._every, count, self._every):
@@ -76,7 +76,7 @@ class TextSample:
             self._characters = sum(len(piece.text) for piece in self._pieces)
 
     def hardness(self, held: HeldOut) -> Hardness:
-        """Measure how hard the text is to learn, on the sample.
+        """Measure on the sample how hard the text is to learn.
 
         If there is too little text for a measurement, assume the n-gram bits of ordinary text.
         """
@@ -99,8 +99,8 @@ class TextSample:
         bits = ngram_bits(_codes(known), _codes(wanted), _LONG_CONTEXT)
         short = max(bits[_CONTEXT], defaults.LEAST_NGRAM_BITS)
         ratio = max(bits[_LONG_CONTEXT], defaults.LEAST_NGRAM_BITS) / short
-        # In the original order, xz finds the repetitions of the held-out text. In random order, it
-        # would miss them.
+        # The held-out text is compressed in its original order. In random order, xz would miss
+        # repetitions.
         return Hardness(xz, short, ratio, xz_bits_per_byte("".join(test).encode("utf-8")))
 
 
@@ -113,23 +113,22 @@ def xz_bits_per_byte(data: bytes) -> float:
 def _shuffled(pieces: Sequence[str]) -> str:
     """Return the pieces in random order, joined by newlines."""
     order = np.random.default_rng(0).permutation(len(pieces))
-    # Without the newline, the first letters of a piece would seem to follow the last letters of
-    # another.
+    # Without the newline, the first letters of a piece would appear to continue the previous piece.
     return "\n".join(pieces[i] for i in order)
 
 
 def _codes(text: str) -> _Codes:
-    """Return the code points of a text."""
+    """Return the code points of a text, uint64 [characters]."""
     return np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
 
 
 def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
-    """Return the mean bits per character on `test` of n-gram models trained on `train`, one value
-    for each context length from 0 to `context`.
+    """Return the mean bits per character on `test` of n-gram models trained on `train`, with one
+    value for each context length from 0 to `context`.
 
-    A model mixes the counts of all contexts up to its longest one by method C of Witten and Bell
-    (1991). A character that does not occur in `train` costs 21 bits in addition to the probability
-    that the context leaves for new characters.
+    A model mixes the counts of all contexts up to its longest context with method C of Witten and
+    Bell (1991). A character that does not occur in `train` costs 21 bits, plus the bits for the
+    probability that the contexts assign to new characters.
 
     Args:
         train: code points, non-empty.
@@ -139,7 +138,7 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
     found = []
     bits = np.uint64(_BITS)
     probability = np.full(len(test), 2.0**-_BITS)
-    # Number of the context of each character; the context of no characters has the number 0.
+    # Number of the context of each character. The empty context has the number 0.
     before, wanted_before = np.zeros_like(train), np.zeros_like(test)
     for _ in range(context + 1):
         seen, wanted = (before << bits) | train, (wanted_before << bits) | test
@@ -154,16 +153,16 @@ def ngram_bits(train: _Codes, test: _Codes, context: int) -> list[float]:
         mixed = (count + kinds[place] * probability) / (totals[place] + kinds[place])
         probability = np.where(has_context, mixed, probability)
         found.append(float(-np.log2(probability).mean()))
-        # A context that is one character longer consists of the previous character's context and
-        # the previous character. Contexts that do not occur in `train` get a number that no context
-        # of `train` has.
+        # A context that is one character longer consists of the previous character and the context
+        # of that character. Contexts that do not occur in `train` get a number that does not belong
+        # to any context in `train`.
         before = _shifted(number)
         wanted_before = _shifted(np.where(is_known, same, len(known)))
     return found
 
 
 def _shifted(numbers: np.ndarray[tuple[int], np.dtype[np.int64]]) -> _Codes:
-    """Shift context numbers by one character: each character gets the number of the character
-    before it, and the first character gets a number above all others."""
+    """Shift context numbers by one character. Each character gets the number of the previous
+    character, and the first character gets a number that is larger than all others."""
     first = np.full(1, (1 << _BITS) - 1, np.uint64)
     return np.concatenate([first, numbers[:-1].astype(np.uint64)])

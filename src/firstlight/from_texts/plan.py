@@ -1,4 +1,4 @@
-"""The settings and the printed plan, shared by runs of new models and fine-tuning runs."""
+"""The settings of a run and the printed plan, for both new models and fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Choice:
     Attributes:
         key: recipe key, `section.key`.
         value: chosen value.
-        reason: reason for the value, shown to the user. "" hides the key in the printed table, as
-            for the measured settings of `optim.new_model`, which need no attention.
+        reason: reason for the value, shown to the user. If it is "", the key is hidden in the
+            printed table. This is used for the measured settings of `optim.new_model`, which users
+            rarely change.
     """
 
     key: str
@@ -36,7 +37,7 @@ class Choice:
     reason: str
 
     def unless_given(self, fixed: Mapping[str, Any]) -> Choice:
-        """Return this choice, with the user's value if `fixed` has one for its key."""
+        """Return this choice, or a choice with the user's value if `fixed` contains its key."""
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
@@ -46,18 +47,18 @@ class Choices:
 
     Attributes:
         choices: settings, in the order of a recipe.
-        parameters: number of the model's parameters; without norm parameters until the recipe is
-            known.
+        parameters: number of the model's parameters. Until the recipe is known, the parameters of
+            norms are not included.
         tokens, steps, seconds: expected length of the run.
         tokens_per_second: expected training speed.
         epochs: number of passes over the training data.
-        bits_per_byte: lowest and highest expected bits per byte on held-out text; None for
-            fine-tuning and for optimizers other than Muon, for which there is no estimate.
+        bits_per_byte: lowest and highest expected bits per byte on held-out text. None for
+            fine-tuning and for optimizers other than Muon, because there is no estimate for them.
         advice: sentence about the benefit of more text; "" if the text is long enough.
-        compile_gain: expected speed-up by torch.compile, which `tokens_per_second` includes; 1 for
-            a run that is not compiled.
+        compile_gain: expected speed-up from torch.compile, which is included in
+            `tokens_per_second`; 1 for a run that is not compiled.
         samples: number of sample texts per evaluation.
-        least_seconds: shortest training loop that is accepted as a time budget.
+        least_seconds: minimum duration in seconds of a training loop with a time budget.
     """
 
     choices: Sequence[Choice]
@@ -105,15 +106,15 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number of tokens that must divide the tokens of a step: the sequence length times
-    the user's micro-batch size and number of micro-batches."""
+    """Return the number of tokens by which the tokens of a step must be divisible: the sequence
+    length times the user's micro-batch size and number of micro-batches."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
 
 def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
-    """Return the user's number of tokens per step, given directly or by the size and number of
-    micro-batches, or None if it is not given.
+    """Return the number of tokens per step that the user has set, directly or by the size and
+    number of micro-batches, or None if the user has not set it.
 
     Args:
         fixed: values given by the user, keyed by `section.key`.
@@ -142,11 +143,11 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
 def expected_range(
     bits: float, text: TextFacts, fixed: Mapping[str, Any]
 ) -> tuple[float, float] | None:
-    """Return the lowest and highest bits per byte to expect, or None if the user gives an optimizer
-    whose losses are not known.
+    """Return the lowest and highest expected bits per byte, or None if the user sets an optimizer
+    for which there is no estimate.
 
     Args:
-        bits: result of `facts.expected_bits`.
+        bits: result of `law.expected_bits`.
         text: facts about the text.
         fixed: values given by the user, keyed by `section.key`.
     """
@@ -154,16 +155,15 @@ def expected_range(
     if fixed.get(key, defaults.LAYOUT[key]) != defaults.LAYOUT[key]:
         return None
     low, high = defaults.UNUSUAL_RANGE if text.is_unusual else defaults.EXPECTED_RANGE
-    # Repetitive text is easier than its n-grams suggest, and xz finds the repetitions.
+    # Repetitive text is easier to predict than its n-grams suggest. xz finds the repetitions, so
+    # its result is an upper limit for the lowest value.
     lowest = min(low * bits, text.hardness.held_out_xz_bits_per_byte)
-    # Guessing a byte costs 8 bits.
+    # A uniform guess among the 256 byte values costs 8 bits.
     return lowest, min(high * bits, 8.0)
 
 
 def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's values for the keys of a section, from `fixed`, which is keyed by
-    `section.key`.
-    """
+    """Return the user's values for the keys of a section. `fixed` is keyed by `section.key`."""
     prefix = f"{section}."
     return {
         key.removeprefix(prefix): value for key, value in fixed.items() if key.startswith(prefix)
@@ -173,8 +173,7 @@ def given_keys(section: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
 def compile_ways(
     machine: MachineFacts, fixed: Mapping[str, Any], size: tuple[int, int]
 ) -> list[Compiling]:
-    """Return the candidate modes of compilation, including none, that the user's settings leave
-    open.
+    """Return the compilation modes that the user's settings allow, including no compilation.
 
     Args:
         machine: machine to train on.
@@ -215,20 +214,18 @@ STATE_BYTES = 12
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything in a run other than steps: evaluations, sample texts and checkpoints.
+    """The parts of a run other than steps: evaluations, sample texts and checkpoints.
 
     Attributes:
-        evaluations: number of evaluations after steps, not counting the evaluation before the first
-            step.
+        evaluations: number of evaluations, without the evaluation before the first step.
         rows: number of rows per evaluation.
-        samples: number of sample texts at each evaluation after steps.
+        samples: number of sample texts at each of these evaluations.
         sample_tokens: number of tokens per sample text.
         saves: number of checkpoints.
         save_interval: maximum seconds between two checkpoints; None without a time budget.
         loss_seconds, sample_seconds, save_seconds: expected total seconds of the loss evaluations,
             sample texts and checkpoints.
-        loop_seconds: duration of the training loop, in seconds, for which these numbers were
-            chosen.
+        loop_seconds: duration in seconds of the training loop for which these numbers were chosen.
     """
 
     evaluations: int
@@ -249,21 +246,21 @@ class Parts:
 
     @property
     def share(self) -> float:
-        """Fraction of the training loop's time reserved for evaluations, sample texts and
-        checkpoints: the usual fraction, or more if needed; at most 0.9, so that models can be
-        compared."""
+        """Fraction of the training loop's time that is reserved for evaluations, sample texts and
+        checkpoints: the usual fraction, or more if needed. It is at most 0.9, so that models can
+        still be compared if the time is too short."""
         needed = self.seconds / max(self.loop_seconds, 1e-9)
         return min(max(needed, defaults.EVALUATION_SHARE), 0.9)
 
     def share_text(self, seconds: float) -> str:
-        """Return the fraction of the training loop's time that `seconds` take, as text."""
+        """Return `seconds` as a fraction of the training loop's time, as text."""
         share = seconds / max(self.loop_seconds, 1e-9)
         return "less than 1%" if share < 0.005 else f"{100 * share:.0f}%"
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    """The facts from which evaluations, sample texts and checkpoints are chosen.
+    """The facts that determine the evaluations, sample texts and checkpoints of a run.
 
     Attributes:
         seq_len: sequence length in tokens.
@@ -278,14 +275,15 @@ class PartFacts:
     fixed: Mapping[str, Any]
 
     def parts(self, rate: float, loop_seconds: float, budget: float | None) -> Parts:
-        """Return the first entry of `defaults.PARTS` that fits in a training loop; if none fits,
-        the last entry with as few rows as possible.
+        """Return the evaluations, sample texts and checkpoints of a training loop: the first entry
+        of `defaults.PARTS` that fits or, if no entry fits, the last entry with as few rows as
+        possible.
 
         Args:
             rate: training speed in tokens per second.
             loop_seconds: duration of the training loop in seconds.
             budget: maximum duration of the training loop in seconds; None for a run with a given
-                number of tokens or steps, which always gets the first entry.
+                number of tokens or steps, for which the first entry is always used.
         """
         # Imported here, because it imports torch.
         from firstlight.training.time_budget import (
@@ -318,7 +316,7 @@ class PartFacts:
         if "evaluation.max_rows" in self.fixed:
             rows = min(self.fixed["evaluation.max_rows"] or held, held)
         losses = (count + 1) * rows * row
-        # More checkpoints than evaluations, so that a killed run loses less work.
+        # There may be more checkpoints than evaluations, so that a killed run loses less work.
         saves = int(SAVE_SHARE * loop_seconds / max(save, 1e-9))
         saves = max(count, min(saves, defaults.MOST_SAVES))
         interval = None if budget is None else save_interval(budget, save)
@@ -352,9 +350,9 @@ class PartFacts:
         return self.parts(rate, tokens / rate / (1 - share), loop_seconds)
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
-        """Return the duration in seconds of the shortest useful training loop: at least half of it
-        is spent on steps, and it has `defaults.LEAST_STEPS` steps, or fewer if the data does not
-        suffice.
+        """Return the duration in seconds of the shortest useful training loop. At least half of
+        this time is spent on steps, and the loop has at least `defaults.LEAST_STEPS` steps, or as
+        many as the data allows.
 
         Args:
             rate: training speed in tokens per second.
@@ -366,7 +364,7 @@ class PartFacts:
 
         parts = self.parts(rate, 0.0, 0.0).seconds
         steps = min(defaults.LEAST_STEPS * unit, most_tokens) / rate
-        # A longer loop has further saves, which take up to SAVE_SHARE of it.
+        # A longer loop has additional saves, which take up to SAVE_SHARE of its time.
         return max(parts / (0.5 - SAVE_SHARE), (parts + steps) / (1 - SAVE_SHARE))
 
 
@@ -380,7 +378,7 @@ class RunFacts:
         seq_len: sequence length in tokens.
         rate: training speed in tokens per second.
         parts: evaluations, sample texts and checkpoints.
-        way: how the run is compiled.
+        way: compilation mode of the run.
     """
 
     steps: int
@@ -392,7 +390,7 @@ class RunFacts:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens the run trains on, including repetitions."""
+        """Number of tokens that the run trains on, including repetitions."""
         return self.steps * self.batch_tokens
 
     @property
@@ -425,7 +423,8 @@ class RunFacts:
         )
 
     def micro_batch(self, machine: MachineFacts, fixed: Mapping[str, Any]) -> Choice:
-        """Choose the micro-batch size in sequences: a divisor of the number of sequences per step.
+        """Choose the micro-batch size in sequences, as a divisor of the number of sequences per
+        step.
 
         Args:
             machine: machine to train on.
@@ -448,8 +447,8 @@ class RunFacts:
         )
 
     def warmup(self, percent: int) -> Choice:
-        """Choose the warm-up: a percentage of the run, at least ten steps, but at most 10% of a
-        short run.
+        """Choose the length of the warm-up: a percentage of the run, but at least ten steps. In a
+        run of fewer than 100 steps, the warm-up takes 10% of the run.
 
         Args:
             percent: length of the warm-up in a long run, in percent of the run.
@@ -480,8 +479,8 @@ class RunFacts:
         every = max(math.ceil(self.steps / parts.evaluations), 1)
         reason = f"{parts.evaluations} evaluations in the run"
         if parts.evaluations == 1:
-            # So that no evaluation happens in between, even if the run has more steps than
-            # expected.
+            # The interval is much longer than the run, so that there is no evaluation in between
+            # even if the run has more steps than expected.
             every, reason = 10 * self.steps, "only before the first and after the last step"
         yield Choice("evaluation.every_steps", every, reason)
         if parts.rows * self.seq_len >= held_out_tokens:
@@ -498,19 +497,20 @@ class RunFacts:
         reason = f"{count}, {share(parts.save_seconds)} of the run"
         if parts.save_interval is not None:
             reason = f"also every {time_text(parts.save_interval)}: {reason}"
-            # The time alone causes this many checkpoints, unless the epochs end the run early.
+            # The time between checkpoints already leads to this number of checkpoints, unless the
+            # limit of epochs ends the run early.
             if parts.saves * parts.save_interval <= parts.loop_seconds / defaults.EARLY:
                 every = self.steps
             every = every or self.steps
         yield Choice("checkpoint.every_steps", every, reason)
 
 
-#: Lengths in seconds that are offered to the user.
+#: Lengths of a run, in seconds, that are offered to the user.
 OFFERED_SECONDS = (180.0, 600.0, 3600.0)
 #: Row of the printed table: (name, value, reason).
 Row = tuple[str, str, str]
 
-#: An advised budget is sufficient for a run that takes up to this multiple of the expected time.
+#: A suggested budget is sufficient for runs that take up to this multiple of the expected time.
 _SLOWER = 1.2
 
 #: Maximum number of characters of a value in the table.
@@ -519,14 +519,14 @@ _MOST_VALUE = 24
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(ABC):
-    """The plan of a run that trains a new model (`TextPlan`) or fine-tunes one (`TuningPlan`).
+    """The plan of a run that trains a new model (`TextPlan`) or fine-tunes a model (`TuningPlan`).
 
     Attributes:
         request: inputs, length and overrides of the run.
         machine: machine to train on.
         speed: machine with its measured or predicted speed.
         choices: all settings.
-        data: keys of the recipe's `data` section in addition to the chosen keys.
+        data: keys and values of the recipe's `data` section, in addition to the chosen keys.
         prompts: prompts of the sample texts.
         start: name or folder of the initial model; None for a new model.
         memory_bytes: expected memory of the run; None if unknown or not computed yet.
@@ -536,7 +536,7 @@ class RunPlan(ABC):
     machine: Machine
     speed: MachineFacts
     choices: Choices
-    # Texts of a plan are not prepared yet.
+    # The texts of a plan are not prepared yet.
     data: Mapping[str, Any] = field(default_factory=lambda: {"dir": "unused"})
     prompts: Sequence[str] = ()
     start: str | None = None
@@ -630,8 +630,8 @@ class RunPlan(ABC):
 
 
 def _whole_minutes(seconds: float) -> str:
-    """Return a duration as the value of an option, rounded up to 10 s if it is below two minutes,
-    otherwise to a minute."""
+    """Return a duration as the value of an option. It is rounded up to a multiple of 10 s if it is
+    at most two minutes, and otherwise to full minutes."""
     if seconds <= 120:
         return f"{10 * math.ceil(seconds / 10)}s"
     return f"{math.ceil(seconds / 60)}m"
@@ -667,8 +667,8 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
 
 
 def _ends_early(choices: Choices) -> bool:
-    """Return True if the run ends because of its limit of passes over the data, well before its
-    time is up."""
+    """Return True if the limit of passes over the data ends the run well before the end of its
+    time."""
     if "schedule.max_minutes" not in choices.keys:
         return False
     minutes: float = choices["schedule.max_minutes"]
@@ -677,7 +677,7 @@ def _ends_early(choices: Choices) -> bool:
 
 def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of a table with the length of the run, the precision, all choices that have a
-    reason, and the user's other keys.
+    reason, and the remaining keys set by the user.
 
     Args:
         plan: plan of the run.
@@ -713,7 +713,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
 
 
 def offers(plan: RunPlan) -> Iterator[tuple[float, Choices]]:
-    """Yield the offered lengths of a run in seconds (`OFFERED_SECONDS`), each with its settings."""
+    """Yield (seconds, settings) for each length of a run in `OFFERED_SECONDS`."""
     for seconds in OFFERED_SECONDS:
         request = replace(plan.request, seconds=seconds)
         yield seconds, plan.choose_again(request.training_length()).choices

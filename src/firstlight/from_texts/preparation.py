@@ -1,4 +1,4 @@
-"""Prepare a run's texts as token shards, which later calls with the same texts reuse."""
+"""Prepare the texts of a run as token shards, which later calls with the same texts reuse."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from firstlight.planner.advise import defaults
 if TYPE_CHECKING:
     from firstlight.tokenizer import Tokenizer
 
-#: Bytes of text on which a tokenizer is trained: more text would hardly change it.
+#: Maximum bytes of text on which a tokenizer is trained. More text would hardly change the
+#: tokenizer.
 _TOKENIZER_BYTES = 24 << 20
-#: Amount of prepared text, as a multiple of the text that the run is expected to read.
+#: Minimum amount of prepared text, as a multiple of the text that the run is expected to read.
 _SPARE = 1.5
-#: Bytes of held-out text that are compressed by xz for comparison with the model.
+#: Maximum bytes of held-out text that are compressed by xz for comparison with the model.
 _XZ_BYTES = 8 << 20
 
 
@@ -36,8 +37,8 @@ class Preparation:
         scan: scan of the texts.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         needed_bytes: bytes of text that the run is expected to read.
-        tokenizer_key: hash or vocabulary size of the tokenizer, as part of the key of prepared
-            texts.
+        tokenizer_key: hash or vocabulary size of the tokenizer. It is part of the key of the
+            prepared texts.
         tokenizer: function that trains or loads the tokenizer.
     """
 
@@ -49,8 +50,8 @@ class Preparation:
 
     @property
     def limit(self) -> int:
-        """Bytes of text to prepare: `defaults.PREPARED_BYTES` times a power of two, so that runs
-        with slightly different budgets share the same shards."""
+        """Maximum bytes of text to prepare: `defaults.PREPARED_BYTES` times a power of two, so that
+        runs with slightly different budgets share the same shards."""
         parts = _SPARE * self.needed_bytes / defaults.PREPARED_BYTES
         return defaults.PREPARED_BYTES << max(math.ceil(math.log2(max(parts, 1.0))), 0)
 
@@ -65,8 +66,9 @@ class Preparation:
 
 
 def prepared_texts(texts: Preparation, call: RunCall) -> Path:
-    """Return the run's folder of tokenizer and shards, linked from an earlier call with the same
-    key or newly prepared. If another call is preparing the same texts, wait for it.
+    """Return the run's data folder, with the tokenizer and shards. They are linked from the folder
+    of an earlier call with the same key, or prepared. If another call is preparing the same texts,
+    wait until it has finished.
 
     Raises:
         InputError, StorageError: see `prepare`.
@@ -79,12 +81,13 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
             continue
         with held(folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
             data, state = folder / DATA_FOLDER, read_state(folder)
-            # If a call was killed, its `data_key` may be stored next to older shards.
+            # If a call was killed, the state may contain its `data_key`, but the folder may still
+            # contain older shards.
             is_complete = state.get("prepared_key") == texts.key
             if is_complete and (data / "manifest.json").is_file():
                 call.tell(f"reusing the tokenizer and shards of {data}")
                 call.remember(data_key=texts.key, prepared_key=None)
-                # Linked, so that this run keeps its data if the other run is deleted.
+                # The files are linked, so that this run keeps its data if the other run is deleted.
                 own = call.folder / DATA_FOLDER
                 if folder != call.folder:
                     with new_folder(own, replace=True, synced=True) as linked:
@@ -98,7 +101,7 @@ def prepared_texts(texts: Preparation, call: RunCall) -> Path:
                 return own
     with held(call.folder / f".{DATA_FOLDER}.lock", "preparing the same texts", call.progress):
         begun = time.time()
-        # `data_key` makes other calls wait for this one; `prepared_key` marks complete shards.
+        # `data_key` makes other calls wait for this call, and `prepared_key` marks complete shards.
         call.remember(data_key=texts.key, prepared_key=None)
         data = prepare_corpus(texts, call)
         call.remember(prepared_key=texts.key)
@@ -135,8 +138,10 @@ def prepare_corpus(texts: Preparation, call: RunCall) -> Path:
 def train_tokenizer_on(
     scan: Scan, text_key: str, vocab_size: int, tell: Callable[[str], None]
 ) -> Tokenizer:
-    """Train a tokenizer on the texts without the held-out part: a tokenizer trained on the held-out
-    text, with its names and rare words, would need fewer tokens for it than for other text.
+    """Train a tokenizer on the texts without the held-out part.
+
+    A tokenizer that was also trained on the held-out text would have tokens for its names and rare
+    words, and would need fewer tokens for it than for other text.
 
     Args:
         scan: scan of the texts.
@@ -167,8 +172,8 @@ def train_tokenizer_on(
 
 
 def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> list[str]:
-    """Shorten prompts to at most `most` tokens each and drop empty prompts; return [""] if none is
-    left."""
+    """Shorten prompts to at most `most` tokens each, and drop empty prompts. Return [""] if no
+    prompt is left."""
     found = []
     for prompt in prompts:
         while len(tokenizer.encode_prompt(prompt)) > most:
@@ -178,8 +183,8 @@ def fitting_prompts(prompts: Sequence[str], tokenizer: Tokenizer, most: int) -> 
 
 
 def held_out_gzip(data: Path) -> float | None:
-    """Return the bits per byte of the held-out text in a folder of shards, compressed by gzip -9,
-    or None if they are unknown."""
+    """Return the bits per byte of the held-out text in a folder of shards when compressed by gzip
+    -9, or None if this is unknown."""
     from firstlight.data.shards import read_manifest
 
     held = read_manifest(data)["splits"].get("val", {})
@@ -189,8 +194,8 @@ def held_out_gzip(data: Path) -> float | None:
 
 
 def _xz_bits(data: Path, tokenizer: Tokenizer) -> float | None:
-    """Return the bits per byte of the held-out text compressed by xz, or None without held-out
-    text."""
+    """Return the bits per byte of the held-out text compressed by xz, or None if there is no
+    held-out text."""
     from firstlight.data.corpus import TokenDataset
     from firstlight.data.shards import read_manifest
 

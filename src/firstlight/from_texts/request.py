@@ -1,5 +1,5 @@
-"""The user's request for a run on texts or conversations: inputs, length and settings, which are
-checked before anything is read."""
+"""The user's request for a run on texts or conversations. The inputs, the length and the settings
+are checked before any input is read."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
-#: Length of a run in seconds if the user does not set one and can't be asked.
+#: Length of a run in seconds if the user does not set the length and can't be asked for it.
 DEFAULT_SECONDS = 600.0
-#: Keys that restrict the valid widths.
+#: Keys that restrict the valid widths of a model.
 HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The user's request. At most one of seconds, tokens and steps is set.
+    """The user's request for a run. At most one of `seconds`, `tokens` and `steps` is set.
 
     Attributes:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
+        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
         seconds: wall-clock time of the whole command.
         tokens, steps: number of tokens to train on; number of optimizer steps.
-        size: name of a size, or parameter count, of the model; None to choose it.
+        size: name of the model's size, or its parameter count as text; None to choose the size.
         overrides: pairs (`section.key`, value as YAML text).
         text_key: field that holds the text in JSONL lines, tables and datasets.
         init_from: folder of the initial model; None to train a new model.
@@ -63,11 +63,13 @@ class Request:
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     def training_length(self, text_bytes: float = 0.0) -> Length:
-        """Return the expected length of the training: a time budget (by default `DEFAULT_SECONDS`)
-        minus the seconds that the other parts of the command are expected to take.
+        """Return the expected length of the training.
+
+        With a time budget (by default `DEFAULT_SECONDS`), this is the budget minus the seconds that
+        the other parts of the command are expected to take.
 
         Args:
-            text_bytes: bytes of text that have to be prepared.
+            text_bytes: bytes of text that must be prepared.
         """
         if self.has_length and self.seconds is None:
             return Length(None, self.tokens, self.steps)
@@ -89,7 +91,7 @@ class Request:
             conversations: True if the inputs are conversations.
 
         Raises:
-            ConfigError: a key is unknown or determined by the inputs, or its value is invalid.
+            ConfigError: a key is unknown or is determined by the inputs, or a value is invalid.
         """
         from firstlight.recipe import parse_recipe
 
@@ -131,7 +133,7 @@ class Request:
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
 
-#: Override that makes all inputs be read as conversations.
+#: Override with which all inputs are read as conversations.
 AS_CHAT = ("data.kind", "chat")
 
 
@@ -155,8 +157,8 @@ def request_of(
     """
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     if not all(isinstance(value, str) for _, value in pairs):
-        # Not needed for command-line options: this imports torch, which would delay the first
-        # message.
+        # This import is skipped for command-line options, because it imports torch, which would
+        # delay the first message.
         from firstlight.recipe import override_pairs
 
         pairs = override_pairs(pairs)
@@ -177,8 +179,8 @@ def request_of(
 
 
 def sections_for(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recipe sections with keys that are chosen later. Without these keys, the given keys
-    would be invalid.
+    """Return recipe sections with values for keys that are chosen later. Without these keys, the
+    keys set by the user could be invalid.
     """
     layout, size = defaults.LAYOUT, defaults.HEAD_DIM
     found: dict[str, Any] = {"schedule": {"kind": layout["schedule.kind"]}}

@@ -1,4 +1,4 @@
-"""The result of a run on texts: its loss compared with gzip and xz, sample texts, and commands that
+"""The result of a run on texts: the loss compared with gzip and xz, sample texts, and commands that
 use the model."""
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from firstlight.training.loop import TrainResult
 
 
-#: Maximum number of sample texts and of commands that are shown.
+#: Maximum number of sample texts, and maximum number of commands, that are shown.
 _SHOWN_SAMPLES, _SHOWN_COMMANDS = 2, 3
 #: Maximum number of characters of the prompt in a suggested command.
 _PROMPT_CHARS = 32
 #: Minimum budget, in minutes, that is suggested for a longer run.
 _LEAST_MINUTES = 3
-#: An earlier checkpoint is recommended if its bits per byte were lower than in the last evaluation
-#: by at least this fraction.
+#: An earlier checkpoint is recommended if its bits per byte are lower than those of the last
+#: evaluation by at least this fraction.
 _WORSE = 0.02
 
 
@@ -54,9 +54,9 @@ class TextRun:
     Attributes:
         run_folder: folder with the recipe, the data, checkpoints and the report.
         training: result of the training; None if the run was already complete.
-        choices: all settings; None if the call resumed an earlier call's run.
-        bits_per_byte: bits per byte on held-out text at the last evaluation (see `best`); None
-            without an evaluation.
+        choices: all settings; None if the call resumed the run of an earlier call.
+        bits_per_byte: bits per byte on held-out text at the last evaluation (see also `best`); None
+            if there was no evaluation.
         gzip_bits_per_byte: bits per byte of the held-out text compressed by gzip -9; None if
             unknown.
         xz_bits_per_byte: bits per byte of the held-out text compressed by xz; None if unknown.
@@ -65,14 +65,14 @@ class TextRun:
         next_commands: pairs (command, purpose) of commands that use the model.
         answers: True if the model was trained on conversations; `bits_per_byte` is then measured on
             answers.
-        best: True if the last evaluation was clearly worse than an earlier one whose checkpoint is
-            kept and should be used (`--best`). `bits_per_byte`, `samples` and `next_commands` then
-            refer to that checkpoint.
+        best: True if the last evaluation was clearly worse than an earlier evaluation, and the
+            checkpoint of the earlier evaluation exists. The earlier checkpoint should then be used
+            (`--best`), and `bits_per_byte`, `samples` and `next_commands` refer to it.
         held_out_share: fraction of the held-out text on which `bits_per_byte` was measured; 1 for
-            conversations. `gzip_bits_per_byte` and `xz_bits_per_byte` refer to the whole held-out
+            conversations. `gzip_bits_per_byte` and `xz_bits_per_byte` refer to all of the held-out
             text.
         expected_bits_per_byte: lowest and highest expected value of `bits_per_byte`; None for
-            fine-tuning, and for a run that was stopped.
+            fine-tuning and for a run that was stopped.
         reward_accuracy: fractions of the held-out preference pairs whose preferred answer had the
             higher reward, in the first and the last evaluation; None without preference pairs.
     """
@@ -106,8 +106,7 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
     evaluated = [line for line in metrics if line["step"] and line.get("bits_per_byte") is not None]
     found = [line["bits_per_byte"] for line in evaluated]
     kept = best_checkpoint(folder)
-    # Several steps may share the lowest value, and the recipe may not keep any of their
-    # checkpoints.
+    # Several steps may have the same lowest value, and possibly none of their checkpoints was kept.
     best_steps = [line["step"] for line in evaluated if line["bits_per_byte"] == min(found)]
     is_worse = bool(found) and min(found) < (1 - _WORSE) * found[-1]
     best = is_worse and kept is not None and kept.step in best_steps
@@ -151,8 +150,9 @@ def result_of(call: RunCall, result: TrainResult | None, request: Request) -> Te
 
 
 def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
-    """Return the fraction of a validation split with `tokens` tokens that the run's evaluations
-    read, or 1 for conversations, whose rows are not full."""
+    """Return the fraction of a validation split that the evaluations of the run read. Return 1 for
+    conversations, because their rows are not full. `tokens` is the number of tokens in the
+    split."""
     if kind == "chat":
         return 1.0
     recipe = parse_yaml((folder / RECIPE_NAME).read_text(encoding="utf-8"))
@@ -162,11 +162,11 @@ def _held_out_share(folder: Path, tokens: int, kind: str | None) -> float:
 
 def first_words(prompt: str) -> str:
     """Return the beginning of a prompt for use in a command line: words of its first non-empty
-    line, up to the first unprintable character; "" if there are none."""
+    line, up to the first unprintable character. Return "" if there are no words."""
     line = next((line.strip() for line in prompt.splitlines() if line.strip()), "")
     line = "".join(itertools.takewhile(str.isprintable, line))
     short = textwrap.shorten(line, _PROMPT_CHARS, placeholder="", break_long_words=False)
-    # In a language without spaces, the line is one long word: cut it by characters.
+    # In a language without spaces, the line is a single long word and must be cut by characters.
     return short or line[:_PROMPT_CHARS]
 
 
@@ -180,7 +180,7 @@ def _next_commands(
     stopped: bool,
 ) -> Iterator[tuple[str, str]]:
     """Yield pairs (command, purpose) of commands that use the model, train longer, or continue a
-    stopped run, the most useful ones first."""
+    stopped run. The most useful commands come first."""
     answers = call.state.get("kind") == "chat"
     first, second, *others = model_commands(call.folder, prompt, answers=answers, best=best)
     if stopped:
@@ -196,12 +196,12 @@ def _next_commands(
 def model_commands(
     folder: Path, prompt: str, *, answers: bool, best: bool = False
 ) -> list[tuple[str, str]]:
-    """Return pairs (command, purpose) of commands that use a run's model, the most useful ones
-    first.
+    """Return pairs (command, purpose) of commands that use a run's model. The most useful commands
+    come first.
 
     Args:
         folder: run folder.
-        prompt: prompt in the language and style of the training text; "" if there is none.
+        prompt: prompt in the language and style of the training text; "" for a default prompt.
         answers: True if the model was trained on conversations.
         best: True to use the checkpoint with the lowest validation loss.
     """
@@ -220,7 +220,8 @@ def model_commands(
 def _longer(
     call: RunCall, request: Request, metrics: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the command that trains longer and its purpose, unless it would give the same model."""
+    """Yield a pair (command, purpose) for a longer run, unless a longer run would give the same
+    model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
         return  # The run has reached the limit of epochs.
@@ -228,7 +229,7 @@ def _longer(
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)
     minutes = max(round(4 * seconds / 60), _LEAST_MINUTES)
-    # Without --run.dir: that folder already holds this run.
+    # --run.dir is omitted, because that folder already contains this run.
     own = [(key, value) for key, value in request.overrides if key != "run.dir"]
     longer = replace(request, seconds=60.0 * minutes, tokens=None, steps=None, overrides=own)
     while has_run(longer, call.state["content_key"]):
@@ -239,7 +240,7 @@ def _longer(
 
 def result_lines(run: TextRun) -> Iterator[str]:
     """Yield the result as at most twelve lines for the user: the loss compared with gzip and xz,
-    sample texts, the path of the model, and the first commands that use it.
+    sample texts, the path of the model, and the most useful commands.
 
     Args:
         run: result to show.
@@ -277,7 +278,7 @@ def result_lines(run: TextRun) -> Iterator[str]:
 
 
 def command_lines(commands: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield a blank line and the first commands with their purpose, as lines for the user."""
+    """Yield a blank line and the first commands with their purposes, as lines for the user."""
     yield ""
     shown = commands[:_SHOWN_COMMANDS]
     width = max(len(command) for command, _ in shown)

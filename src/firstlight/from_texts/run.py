@@ -33,7 +33,8 @@ Ask = Callable[[RunPlan], float]
 
 
 class Work(Protocol):
-    """The work for a request: training a new model (`NewModel`) or fine-tuning one (`FineTuning`).
+    """The work for a request: training a new model (`NewModel`) or fine-tuning a model
+    (`FineTuning`).
 
     Attributes:
         content_key: hash of the inputs' content.
@@ -52,7 +53,8 @@ class Work(Protocol):
         ...
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare the data, choose settings again from facts about it, and train.
+        """Prepare the data, choose the settings again from facts about the prepared data, and
+        train.
 
         Args:
             plan: plan from estimated facts.
@@ -107,32 +109,33 @@ def train_texts(
     ask: Ask | None = None,
     began: float | None = None,
 ) -> TextRun:
-    """Train a model on texts: tokenizer, shards, settings, training, evaluation and report.
+    """Train a model on texts, from the tokenizer and shards to the evaluation and report.
 
     A second call with the same inputs and options resumes an unfinished run. A call with other
-    options starts another run, which reuses tokenizer and shards if they are the same.
+    options starts another run, which reuses the tokenizer and shards if they are the same.
 
     Args:
         inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]"; see `find_sources`.
-            With `init_from` also conversations; see `prepare_chat`.
-        budget: wall-clock time of the whole call, as a text such as "30m" or as a number of
-            seconds. At most one of budget, tokens and steps can be set; without any, the budget is
-            ten minutes.
+            With `init_from`, the files may also contain conversations; see `prepare_chat`.
+        budget: wall-clock time of the whole call, as text such as "30m" or as a number of seconds.
+            At most one of `budget`, `tokens` and `steps` can be set. If none of them is set, the
+            budget is ten minutes.
         tokens: number of tokens to train on, such as "10M".
         steps: number of optimizer steps.
         size: "tiny", "small", "medium", "large", "xl", or a parameter count such as "10M"; None to
             choose the size.
         init_from: folder, run or hub id of a model to fine-tune; None to train a new model.
         run_dir: run folder; None for runs/NAME, where NAME is the first input's name.
-        overrides: recipe values, keyed by `section.key`; other settings are chosen to fit them.
+        overrides: recipe values, keyed by `section.key`. The other settings are chosen to fit these
+            values.
         text_key: field that holds the text in JSONL lines, tables and datasets.
         val_inputs: texts to validate on, in the same form as `inputs`; if empty, a part of the
             inputs is held out.
         as_is: True to read texts unchanged; see `prepare`.
-        resume: True to continue the newest unfinished run on the inputs without repeating its other
-            options; if all runs are complete, the newest one.
+        resume: True to continue the newest unfinished run on these inputs, whose other options need
+            not be repeated. If all runs are complete, the newest run is selected.
         on_step: callback for each step's metrics; see `train`. Steps restart at 1 if another model
-            is chosen after the first seconds.
+            is chosen after the first seconds of training.
         progress: True to show messages and progress on stderr.
         explain: True to show every chosen setting with its reason before training; the reasons are
             also comments in the run's recipe.yaml.
@@ -141,8 +144,8 @@ def train_texts(
 
     Raises:
         InputError: the inputs can't be read, or do not contain text.
-        ConfigError: an argument is invalid, the budget is too short, `run_dir` holds another run,
-            or there is no run to resume.
+        ConfigError: an argument is invalid, the budget is too short, `run_dir` contains another
+            run, or there is no run to resume.
         CheckpointError, ModelError, TrainingError, StorageError, DataError: see `train`.
     """
     began = time.time() if began is None else began
@@ -184,9 +187,9 @@ def train_texts(
 def _with_length(
     request: Request, work: Work, ask: Ask | None, tell: Callable[[str], None]
 ) -> tuple[Request, RunPlan | None, float]:
-    """Return the request with a length, the plan shown to the user, and the seconds spent waiting
-    for the user, which do not count towards the budget. If the user is not asked, the plan is None
-    and the seconds are 0.
+    """Return the request with a length, the plan that was shown to the user, and the seconds spent
+    waiting for the user. These seconds do not count towards the budget. If the user is not asked,
+    the plan is None and the seconds are 0.
     """
     if request.has_length:
         return request, None, 0.0
@@ -202,14 +205,14 @@ def _with_length(
 def _result(
     work: Work, plan: RunPlan | None, request: Request, call: RunCall, notes: Sequence[str]
 ) -> TrainResult | None:
-    """Start or resume the run; return None if it is already complete.
+    """Start or resume the run. Return None if it is already complete.
 
     Args:
         work: work for the request.
-        plan: plan that was shown to the user; None if none was shown.
+        plan: plan that was shown to the user; None if no plan was shown.
         request: inputs, length and overrides of the run.
         call: run folder, time and messages.
-        notes: messages about the run folder, printed if a new run starts.
+        notes: messages about the run folder, which are printed if a new run starts.
     """
     if call.state.get("complete"):
         call.tell(f"{call.folder} is complete: nothing to do")
@@ -225,7 +228,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # Printed after the plan, because the plan may be rejected.
+            for note in notes:  # Printed only once the plan is made, because it may be rejected.
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:
@@ -237,7 +240,7 @@ def _result(
 
 
 def _go_on(request: Request, call: RunCall) -> TrainResult:
-    """Resume an earlier call's run."""
+    """Resume the run of an earlier call."""
     from firstlight.planner.plan.processes import RunForecaster
     from firstlight.recipe import load_recipe
     from firstlight.training.loop import train

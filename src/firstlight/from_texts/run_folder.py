@@ -1,5 +1,5 @@
-"""One call to `train_texts`: its run folder, the state that it saves there for later calls, and its
-time budget."""
+"""One call to `train_texts`: its run folder, the state that it saves in this folder for later
+calls, and its time budget."""
 
 from __future__ import annotations
 
@@ -33,30 +33,33 @@ from firstlight.planner.advise.law import Length
 if TYPE_CHECKING:
     from firstlight.recipe import Recipe
 
-#: File in the run folder with the run's inputs and options, and the state of the preparation.
+#: File in the run folder with the inputs and options of the run, and with the state of the
+#: preparation.
 STATE_NAME = "pipeline.json"
-#: Subfolder of the run folder with tokenizer and shards.
+#: Subfolder of the run folder with the tokenizer and shards.
 DATA_FOLDER = "data"
-#: File in the run folder that lists conversations longer than a row.
+#: File in the run folder that lists conversations that are longer than a row.
 TOO_LONG_NAME = "too-long.txt"
-#: Lock file in the run folder, held during a call to `train_texts`.
+#: Lock file in the run folder, which is locked during a call to `train_texts`.
 LOCK_NAME = ".pipeline.lock"
-#: File name of a run's recipe. Repeated here, because the module that defines it imports torch.
+#: File name of a run's recipe. It is repeated here, because the module that defines it imports
+#: torch.
 RECIPE_NAME = "recipe.yaml"
-#: Minimum and maximum seconds of the budget that are reserved for the report. In between, the
-#: reserve is proportional to the duration of the start, which also takes longer on a busy machine.
+#: Minimum and maximum seconds of the budget that are reserved for the report. Between these limits,
+#: the reserved time is _RESERVED_SHARE of the time before training, because both take longer on a
+#: busy machine.
 _RESERVED_SECONDS, _MOST_RESERVED = 4.0, 12.0
 _RESERVED_SHARE = 1 / 8
-#: Minimum duration of the training in seconds: a shorter training would not be worth starting.
+#: Minimum duration of the training in seconds. A shorter training would not be worth starting.
 _LEAST_SECONDS = 10.0
-#: An advised budget is sufficient for a second call that takes up to this multiple of the first
+#: A suggested budget is sufficient for a second call that takes up to this multiple of the first
 #: call's time for the same work.
 _SLOWER = 1.25
 #: Attributes of a request that are saved in the state in addition to the overrides.
 _LENGTH_AND_SIZE = ("seconds", "tokens", "steps", "size")
-#: Maximum number of files whose size and time are recorded.
+#: Maximum number of files whose size and modification time are recorded.
 _KNOWN_FILES = 1000
-#: Reason in the recipe for choices without another reason.
+#: Reason in the recipe for choices that do not have another reason.
 _MEASURED = "new models learned best with this value: docs/learning.md"
 #: Width of comment lines in the recipe, in characters.
 _WIDTH = 100
@@ -117,20 +120,21 @@ class RunCall:
 
     def forget(self) -> None:
         """Delete the state of a run that has not started and does not have its own data, so that
-        its folder disappears."""
+        its folder is no longer a run folder."""
         if self.state.get("begun"):
             return
         data = self.folder / DATA_FOLDER
         if self.state.get("has_linked_data") and data.is_dir():
-            remove_folder(data)  # Another run uses these files, too.
-        # Without its state, a folder with unfinished shards would not belong to any run.
+            remove_folder(data)  # The files are links to another run's data.
+        # The state is kept if there is data. Without it, a folder with unfinished shards would not
+        # belong to any run.
         if not data.exists():
             self.state = {}
             with storage_errors(self.folder):
                 (self.folder / STATE_NAME).unlink(missing_ok=True)
 
     def write_unread(self, names: Sequence[str]) -> None:
-        """Write the list of unread files to the run folder, if there are any.
+        """Write the list of unread files to the run folder, if there are any such files.
 
         Raises:
             StorageError: a file system error.
@@ -154,7 +158,7 @@ class RunCall:
         left = request.seconds - taken - reserved
         if left < _LEAST_SECONDS:
             rest = reserved + _LEAST_SECONDS
-            # A second call reads the texts again, but does not prepare them again.
+            # A second call reads the texts again, but uses the prepared data.
             again = _SLOWER * start + rest <= request.seconds
             use = ", or run the command again, which uses the prepared texts" if again else ""
             raise ConfigError(
@@ -188,10 +192,11 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
 
     Args:
         recipe: recipe; all of its keys are written.
-        reasons: reasons for chosen keys, keyed by `section.key` and written above the keys.
+        reasons: reasons for the chosen keys, by `section.key`. Each reason is written above its
+            key.
         header: lines of a comment at the top.
     """
-    from firstlight.recipe.load import yaml_text  # imports torch, which is loaded by now
+    from firstlight.recipe.load import yaml_text  # imports torch, which is already loaded here
 
     text = yaml_text(recipe.model_dump())
     # File names may contain line breaks.
@@ -229,8 +234,8 @@ def command_of(request: Request, options: Sequence[str]) -> str:
     """Return the command for a run on a request's inputs.
 
     Args:
-        request: inputs, initial model, and the options for reading the inputs.
-        options: further options, as words.
+        request: the inputs, the initial model, and the options for reading the inputs.
+        options: further options, as command-line words.
     """
     start = [] if request.init_from is None else ["--init-from", request.init_from]
     reading = [] if request.text_key == "text" else ["--text-key", request.text_key]
@@ -245,21 +250,22 @@ def place_of_run(
     run_dir: str | Path | None,
     tell: Callable[[str], None],
 ) -> Path:
-    """Return the run folder of an earlier call with the same content and options, or a new one.
+    """Return the run folder of an earlier call with the same content and options, or a new run
+    folder if there is none.
 
     Args:
         request: inputs, length and overrides of the run.
         content_key: hash of the inputs' content.
         run_dir: folder set by the user; None for runs/NAME, runs/NAME-2 and so on.
-        tell: callback for a message if runs/NAME holds another run.
+        tell: callback for a message if runs/NAME contains another run.
 
     Raises:
-        ConfigError: the folder set by the user holds another run.
+        ConfigError: the folder set by the user contains another run.
     """
     base, is_given = _base_folder(request, run_dir)
     for folder in _numbered(base):
-        # A folder with only a lock file may belong to a call that has just started; locking the
-        # folder detects that.
+        # A folder with only a lock file may belong to a call that has just started. This is
+        # detected when the folder is locked.
         if not folder.is_dir() or all(one.name.startswith(".") for one in folder.iterdir()):
             break
         state = read_state(folder)
@@ -281,14 +287,15 @@ def place_of_run(
 
 
 def facts_of_files(request: Request) -> dict[str, list[int]]:
-    """Return the size in bytes and the modification time of the first validation and training text
-    files, keyed by name. A later call with other texts uses them to find which files have changed.
+    """Return the size in bytes and the modification time in nanoseconds of the text files, keyed by
+    name. Only the first files are included, with validation files before training files. A later
+    call uses these values to find out which files have changed.
     """
     inputs = [*request.val_inputs, *request.inputs]
     try:
         paths = [source.path for source in find_sources(inputs) if source.path is not None]
     except InputError:
-        return {}  # Conversations in files that are not text.
+        return {}  # The inputs are conversations in files that are not text.
     stats = {str(path): path.stat() for path in paths[:_KNOWN_FILES]}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
@@ -296,9 +303,9 @@ def facts_of_files(request: Request) -> dict[str, list[int]]:
 def _changes_since(
     state: Mapping[str, Any], folder: Path, request: Request, content_key: str
 ) -> Iterator[str]:
-    """Yield text about the files that have changed since an earlier call's run on the same inputs,
-    and the command that continues that run. Yield nothing if the run has other inputs or the same
-    content.
+    """Yield messages about the files that have changed since an earlier run on the same inputs, and
+    about the command that continues the earlier run. Yield nothing if the earlier run has other
+    inputs or the same content.
 
     Args:
         state: state of the run folder.
@@ -319,11 +326,14 @@ def _changes_since(
     shown = [f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names]
     if shown:
         yield f"the texts have changed since the run in {folder} ({'; '.join(shown)})"
-    elif "files" not in state:  # a run of a version that read fewer kinds of files, all unchanged
+    elif "files" not in state:
+        # The files are unchanged, but an earlier version, which read fewer kinds of files, started
+        # the run.
         yield f"the texts have changed, or are read differently, since the run in {folder}"
     else:
         return
-    # Conversations are read from the original files, and a run requires that these are unchanged.
+    # A run on conversations reads the original files, so it can't be continued once they have
+    # changed.
     if state.get("begun") and not state.get("complete") and state.get("kind") != "chat":
         model = state["request"].get("init_from")
         start = [] if model is None else ["--init-from", model]
@@ -332,14 +342,14 @@ def _changes_since(
 
 
 def earlier_request(request: Request, content_key: str, run_dir: str | Path | None) -> Request:
-    """Return the request of the newest unfinished run with the same content, or of the newest
-    complete run if all runs are complete.
+    """Return the request of the newest unfinished run with the same content. If all runs are
+    complete, return the request of the newest run.
 
     Args:
-        request: inputs of the run. Its length, size and overrides, if set, must equal the earlier
-            call's.
+        request: inputs of the run. If the length, size or overrides are set, they must be equal to
+            those of the earlier call.
         content_key: hash of the inputs' content.
-        run_dir: folder set by the user; None searches runs/NAME, runs/NAME-2 and so on.
+        run_dir: folder set by the user; None to search runs/NAME, runs/NAME-2 and so on.
 
     Raises:
         ConfigError: there is no such run.
@@ -351,7 +361,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     changes: list[str] = []
     for folder in itertools.takewhile(Path.is_dir, [base] if is_given else _numbered(base)):
         state = read_state(folder)
-        # Among several runs, prefer one that can be continued.
+        # If there are several runs, prefer the messages about a run that can be continued.
         changes = max(changes, list(_changes_since(state, folder, request, content_key)), key=len)
         if _is_of(state, content_key) and (is_bare or state["request"] == wanted):
             changed = (folder / STATE_NAME).stat().st_mtime
@@ -367,7 +377,7 @@ def earlier_request(request: Request, content_key: str, run_dir: str | Path | No
     length = {name: earlier[name] for name in _LENGTH_AND_SIZE}
     own = [one for one in request.overrides if one[0] == "run.dir"]
     overrides = (*map(tuple, earlier["overrides"]), *own)
-    # The initial model may be given as a different path to the same folder.
+    # The new call may name the folder of the initial model by a different path.
     return replace(request, **length, init_from=earlier.get("init_from"), overrides=overrides)
 
 
@@ -393,7 +403,7 @@ def _numbered(base: Path) -> Iterator[Path]:
 
 
 def run_name(inputs: Sequence[str]) -> str:
-    """Return a name for a run folder, based on the first input's name."""
+    """Return a name for a run folder, based on the name of the first input."""
     first = inputs[0].removeprefix("hf:").partition(":")[0]
     stem = Path(first).expanduser().resolve().name if Path(first).exists() else Path(first).name
     name = stem.partition(".")[0] or stem.strip(".")
@@ -402,7 +412,7 @@ def run_name(inputs: Sequence[str]) -> str:
 
 
 def _base_folder(request: Request, run_dir: str | Path | None) -> tuple[Path, bool]:
-    """Return the first candidate for the run folder, and True if the user has set it."""
+    """Return the first candidate for the run folder, and whether the user has set it."""
     given = run_dir or request.fixed.get("run.dir")
     return Path(given or Path("runs") / run_name(request.inputs)).expanduser(), bool(given)
 

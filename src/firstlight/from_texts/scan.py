@@ -1,5 +1,5 @@
-"""Scan the inputs once before settings are chosen: find conversations, and for texts the scripts,
-duplicates and held-out documents."""
+"""Scan the inputs once before settings are chosen. The scan finds conversations; in texts, it finds
+the scripts, the duplicates and the documents to hold out."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_t
 
 #: Maximum number of file names in a message.
 SHOWN_FILES = 5
-#: Bytes to read of a larger corpus: the first part of each file.
+#: Maximum bytes to read. Of a larger corpus, the first part of each file is read.
 MOST_BYTES = 256 << 20
 #: Number of characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of unreadable documents after which reading stops if no document has had text.
+#: Number of unreadable documents after which reading stops if no readable document was found.
 _HOPELESS = 1000
-#: Bytes of text that are compressed by gzip.
+#: Maximum bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
 
 #: Unicode script names -> more familiar names.
@@ -81,20 +81,24 @@ class CorpusFacts:
         documents: number of documents with text, including duplicates.
         text_bytes: UTF-8 bytes of the documents, without duplicates.
         characters: number of characters in the documents, without duplicates.
-        total_bytes: estimated bytes of the whole corpus; `text_bytes` if all of it was read.
+        total_bytes: estimated bytes of the whole corpus; equal to `text_bytes` if the whole corpus
+            was read.
         common_characters: number of distinct characters that make up 99.9% of the text.
-        scripts: fraction of the letters' bytes, keyed by script, largest first.
+        scripts: fraction of the letters' bytes by script, largest fraction first.
         duplicates: number of documents with the same text as an earlier document.
         near_duplicates: number of documents that are similar to an earlier document.
-        compared: number of documents, from the first, that were compared with earlier documents.
+        compared: number of documents that were compared with earlier documents; these are the first
+            documents of the corpus.
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
         gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
-        hardness: how hard the text is to learn.
-        content_key: hash of all text that was read and, for a sample, of each file's read limit.
+        hardness: difficulty of learning the text.
+        content_key: hash of all text that was read and, if only a sample was read, of the limit up
+            to which each file was read.
         is_sampled: True if only part of the corpus was read.
         changes: numbers of documents and files, keyed by kind of change; see `cleaning`.
-        changed_files: name of the file, keyed by kind of change, for changes of a single file.
+        changed_files: for kinds of changes that were made in a single file, name of the file, keyed
+            by kind of change.
     """
 
     documents: int
@@ -129,7 +133,7 @@ class Scan:
         sources: files and datasets of the corpus.
         facts: facts about the corpus.
         split: documents that are held out.
-        prompts: beginnings of held-out texts, for sample texts.
+        prompts: beginnings of held-out texts, used as prompts for sample texts.
         held_out_files: text files that are held out, with the limits up to which they were read.
         val_documents: number of validation documents given by the user, without duplicates; 0 if
             part of the texts is held out.
@@ -146,15 +150,15 @@ class Scan:
 
     @property
     def val_bytes(self) -> float:
-        """UTF-8 bytes of the held-out text, as far as it was read."""
+        """UTF-8 bytes of the held-out text that was read."""
         return self.split.fraction * self.facts.text_bytes
 
     def limited(self, most_bytes: int) -> list[DataSource]:
         """Return sources limited to about `most_bytes` bytes of text in total, including all
         held-out text files.
 
-        Held-out files keep the limits of the scan: with a different limit, the hash of the text
-        would not be found in `split`.
+        Held-out files keep the limits of the scan, because with a different limit, the hash of the
+        text would not be found in `split`.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -167,17 +171,17 @@ def scan_corpus(
     most_bytes: int = MOST_BYTES,
     progress: bool = False,
 ) -> Scan:
-    """Read a corpus once; of a large corpus, read the first part of each file.
+    """Read a corpus once. Of a large corpus, read only the first part of each file.
 
     Args:
         sources: see `find_sources`.
         text_key: see `read_documents`.
-        val_sources: texts to validate on; if empty, part of `sources` is held out.
-        most_bytes: number of bytes to read of a larger corpus.
+        val_sources: texts to validate on; if empty, a part of `sources` is held out.
+        most_bytes: maximum number of bytes to read.
         progress: True to show a progress bar on stderr.
 
     Raises:
-        InputError: see `read_documents`; or there is no text.
+        InputError: there is no text; see also `read_documents`.
         MissingDependencyError: see `read_documents`.
     """
     limited_val = limited_sources(val_sources, most_bytes)
@@ -237,7 +241,7 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source; return its approximate size in bytes for the progress
+        """Count a document of a source, and return its approximate size in bytes for the progress
         bar."""
         if record.error is not None:
             reason = record.error.reason
@@ -254,8 +258,8 @@ class _Counts:
             return len(text)
         size = len(text.encode("utf-8"))
         self._digests[digest] = size
-        # The hash of a whole file matches only if the file is later read in the same way as in the
-        # scan.
+        # The hash of an entire file matches only if the file is later read in the same way as in
+        # the scan.
         if holds_one_document(source) and not any(map(is_separator, record.changes)):
             self._files[digest] = source
         self.text_bytes += size
@@ -265,8 +269,9 @@ class _Counts:
         share = held_out_share(size)
         self._sample.add(digest, text, int(len(text) * (1 - share)))
         if len(self._openings) < _MOST_OPENINGS:
-            # Candidates for prompts: the beginning of the text and positions near its end, because
-            # the end of each document is held out if there are only a few documents.
+            # The candidates for prompts are taken from the beginning of the text and from positions
+            # near its end, because the ends of documents are held out if there are only a few
+            # documents.
             places = (0, *(int(len(text) * (1 - share * part)) for part in (0.9, 0.6, 0.3)))
             self._openings[digest] = [opening_of(text[at : at + 1000], at) for at in places]
         self._waiting.append(text)
@@ -278,7 +283,8 @@ class _Counts:
     def end_validation(self) -> None:
         """Mark all documents read so far as validation documents.
 
-        Raises: InputError: no document was read.
+        Raises:
+            InputError: no document was read.
         """
         self.val_documents = len(self._digests)
         if not self.val_documents:
@@ -304,7 +310,7 @@ class _Counts:
         text_key: str,
         held: HeldOut,
     ) -> CorpusFacts:
-        """Return the facts about everything that was read.
+        """Return the facts about all text that was read.
 
         Args:
             sources: all sources.
@@ -378,25 +384,25 @@ class _Counts:
         return [one for one in dict.fromkeys(texts[::step]) if one][:_PROMPTS]
 
 
-#: Number of prompts, maximum characters of a prompt, and number of documents whose beginnings are
-#: kept.
+#: Maximum number of prompts, maximum characters of a prompt, and maximum number of documents whose
+#: beginnings are kept.
 _PROMPTS = 3
 _PROMPT_CHARACTERS = 60
 _MOST_OPENINGS = 10_000
 
 
 def opening_of(text: str, start: int = 0) -> str:
-    """Return some words from the beginning of a text, as a prompt. If `text` starts in the middle
-    of a document (`start` > 0), skip its first, incomplete line."""
+    """Return some words from the beginning of a text, for use as a prompt. If `text` starts in the
+    middle of a document (`start` > 0), skip the first line, which is incomplete."""
     text = (text[text.find("\n") + 1 :] if start else text).lstrip("\ufeff\n\r ")
-    # At most half of the text: the whole text would leave nothing to continue.
+    # Use at most half of the text, because there must be text left to continue.
     cut = text[: min(_PROMPT_CHARACTERS, (len(text) + 1) // 2)]
     end = max(cut.rfind(" "), cut.rfind("\n"))
     return (cut[:end] if end > _PROMPT_CHARACTERS // 3 else cut).rstrip()
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Return the fraction of the letters' UTF-8 bytes by script, from a histogram over code
+    """Return the fraction of the letters' UTF-8 bytes by script, computed from a histogram of code
     points."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
@@ -465,8 +471,8 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         vocab_size: vocabulary size of the tokenizer.
         held_out: bytes of text that are held out.
     """
-    # Scripts other than Latin have more bytes per character, and about as many characters per
-    # token. The exponent 0.8 assumes slightly fewer characters per token.
+    # Non-Latin scripts have more bytes per character and about as many characters per token as
+    # Latin. The exponent of 0.8 assumes slightly fewer characters per token.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
@@ -481,16 +487,16 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
 def conversations_in(
     inputs: Sequence[str], text_key: str = "text", *, datasets: bool = True
 ) -> list[DataSource]:
-    """Return the files of conversations and preference pairs among the inputs.
+    """Return the inputs' files that contain conversations or preference pairs.
 
     Args:
-        inputs: files, folders, globs, "stdlib", "hf:NAME[:CONFIG[:SPLIT]]".
+        inputs: files, folders, globs, "stdlib" or "hf:NAME[:CONFIG[:SPLIT]]".
         text_key: field that holds the text, if the records are texts.
         datasets: True to also check datasets on the Hugging Face hub.
     """
     found: dict[str, DataSource] = {}
     for item in inputs:
-        # "stdlib" means Python's standard library, even if a file has this name.
+        # "stdlib" always means Python's standard library, even if a file has this name.
         if item == STANDARD_LIBRARY:
             continue
         try:
@@ -505,8 +511,8 @@ def conversations_in(
 
 
 def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
-    """Reject inputs that are mostly conversations or preference pairs, for a run that trains a new
-    model. `text_key` is the field that holds the text, if the records are texts.
+    """Reject inputs that are mostly conversations or preference pairs, because a new model can't be
+    trained on them. `text_key` is the name of the field with the text, if the records are texts.
 
     Raises:
         InputError: most of the inputs' bytes are conversations or preference pairs.
@@ -531,11 +537,11 @@ def require_texts(inputs: Sequence[str], text_key: str = "text") -> None:
 
 
 def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """Return the value of the recipe's `data.files` for `sources`: the inputs as given if they
-    contain no other record files, otherwise the names of `sources`.
+    """Return the value of the recipe's `data.files` for `sources`. This is the list of inputs if
+    they do not contain any other record files; otherwise, it is the list of the names of `sources`.
 
     Args:
-        inputs: files, folders, globs, "hf:NAME[:CONFIG[:SPLIT]]".
+        inputs: files, folders, globs or "hf:NAME[:CONFIG[:SPLIT]]".
         sources: sources among the inputs that contain conversations.
     """
     names = {source.name for source in sources}
@@ -547,18 +553,19 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
 
 
 def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """Return the names of input files that do not contain conversations and are not read."""
+    """Return the names of the input files that are not read because they do not contain
+    conversations."""
     keys = {source.key for source in sources}
     others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
     for item in distinct_inputs(inputs):
         try:
             others += [one.name for one in find_records([item]) if one.key not in keys]
-        except InputError:  # A text file, which may itself be an input.
+        except InputError:  # The item is a text file.
             others += [item] if Path(item).is_file() else []
     return list(dict.fromkeys(others))
 
 
-#: Minimum bytes of text: less would leave no validation text.
+#: Minimum bytes of text. With less text, there would be no text left for validation.
 LEAST_BYTES = 1000
 
 
@@ -589,7 +596,7 @@ def scan_texts(
     tell(reading_line(named, [*sources, *val_sources]))
     if note := note_on_inputs(named):
         tell(note)
-    # Called after the first message, because it imports torch, which takes seconds.
+    # The check runs after the first message, because it imports torch, which takes seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     for line in described(scan):

@@ -1,6 +1,6 @@
-"""Draw charts with matplotlib: as SVG markup for HTML pages, and as PNG pictures.
+"""Draw charts with matplotlib, either as SVG markup for HTML pages or as PNG pictures.
 
-matplotlib is imported inside the functions, because the import takes about a second.
+matplotlib is imported inside functions, because the import takes about a second.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from firstlight.console import compact, visible
 from firstlight.evaluation.perplexity import ByPosition
 from firstlight.run_log.reader import Floats, Series, thin
 
-#: Colours of pages and charts, keyed by their names in the pages' style, for light and dark mode.
-#: Charts are drawn in the light colours, which `svg` replaces with the style's variables.
+#: Colours of pages and charts for (light mode, dark mode), keyed by their names in the pages'
+#: style. Charts are drawn in the light colours, which `svg` replaces with variables of the style.
 COLOURS = {
     "ink": ("#1d2126", "#e6e8ea"),
     "soft": ("#6a727c", "#98a1ab"),
@@ -39,9 +39,9 @@ COLOURS = {
     "resumed": ("#7a8694", "#8b96a3"),
 }
 _NAMES = {light: name for name, (light, _) in COLOURS.items()}
-#: Number of line colours (c0, c1, ...). Additional lines reuse the colours, dashed.
+#: Number of line colours (c0, c1, ...). Additional lines are dashed and reuse the colours.
 LINE_COLOURS = 8
-#: Name of the colour for each kind of event; other kinds are c3.
+#: Name of the colour for each kind of event. Other kinds have the colour c3.
 _MARKS = {
     "rollback": "rollback",
     "diverged": "rollback",
@@ -50,15 +50,16 @@ _MARKS = {
     "decision": "resumed",
     "lowest-validation-loss": "c1",
 }
-#: `Software` entry of the PNG metadata, which identifies a report's picture.
+#: `Software` entry in the PNG metadata that identifies the picture of a report.
 PICTURE_ORIGIN = "firstlight report"
-#: Maximum number of points for which a line's points are drawn as dots.
+#: Maximum number of points in a line for which each point is marked with a dot.
 _FEW = 60
-#: Ratio of the largest to the smallest value above which a linear axis hides the small values.
+#: Ratio of the largest to the smallest value above which small values are not visible on a linear
+#: axis.
 _HIDING = 1000
-#: Values up to this one can't be shown on a logarithmic axis.
+#: Largest value that can't be shown on a logarithmic axis.
 _TINY = 1e-300
-#: Maximum number of events drawn in one chart, which shows the last ones.
+#: Maximum number of events in a chart. If there are more, the last ones are drawn.
 _MAX_MARKS = 120
 
 
@@ -71,7 +72,7 @@ class Line:
         series: points of the curve.
         colour: zero-based number of the colour; see `LINE_COLOURS`.
         faint: True to draw the curve in the background, without a legend entry.
-        errors: half the length of each point's error bar, [N]; None for no error bars.
+        errors: half of the length of each point's error bar, [N]; None for no error bars.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Line:
 
     @property
     def is_dashed(self) -> bool:
-        """True if another line has the same colour."""
+        """True if the line reuses the colour of an earlier line."""
         return self.colour // LINE_COLOURS % 2 == 1
 
     @property
@@ -93,7 +94,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event, drawn as a vertical line at `x`; its kind is shown in the legend."""
+    """An event, drawn as a vertical line at `x`. Its kind is shown in the legend."""
 
     x: float
     kind: str
@@ -110,8 +111,8 @@ class Chart:
         x_name: name of the x axis.
         zero: True to begin a linear y axis at 0.
         marks: events.
-        below, above: further quantities as functions of the x axis, shown as additional x axes
-            below the first one and above the plot, each as (name, series).
+        below, above: (name, series) of further quantities as functions of x, shown as additional x
+            axes below the first one and above the plot; None for no such axis.
     """
 
     title: str
@@ -125,13 +126,14 @@ class Chart:
 
     @property
     def has_log(self) -> bool:
-        """True if a value is positive, so that a logarithmic axis would show it."""
+        """True if a logarithmic axis would show any values, because they are positive."""
         return any(bool((line.series.y > _TINY).any()) for line in self.lines)
 
     @property
     def needs_log(self) -> bool:
-        """True if a linear axis would hide most of the curves, for example because a run diverged:
-        all values are positive, and the largest is more than 1,000 times the smallest.
+        """True if most parts of the curves would not be visible on a linear axis, for example
+        because a run diverged. This is the case if all values are positive and the largest is more
+        than 1,000 times the smallest.
         """
         values = np.concatenate([np.empty(0), *(line.series.y for line in self.lines)])
         return (
@@ -139,7 +141,9 @@ class Chart:
         )
 
     def thinned(self, buckets: int) -> Chart:
-        """Return the chart with its curves thinned by `thin`, except those with error bars."""
+        """Return the chart with its curves thinned by `thin`. Curves with error bars are left
+        unchanged.
+        """
         lines = [
             line if line.errors is not None else replace(line, series=thin(line.series, buckets))
             for line in self.lines
@@ -153,7 +157,7 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
     Args:
         axes: matplotlib axes.
         chart: the chart.
-        log: True to draw a logarithmic y axis, which omits values that are not positive.
+        log: True to draw a logarithmic y axis. Values that are not positive are then omitted.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -189,7 +193,7 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
             elinewidth=1.2,
             capsize=3,
             label=f"_{line.name}" if line.faint else plain_text(line.name),
-            # The ends of the curves are at the edges of the plot.
+            # Do not clip the lines, because the ends of the curves are at the edges of the plot.
             clip_on=False,
         )
     axes.margins(x=0)
@@ -219,8 +223,8 @@ def draw(axes: Any, chart: Chart, *, log: bool = False) -> None:
 
 
 def _draw_second_axis(axes: Any, name: str, series: Series, edge: str) -> None:
-    """Draw an additional x axis with ticks at round numbers of a quantity. Do nothing if the
-    quantity decreases anywhere or never increases.
+    """Draw an additional x axis with ticks at round values of a quantity. If the quantity decreases
+    anywhere or never increases, do nothing.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -252,7 +256,8 @@ def _positive(line: Line) -> Line:
 
 # Pages
 
-#: Margins around the plot for ticks and names, in pixels, and the margin for a second x axis.
+#: Margins in pixels around the plot, for ticks and names, and the additional margin for a second x
+#: axis.
 _LEFT = 52
 _RIGHT = 14
 _TOP = 10
@@ -261,11 +266,12 @@ _SECOND = 34
 
 
 def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
-    """Return a chart as SVG markup whose colours are variables of the page's style.
+    """Return a chart as SVG markup. Its colours are variables of the page's style.
 
     Args:
         chart: the chart.
-        width, height: size in pixels, before the page scales it; each additional axis increases it.
+        width, height: size in pixels before the page scales the chart. Each additional axis
+            increases the height.
         log: see `draw`.
     """
     import matplotlib
@@ -277,7 +283,7 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
     height += top + bottom - _TOP - _BOTTOM
     style = {
         "svg.fonttype": "none",
-        # The ids inside the drawing are derived from this salt and must be unique on a page.
+        # The ids inside the drawing are derived from this salt. They must be unique on a page.
         "svg.hashsalt": f"{visible(chart.title)} {chart.x_name} {width} {log}",
         "font.size": 11.5,
         "font.sans-serif": ["DejaVu Sans"],
@@ -294,11 +300,12 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(stream, metadata=metadata)
     drawn = stream.getvalue()
-    # The ids of groups and the style that matplotlib writes would apply to the whole page.
+    # Remove the style and the ids of groups that matplotlib writes, because they would apply to the
+    # whole page.
     drawn = re.sub(r"<style.*?</style>", "", drawn[drawn.index(">", drawn.index("<svg")) + 1 :])
     drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)
     drawn = re.sub(r"#[0-9a-f]{6}\b", lambda found: f"var(--{_NAMES[found[0]]})", drawn)
-    # readout.js needs the x axis and the margins to find the values under the pointer.
+    # readout.js uses the limits of the x axis and the margins to find the values under the pointer.
     ends = [*axes.get_xlim(), _LEFT, _RIGHT, top, bottom]
     opening = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}" data-ends="{}">').format(
         width,
@@ -306,12 +313,15 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         visible(f"{chart.title} by {chart.x_name}"),
         " ".join(f"{float(end)!r}" for end in ends) if axes.axison else "",
     )
-    # Not escaped: this is matplotlib's markup, whose only texts are numbers and axis names.
+    # This markup is not escaped, because it is written by matplotlib, and its only texts are
+    # numbers and axis names.
     return opening + Markup(re.sub(r"\s+", " ", drawn))
 
 
 def data_of(chart: Chart) -> str:
-    """Return the data of a chart's read-out as JSON: name, style, x and y of each curve."""
+    """Return the data of a chart's read-out as JSON, with the name, style, x and y of each
+    curve.
+    """
     curves = [
         {
             "name": visible(line.name),
@@ -327,16 +337,17 @@ def data_of(chart: Chart) -> str:
 
 # Pictures
 
-#: Number of buckets of a thinned curve (see `thin`) in a picture, more than its pixels.
+#: Number of buckets of a thinned curve (see `thin`) in a picture. It exceeds the width of the chart
+#: in pixels.
 _BUCKETS = 1000
-#: Colour of warnings, and height in inches of a line of warnings.
+#: Colour of warnings, and height of a line of warnings in inches.
 _WARNING, NOTE_INCHES = "#b3261e", 0.19
 
 
 def plain_text(text: str) -> str:
-    """Prepare a text for matplotlib: control characters are replaced, and dollar signs, which would
-    start a formula, are escaped. A leading underscore, which would hide a curve in a legend, is
-    preceded by a space.
+    """Prepare a text for matplotlib. Control characters are replaced. Dollar signs are escaped,
+    because they would start a formula. If the text begins with an underscore, a space is inserted
+    before it, because matplotlib would omit the curve from the legend.
     """
     printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     return (" " if text.startswith("_") else "") + printable.replace("$", r"\$")
@@ -348,8 +359,8 @@ def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None
     Args:
         axes: matplotlib axes.
         chart: the chart.
-        log: True for a logarithmic and False for a linear y axis; None selects the one that suits
-            the values.
+        log: True for a logarithmic y axis; False for a linear one; None to choose based on the
+            values.
     """
     draw(axes, chart.thinned(_BUCKETS), log=chart.needs_log if log is None else log)
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
@@ -359,12 +370,12 @@ def draw_in_picture(axes: Any, chart: Chart, *, log: bool | None = None) -> None
 
 
 def draw_title(figure: Any, title: str, notes: Sequence[str]) -> None:
-    """Write a title above a figure, and warnings below the title.
+    """Add a title above a figure, and warnings below the title.
 
     Args:
         figure: matplotlib figure.
         title: the title.
-        notes: lines of warnings; each takes `NOTE_INCHES` of the figure's height.
+        notes: lines of warnings. Each of them takes `NOTE_INCHES` of the figure's height.
     """
     figure.suptitle("\n".join([title, *notes]), color=_WARNING if notes else "black", fontsize=11)
 
@@ -375,19 +386,19 @@ def png(figure: Any) -> bytes:
 
     picture = io.BytesIO()
     with warnings.catch_warnings():
-        # A sample may be in a script that the font lacks; the boxes in the picture make that
-        # visible.
+        # The font may lack the characters of a sample. The picture then contains boxes in their
+        # place, so no warning is needed.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         FigureCanvasAgg(figure).print_png(picture, metadata={"Software": PICTURE_ORIGIN})
     return picture.getvalue()
 
 
 def position_picture(curves: Mapping[str, ByPosition], contexts: Mapping[str, int]) -> bytes:
-    """Return the chart of perplexity by position as PNG bytes.
+    """Draw perplexity by position, and return the chart as PNG bytes.
 
     Args:
-        curves: result of each model, keyed by model name.
-        contexts: context length of each model in tokens, drawn as a dotted line.
+        curves: results of the models, keyed by model name.
+        contexts: context lengths of the models in tokens, drawn as dotted lines.
     """
     from matplotlib.figure import Figure
 

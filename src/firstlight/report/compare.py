@@ -1,4 +1,4 @@
-"""Compare several runs: curves in the same axes, final numbers, and differences between their
+"""Compare several runs by their curves, their final numbers and the differences between their
 recipes.
 """
 
@@ -24,21 +24,21 @@ from firstlight.run_log.reader import Axis, RunRecord, smoothed
 
 #: X axes of a comparison, with their names.
 AXES: Mapping[Axis, str] = {"step": "step", "tokens": "tokens seen", "hours": "hours"}
-#: Recipe keys that only determine where a run's files are stored.
+#: Recipe keys that are not compared, because they only determine where a run's files are stored.
 _NOT_COMPARED = {"run.dir"}
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Several runs and their compared properties; each list has one entry per run.
+    """Several runs and their compared properties. Each list has one entry per run.
 
     Attributes:
         runs: the runs, in the order in which they were given.
         labels: a unique name for each run.
-        numbers: `final_numbers` of each run.
+        numbers: result of `final_numbers` for each run.
         findings: result of `findings_of` for each run.
-        differences: each recipe key ("section.key") that differs between runs, mapped to its value
-            in each run.
+        differences: recipe keys ("section.key") whose values differ between runs, mapped to the
+            value in each run.
     """
 
     runs: Sequence[RunRecord]
@@ -49,7 +49,7 @@ class RunComparison:
 
 
 class _Absent:
-    """Value of a key that a recipe lacks, shown as a dash."""
+    """Placeholder for the value of a key that a recipe lacks. It is shown as a dash."""
 
     def __repr__(self) -> str:
         return "—"
@@ -76,8 +76,8 @@ def compare(runs: Sequence[RunRecord]) -> RunComparison:
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """Return the folders' names as labels. Equal names are prefixed with as many parent folders as
-    make them unique.
+    """Return the names of folders as labels. Equal names are prefixed with as many parent folders
+    as needed to make them unique.
 
     Raises:
         ConfigError: two of the folders are the same.
@@ -97,8 +97,8 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keys ("section.key") whose values differ between recipes, mapped to the value in
-    each recipe, or `_Absent` if a recipe lacks the key.
+    """Return the keys ("section.key") whose values differ between recipes. Each key is mapped to
+    its values in the recipes, with `ABSENT` for recipes that lack the key.
     """
     flat = [_flat(recipe) for recipe in recipes]
     keys = dict.fromkeys(key for values in flat for key in values)
@@ -106,7 +106,7 @@ def recipe_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     return {
         key: values
         for key, values in found.items()
-        # Compared including their types, because 1 == True in Python.
+        # Compare the types as well as the values, because 1 == True in Python.
         if key not in _NOT_COMPARED and len({(type(v), repr(v)) for v in values}) > 1
     }
 
@@ -122,8 +122,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def warnings_of(found: RunComparison) -> list[str]:
-    """Return warnings for the page and the picture: about numbers that can't be compared, and the
-    findings of each run.
+    """Return warnings for the page and the picture, about numbers that can't be compared and about
+    the findings of each run.
     """
     tokenizers = (
         "The runs have different tokenizers: compare bits per byte, since losses are per token."
@@ -141,11 +141,11 @@ def has_different_tokenizers(found: RunComparison) -> bool:
 
 
 def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
-    """Return each run's curve of a metric.
+    """Return the curves of a metric, one per run.
 
     Args:
         found: the runs.
-        key: key of the metric; "train/loss" is smoothed.
+        key: key of the metric. The curves of "train/loss" are smoothed.
         axis: the x axis.
     """
     lines = []
@@ -155,7 +155,7 @@ def compared_lines(found: RunComparison, key: str, axis: Axis) -> list[Line]:
     return lines
 
 
-#: Charts of a comparison: key of the metric, title, and unit.
+#: Charts of a comparison, as (key of the metric, title, unit).
 _CHARTS = (
     ("train/loss", "Training loss", "nats per token, smoothed"),
     ("val/loss", "Validation loss", "nats per token"),
@@ -165,8 +165,8 @@ _CHARTS = (
 
 
 def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
-    """Return the charts of a comparison for which any run has numbers, each with all `AXES`; if
-    there are none, only the chart of the training loss.
+    """Return the charts of a comparison for which at least one run has numbers, each keyed by the
+    axes in `AXES`. If there are none, return only the chart of the training loss.
     """
     has = [row for row in _CHARTS if any(row[0] in run.metrics.columns for run in found.runs)]
     return [
@@ -181,8 +181,8 @@ def compared_charts(found: RunComparison) -> list[Mapping[Axis, Chart]]:
 Form = Callable[[Any], str]
 
 
-#: Rows of the table of numbers: key of `final_numbers`, name, format, and True if a higher value is
-#: better, False if a lower value is better, or None.
+#: Rows of the table of numbers, as (key in `final_numbers`, name, format, preference). The
+#: preference is True if a higher value is better, False if a lower value is better, or None.
 _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
     ("val/loss", "validation loss", loss_text, False),
     ("best_val/loss", "best validation loss", loss_text, False),
@@ -215,13 +215,13 @@ _ROWS: Sequence[tuple[str, str, Form, bool | None]] = (
 
 #: Rows that are omitted if the value is 0 for all runs.
 _SELDOM = {"skipped_steps", "rollbacks", "resumed"}
-#: Metrics per token, which can't be compared if the tokenizers differ.
+#: Metrics per token. They can't be compared if the tokenizers differ.
 _BY_TOKEN = {"val/loss", "best_val/loss", "perplexity", "train/loss", "train_eval/loss"}
 
 
 def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
-    """Return the rows of the table of numbers that at least one run has: the row's name, each run's
-    number as text, and the indices of the best runs.
+    """Return the rows of the table of numbers, as (name, each run's number as text, indices of the
+    best runs). Rows without any numbers are omitted.
     """
     own = [k for k in dict.fromkeys(key for n in found.numbers for key in n) if is_accuracy(k)]
     table = []
@@ -236,7 +236,7 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
             target = max(known) if more else min(known)
             best = {number for number, value in enumerate(values) if value == target}
         if form is gib:
-            form = functools.partial(gib, beside=max(known))  # in one unit
+            form = functools.partial(gib, beside=max(known))  # use the same unit for all runs
         texts = ["—" if value is None else form(value) for value in values]
         errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
         for number, error in enumerate(errors):

@@ -1,9 +1,9 @@
-"""Write the report of one or several runs: an HTML page and a PNG picture.
+"""Write the report of one or several runs, which consists of an HTML page and a PNG picture.
 
-A page is one self-contained file, rendered from the templates in `pages/`. It loads no other files.
-Its Content-Security-Policy allows only its inline style and script, identified by hash, and the
-styles in the markup of its charts. Without JavaScript, only the read-out under the pointer is
-missing. Texts from a run are escaped.
+A page is a single self-contained file, rendered from the templates in `pages/`. It does not load
+any other files. Its Content-Security-Policy allows only its inline style and script, which are
+identified by their hashes, and the styles in the markup of its charts. Without JavaScript, only the
+read-out of values under the pointer is missing. Texts from a run are escaped.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ from firstlight.run_log.reader import Metrics, RunRecord, Series, read_run, requ
 
 #: Element that identifies an HTML report.
 GENERATOR = b'<meta name="generator" content="firstlight report">'
-#: Number of bytes at the beginning of a file that are searched for `GENERATOR`.
+#: Number of bytes at the beginning of a file in which to search for `GENERATOR`.
 _HEAD_BYTES = 2000
 #: Default file name for the comparison of several runs.
 COMPARISON_NAME = "comparison.html"
 
 
 def draw_report(run_folder: Path) -> Path:
-    """Write report.png and report.html of a run, finished or not, into its folder. Return the path
-    of report.png.
+    """Write report.png and report.html of a run to its folder. Return the path of report.png. The
+    run may still be active.
 
     Args:
         run_folder: run folder of `train`, which contains metrics.jsonl.
@@ -90,7 +90,7 @@ def draw_report(run_folder: Path) -> Path:
 
 
 def write_run(run: RunRecord, html: Path, picture: Path) -> None:
-    """Write a run's page and picture, each atomically.
+    """Write the page and the picture of a run. Each file is written atomically.
 
     Args:
         run: the run.
@@ -122,12 +122,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
     Args:
         folders: run folders, at least one.
-        out: path of the page; the picture has the same name with the suffix .png. None means
+        out: path of the page. The picture has the same name with the suffix .png. None for
             report.html in the run folder or, for several runs, comparison.html in the current
             folder.
 
     Raises:
-        InputError: a folder is missing or not a run folder, or `out` is a file that is not a
+        InputError: a folder is missing or is not a run folder, or `out` is a file that is not a
             report.
         CheckpointError: a file of a run is damaged.
         ConfigError: a folder is listed twice, or `out` does not end in .html or .htm.
@@ -151,8 +151,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> WrittenRep
 
 
 def _require_replaceable(page: Path, picture: Path) -> None:
-    """Raise an error for a page that does not end in .html, and for existing files that are not
-    reports.
+    """Raise an error if the name of a page does not end in .html, or if the page or picture would
+    replace a file that is not a report.
     """
     if page.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
@@ -173,8 +173,9 @@ _JSON = (str, int, float, bool, list, dict)
 
 
 def as_json(report: WrittenReport) -> dict[str, Any]:
-    """Return a report as a JSON object: its files; the label, `final_numbers` and findings of each
-    run; and the recipe keys that differ, with each run's value (null if a recipe lacks the key).
+    """Return a report as a JSON object. It contains the paths of the report's files, the label,
+    `final_numbers` and findings of each run, and the recipe keys that differ between runs. Each of
+    these keys is mapped to its value in each run, or null if the recipe lacks the key.
     """
     found = report.comparison
     named = zip(found.labels, found.numbers, found.findings, strict=True)
@@ -197,7 +198,9 @@ def as_json(report: WrittenReport) -> dict[str, Any]:
 
 @functools.cache
 def _templates() -> tuple[Environment, Mapping[str, str]]:
-    """Return the compiled templates in the folder pages/, and the texts of all its files."""
+    """Return the compiled templates in the folder pages/, and the text of each file in the
+    folder.
+    """
     folder = resources.files("firstlight.report") / "pages"
     files = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.is_file()}
     environment = Environment(
@@ -223,7 +226,7 @@ def _page(template: str, values: Mapping[str, Any]) -> str:
 
     Args:
         template: file name of the template.
-        values: variables of the template; all except `Markup` are escaped.
+        values: variables of the template. All values except `Markup` are escaped.
     """
     environment, files = _templates()
     light, dark = (
@@ -243,7 +246,8 @@ def _page(template: str, values: Mapping[str, Any]) -> str:
         policy=policy,
         generator=Markup(GENERATOR.decode()),
         version=own_version(),
-        # Not escaped: both are part of this package and do not contain "</".
+        # The style and script are not escaped. They are part of this package and do not contain
+        # "</".
         style=Markup(style),
         script=Markup(script),
         **values,
@@ -255,7 +259,7 @@ def _hash(text: str) -> str:
     return f"sha256-{digest}"
 
 
-#: Explanations of technical terms, shown when the reader points at a term.
+#: Explanations of technical terms. An explanation is shown when the reader points at the term.
 _TERMS = {
     "nats": "Unit of the loss, the average of -ln of the probability that the model gave the "
     "correct token. One bit is 0.693 nats. Lower is better.",
@@ -271,11 +275,11 @@ _MEANINGS = {name.lower(): meaning for name, meaning in _TERMS.items()}
 
 
 def explained(text: object) -> Markup:
-    """Return an escaped text in which each technical term of `_TERMS` shows its explanation when
-    the reader points at it, taps it, or reaches it with the keyboard.
+    """Escape a text, and add explanations to the technical terms in `_TERMS`. An explanation is
+    shown when the reader points at the term, taps it or reaches it with the keyboard.
     """
     term = Markup('<span class="term" tabindex="0">{}<span class="meaning">{}</span></span>')
-    # `split` with a pattern that contains a group puts the terms at the odd indices.
+    # Because the pattern contains a group, `split` returns the terms at the odd indices.
     parts = enumerate(_TERM.split(visible(text)))
     return Markup("").join(
         term.format(part, _MEANINGS[part.lower()]) if number % 2 else part for number, part in parts
@@ -284,8 +288,8 @@ def explained(text: object) -> Markup:
 
 # Charts
 
-#: Width and height of a drawing in pixels, before the page scales it: of each chart, and of the
-#: additional drawing for charts that span a wide page.
+#: Width and height in pixels of the drawing of each chart, and of the additional drawing of charts
+#: that span a wide page, before the page scales them.
 _SIZE, _WIDE_SIZE = (420, 225), (1060, 330)
 #: Number of buckets of thinned curves (see `thin`) per pixel of a drawing.
 _BUCKETS_PER_PIXEL = 0.7
@@ -294,13 +298,13 @@ _BUCKETS_PER_PIXEL = 0.7
 def _figure(
     identity: str, chart: Chart, *, switch: bool = False, log: bool = False, wide: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of the template's `figure` macro.
+    """Return the arguments for the `figure` macro of the templates.
 
     Args:
         identity: id of the element, unique within the page.
         chart: the chart.
-        switch: True to let the reader switch between a linear and a logarithmic axis.
-        log: True to show the logarithmic axis first, if there is a switch.
+        switch: True to allow the reader to switch between a linear and a logarithmic axis.
+        log: True to show the logarithmic axis initially if there is a switch.
         wide: True for a chart that spans the page.
     """
     switch = switch and chart.has_log
@@ -313,7 +317,8 @@ def _figure(
         "id": identity,
         "chart": chart,
         "drawings": _drawings(chart, both=switch, wide=wide),
-        # CSS class and name of each entry: the curves that are not faint, and the kinds of marks.
+        # CSS class and name of each legend entry. There are entries for the curves that are not
+        # faint and for the kinds of marks.
         "legend": legend,
         "log": log and switch,
         "switch": switch,
@@ -326,9 +331,10 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
 
     Args:
         chart: the chart.
-        both: True to draw a linear and a logarithmic version, between which the page can switch.
-        wide: True to also draw a wide version. The page's style shows the version that suits its
-            width, so that text has about its nominal size.
+        both: True to draw both a linear and a logarithmic version, so that the page can switch
+            between them.
+        wide: True to also draw a wide version. The page's style selects the version based on the
+            width of the page, so that text is shown approximately at its nominal size.
     """
     sizes = (_WIDE_SIZE, _SIZE) if wide else (_SIZE,)
     thinned = [chart.thinned(round(width * _BUCKETS_PER_PIXEL)) for width, _ in sizes]
@@ -344,11 +350,11 @@ def _drawings(chart: Chart, *, both: bool, wide: bool) -> Markup:
 
 # The page of a run
 
-#: Maximum number of events in the list, which shows the last ones.
+#: Maximum number of events in the list. If there are more, the last ones are shown.
 _MAX_EVENTS = 500
 
-#: Keys that are not drawn in the section of further metrics, because they are shown elsewhere on
-#: the page or are derived from another key.
+#: Keys of metrics that are omitted from the section of further metrics, because they are shown
+#: elsewhere on the page or derived from another key.
 _SHOWN = {
     "train/loss",
     "val/loss",
@@ -408,7 +414,7 @@ def run_page(run: RunRecord) -> str:
 
 
 def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
-    """Return the template variables `state` (a CSS class) and `progress` (a text)."""
+    """Return the template variables `state` (a CSS class) and `progress` (text)."""
     step, most = run.last_step, run.max_steps
     kinds = [one.kind for one in findings]
     if "diverged" in kinds:
@@ -417,7 +423,7 @@ def _progress(run: RunRecord, findings: Sequence[Finding]) -> dict[str, str]:
     if most is None:
         return {"state": "", "progress": counted(step, "step")}
     if step >= most:
-        # "complete" is shown in green, but only for runs without findings.
+        # The class "complete" is shown in green and used only for runs without findings.
         state = "" if findings else "complete"
         complete = f"complete: {counted(step, 'step')}"
         return {"state": state, "progress": ", ".join([complete, *kinds])}
@@ -455,7 +461,7 @@ def _when(text: str) -> str:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number in large type, with a name, a unit, and a note for comparison."""
+    """A number shown in large type, with a name, a unit and an additional note."""
 
     name: str
     value: str
@@ -464,8 +470,8 @@ class KeyFigure:
 
 
 def key_figures(numbers: Mapping[str, Any]) -> list[KeyFigure]:
-    """Return the key figures shown at the top of the page, taken from `final_numbers`; unknown ones
-    are omitted.
+    """Return the key figures shown at the top of the page, based on the result of `final_numbers`.
+    Unknown figures are omitted.
     """
     cards = []
     if numbers["val/loss"] is not None:
@@ -506,8 +512,8 @@ def _beside_throughput(numbers: Mapping[str, Any]) -> str:
 
 
 def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
-    """Return the chart of a run's losses with its events: training loss (per step and smoothed),
-    validation loss, and the loss on fixed rows of the training split.
+    """Return the chart of a run's losses and events. It shows the training loss, both per step and
+    smoothed, the validation loss, and the loss on fixed rows of the training split.
     """
     raw = run.metrics.series("train/loss")
     lines = [
@@ -534,8 +540,8 @@ def loss_chart(run: RunRecord, findings: Sequence[Finding]) -> Chart:
 
 
 def further_charts(metrics: Metrics) -> dict[str, Chart]:
-    """Return the charts, keyed by id, of learning rate, batch, gradient norm, throughput, GPU
-    utilization and memory for which a run has numbers.
+    """Return the charts of learning rate, batch, gradient norm, throughput, GPU utilization and
+    memory, keyed by id. Charts without numbers are omitted.
     """
     memory = [(metrics.series(key), name, colour) for key, name, colour in _MEMORY]
     used = [Line(n, Series(s.x, s.y / 2**30), colour) for s, n, colour in memory if len(s)]
@@ -556,7 +562,7 @@ def further_charts(metrics: Metrics) -> dict[str, Chart]:
     return charts
 
 
-#: Memory metric, with its name in the chart and its colour.
+#: Memory metrics, as (key, name in the chart, colour).
 _MEMORY = (
     ("memory_bytes", "memory", 4),
     ("reserved_bytes", "reserved by the allocator", 6),
@@ -591,7 +597,7 @@ def _evaluation_figure(metrics: Metrics) -> dict[str, Any] | None:
     return _figure("accuracy", Chart("Accuracy", note, shown), wide=True)
 
 
-#: CSS class on a page, and description in the list of events, for each event name.
+#: (CSS class, description in the list of events), keyed by the name of the event.
 _EVENTS = {
     "rollback": ("rollback", "back to step {to_step}: {reason}"),
     "out of memory": (
@@ -631,7 +637,7 @@ def comparison_page(found: RunComparison) -> str:
     charts = compared_charts(found)
     figures = []
     for number, by_axis in enumerate(charts):
-        # If the number of charts is odd, the first one spans the page.
+        # If the number of charts is odd, the first chart spans the page.
         wide = len(charts) % 2 == 1 and number == 0
         drawn = [(axis, _drawings(one, both=True, wide=wide)) for axis, one in by_axis.items()]
         figures.append({"chart": by_axis["step"], "by_axis": drawn, "wide": wide})
@@ -658,25 +664,25 @@ def comparison_page(found: RunComparison) -> str:
 
 # Samples
 
-#: Maximum total size in bytes of all samples on a page, after escaping, and maximum number of
-#: characters of one text.
+#: Maximum total size in bytes of all samples on a page after escaping, and maximum number of
+#: characters in a text.
 _MAX_SAMPLES, _MAX_TEXT = 1_500_000, 100_000
 
 
 def chosen_samples(
     samples: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, list[tuple[str, str]]]], str]:
-    """Return the samples to show, the newest first.
+    """Return the samples to show, with the newest first.
 
-    If all samples take more than `_MAX_SAMPLES`, use only the last step and every second, fourth
-    and so on before it.
+    If the samples exceed `_MAX_SAMPLES` bytes in total, only every second (or fourth, eighth, ...)
+    step is used, counted back from the last one.
 
     Args:
         samples: lines of samples.jsonl.
 
     Returns:
-        For each step, its number as text, and pairs (prompt, text); and a note about omitted steps,
-        if there are none.
+        ((step number as text, (prompt, text) pairs) for each step; note about omitted steps, or ""
+        if there are none).
     """
     steps = [
         (f"{step:,}", [(shortened(line["prompt"]), shortened(line["text"])) for line in lines])
@@ -701,22 +707,23 @@ def shortened(text: str) -> str:
 
 # Pictures
 
-#: Heights in inches: of a chart next to the loss chart, of a title, of a line of a sample.
+#: Heights in inches of a chart next to the loss chart, of a title, and of a line in a sample.
 _CHART_INCHES = 2.6
 _TITLE_INCHES = 0.4
 _LINE_INCHES = 0.14
-#: Number of characters in a line across the picture; maximum number of lines in a column of
-#: samples, and minimum number of lines for starting another column.
+#: Number of characters in a line that spans the picture, maximum number of lines in a column of
+#: samples, and minimum number of lines per column if there are several columns.
 _CHARACTERS = 160
 _MAX_LINES = 18
 _FEWEST_LINES = 6
-#: Maximum number of characters of a sample that are used.
+#: Number of characters to which a sample in a picture is truncated.
 _MAX_PICTURE_TEXT = 10_000
 
 
 def picture_of(run: RunRecord) -> bytes:
     """Return the picture of a run as PNG bytes."""
-    # Figure instead of pyplot, which would look for a window system and keep global state.
+    # Use Figure instead of pyplot, because pyplot would look for a window system and keep global
+    # state.
     from matplotlib.figure import Figure
 
     findings = findings_of(run)
@@ -750,8 +757,8 @@ def picture_of(run: RunRecord) -> bytes:
 
 
 def loss_picture(run: RunRecord) -> bytes:
-    """Return the chart of a run's losses as PNG bytes, for publishing. It contains neither the
-    run's samples nor its findings, which may include paths on this machine.
+    """Return the chart of a run's losses as PNG bytes, for publishing. The picture does not contain
+    the run's samples or findings, because they may include paths on this machine.
     """
     from matplotlib.figure import Figure
 
@@ -761,7 +768,9 @@ def loss_picture(run: RunRecord) -> bytes:
 
 
 def comparison_picture(found: RunComparison) -> bytes:
-    """Return the losses of several runs by steps, tokens and hours, as PNG bytes."""
+    """Draw the losses of several runs by steps, tokens and hours, and return the picture as PNG
+    bytes.
+    """
     from matplotlib.figure import Figure
 
     charts = compared_charts(found)[:2]
@@ -777,14 +786,14 @@ def comparison_picture(found: RunComparison) -> bytes:
 
 
 def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the lines of the last step's samples in columns: as many as fit side by side, at most
-    four.
+    """Return the lines of the last step's samples, arranged in as many columns as fit side by side.
+    There are at most four columns.
     """
     lines: list[str] = []
     for sample in samples:
         if sample["step"] != samples[-1]["step"]:
             continue
-        # Use only as much of a text as the picture could show.
+        # Truncate the text to an amount that the picture could show.
         text = (sample["prompt"] + sample["text"])[:_MAX_PICTURE_TEXT].expandtabs(4)
         for line in text.splitlines():
             lines += textwrap.wrap(line, _CHARACTERS, drop_whitespace=False) or [""]
@@ -792,15 +801,15 @@ def _sample_columns(samples: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     lines = lines[:-1]
     longest = max((_width(line) for line in lines), default=0)
     columns = next(n for n in (4, 3, 2, 1) if n == 1 or n * (longest + 3) <= _CHARACTERS)
-    # A few lines are easier to read in one column.
+    # If there are only a few lines, use fewer columns, which are easier to read.
     columns = min(columns, -(-len(lines) // _FEWEST_LINES))
     height = min(-(-len(lines) // columns), _MAX_LINES) if lines else 0
     return [lines[i * height : (i + 1) * height] for i in range(columns)] if height else []
 
 
 def _width(line: str) -> int:
-    """Return the width of a line in columns of a monospaced font; wide East Asian characters take
-    two.
+    """Return the width of a line in columns of a monospaced font. Wide East Asian characters take
+    two columns.
     """
     return len(line) + sum(unicodedata.east_asian_width(c) in "WF" for c in line)
 

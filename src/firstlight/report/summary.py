@@ -1,4 +1,4 @@
-"""Final numbers of a run, and findings about it: overfitting and divergence.
+"""Final numbers of a run, and findings about overfitting and divergence.
 
 The terminal, `--json` and the report all show the same numbers and findings.
 """
@@ -20,22 +20,24 @@ from firstlight.console import counted, loss_text
 from firstlight.errors import DIVERGED_REMEDY, CheckpointError
 from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 
-#: The rate of learned tokens (tokens with a loss) is shown if it is below this fraction of the rate
-#: of all tokens. In plain text all tokens are learned, except for padding in an epoch's last row.
+#: Fraction of the rate of all tokens below which the rate of learned tokens (tokens with a loss) is
+#: also shown. In plain text, all tokens are learned, except for padding in the last row of an
+#: epoch.
 MOSTLY_LEARNED = 0.9
-#: Minimum increase of the validation loss above its lowest value to report overfitting: relative,
-#: and absolute in nats. Both must be exceeded. Every evaluation uses the same rows, so the
+#: Minimum increase of the validation loss above its lowest value for reporting overfitting, as a
+#: fraction and in nats. Both must be exceeded. Every evaluation uses the same rows, so the
 #: validation loss is less noisy than the training loss.
 _RISE, _LEAST_RISE = 0.01, 0.01
-#: Minimum relative decrease of a median of `_medians` below the first loss for the training loss to
-#: have fallen.
+#: Minimum decrease of a median (see `_medians`) below the first loss, as a fraction of it. If no
+#: median is that low, the training loss is considered never to have fallen.
 _FALL = 0.003
-#: Number of losses per median, because the loss of a single batch is noisy.
+#: Number of losses per median. Medians are used because the loss of a single batch is noisy.
 _WINDOW = 10
-#: Minimum number of steps after the warm-up to report that the loss is above the loss of guessing,
-#: and to report that it never fell.
+#: Minimum number of steps after the warm-up for reporting that the loss is above the loss of
+#: guessing, and for reporting that it never fell.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
-#: A loss above this multiple of the bound is reported after only this many logged losses.
+#: Multiple of the bound above which a loss is reported early, and minimum number of logged losses
+#: for such a report.
 _FAR_ABOVE, _FEWEST_FAR_ABOVE = 2.0, 5
 
 
@@ -45,10 +47,10 @@ class Finding:
 
     Attributes:
         kind: "diverged" or "overfitting".
-        since_step: first step at which the run has the problem.
-        text: description of the problem, one sentence without a full stop.
-        advice: recommended action, one sentence without a full stop.
-        figures: numbers that occur in `text`, keyed by name, as JSON values.
+        since_step: first step at which the problem occurred.
+        text: description of the problem as a sentence without a full stop.
+        advice: recommended action as a sentence without a full stop.
+        figures: numbers in `text` as JSON values, keyed by name.
     """
 
     kind: Literal["diverged", "overfitting"]
@@ -64,8 +66,8 @@ class Finding:
 
 
 def findings_of(run: RunRecord) -> list[Finding]:
-    """Return the findings about a run, finished or not; at most one. A run that has diverged is not
-    checked for overfitting.
+    """Return a list of at most one finding about a run, which may still be active. A run that has
+    diverged is not checked for overfitting.
     """
     diverged = _ended_by_guard(run) or _divergence(run)
     found = diverged or _overfitting(run)
@@ -77,11 +79,11 @@ def findings_of(run: RunRecord) -> list[Finding]:
 
 def _overfitting(run: RunRecord) -> Finding | None:
     """Return a finding if the validation loss has risen since its lowest value but the training
-    loss has not; otherwise None.
+    loss has not. Otherwise, return None.
     """
     validation = run.metrics.series("val/loss")
-    # The evaluation before the first step is ignored: a model that was best before training has not
-    # overfitted.
+    # Ignore the evaluation before the first step, because a model that was best before training has
+    # not overfitted.
     trained = validation.x > 0
     validation = Series(validation.x[trained], validation.y[trained])
     if len(validation) < 2:
@@ -104,8 +106,8 @@ def _overfitting(run: RunRecord) -> Finding | None:
 
 
 def _training_rose(run: RunRecord, step: int) -> bool:
-    """Return True if the training loss (as a median of 10 steps) is higher at the end than at a
-    step.
+    """Return True if the training loss, as a median over 10 steps, is higher at the end of the run
+    than at a step.
     """
     losses = run.metrics.series("train/loss")
     before = losses.y[losses.x <= step][-_WINDOW:]
@@ -126,8 +128,8 @@ def _advice_on_overfitting(run: RunRecord, step: int) -> str:
 
 
 def _kept(run: RunRecord, step: int) -> str:
-    """Return a sentence about the kept checkpoint with the lowest validation loss, and how to use
-    it.
+    """Return text that names the kept checkpoint with the lowest validation loss and explains how
+    to use it.
     """
     best = best_checkpoint(run.folder)
     if best is None or best.val_loss is None:
@@ -142,7 +144,7 @@ def _kept(run: RunRecord, step: int) -> str:
 
 def best_checkpoint(run_folder: Path) -> Saved | None:
     """Return a run's kept checkpoint with the lowest validation loss according to the manifests, or
-    None. The checkpoint is not verified.
+    None if there is none. The checkpoint is not verified.
     """
     try:
         found = best_saved(run_folder)
@@ -155,8 +157,8 @@ def best_checkpoint(run_folder: Path) -> Saved | None:
 
 
 def _ended_by_guard(run: RunRecord) -> Finding | None:
-    """Return a finding if the guard has ended the run as diverged and the run has not been resumed
-    since; otherwise None.
+    """Return a finding if the guard has ended the run because it diverged and the run has not been
+    resumed since. Otherwise, return None.
     """
     event = run.events[-1] if run.events else None
     if event is None or event["event"] != "diverged" or event["step"] < run.last_step:
@@ -171,8 +173,8 @@ _ADVICE = f"{DIVERGED_REMEDY}, and start again"
 
 
 def _divergence(run: RunRecord) -> Finding | None:
-    """Return a finding if the training loss is above the loss of guessing or has never fallen;
-    otherwise None.
+    """Return a finding if the training loss is above the loss of guessing or has never fallen.
+    Otherwise, return None.
     """
     losses = run.metrics.series("train/loss")
     bound = loss_of_guessing(run)
@@ -187,13 +189,13 @@ def _divergence(run: RunRecord) -> Finding | None:
         not is_preference
         and trained >= _FEWEST
         and last > bound
-        # A loss that began above the bound and is still falling is not a divergence.
+        # If the loss began above the bound and is still falling, the run has not diverged.
         and last > (1 + _RISE) * lowest
     ):
         return _above(losses, last, bound, is_preference)
     never_fell = lowest > (1 - _FALL) * first
     is_long = trained >= _FEWEST_TO_FALL and len(losses) >= 2 * _FEWEST_TO_FALL
-    # If a good model is trained further on similar text, its loss hardly changes.
+    # The loss of a good model hardly changes if the model is trained further on similar text.
     if not never_fell or not is_long or is_preference or starts_from_model(run):
         return None
     text = (
@@ -223,8 +225,8 @@ def _above(losses: Series, last: float, bound: float, is_preference: bool) -> Fi
 
 
 def _medians(values: Floats) -> Floats:
-    """Return the medians of consecutive groups of ten values, aligned to the end; up to nine values
-    at the beginning are omitted. Fewer than ten values form one group.
+    """Return the medians of consecutive groups of ten values. The groups are aligned to the end,
+    and up to nine values at the beginning are omitted. Fewer than ten values form a single group.
     """
     whole = len(values) // _WINDOW
     if not whole:
@@ -234,9 +236,9 @@ def _medians(values: Floats) -> Floats:
 
 
 def loss_of_guessing(run: RunRecord) -> float | None:
-    """Return the loss in nats of a model that assigns every token the same probability: the
-    logarithm of the vocabulary size, or ln 2 for preference pairs. Return None if the vocabulary
-    size is unknown.
+    """Return the loss in nats of a model that assigns the same probability to all tokens. It is the
+    natural logarithm of the vocabulary size, or ln 2 for preference pairs. Return None if the
+    vocabulary size is unknown.
     """
     if run.recipe.get("preference") is not None:
         return math.log(2)
@@ -253,8 +255,8 @@ def starts_from_model(run: RunRecord) -> bool:
 
 
 def _warmup_steps(run: RunRecord) -> int:
-    """Return the number of warm-up steps: from the record of the run's start or, if it is missing
-    there, from the recipe; otherwise estimated as a twentieth of the run.
+    """Return the number of warm-up steps, read from the record of the run's start or from the
+    recipe. If neither contains the number, estimate it as a twentieth of the run.
     """
     schedule = run.recipe.get("schedule")
     in_recipe = schedule.get("warmup_steps") if isinstance(schedule, Mapping) else None
@@ -273,26 +275,28 @@ def is_accuracy(key: str) -> bool:
 
 
 def accuracies(metrics: Metrics) -> list[str]:
-    """Return the keys NAME/acc and NAME/acc_norm that have numbers, in alphabetical order."""
+    """Return the keys of the form NAME/acc and NAME/acc_norm for which there are numbers, in
+    alphabetical order.
+    """
     return sorted(key for key in metrics.columns if is_accuracy(key))
 
 
 def final_numbers(run: RunRecord) -> dict[str, Any]:
-    """Return the final numbers of a run as a JSON object; unknown numbers are None.
+    """Return the final numbers of a run as a JSON object. Unknown numbers are None.
 
     Returns:
         An object with these keys:
 
-        - `run_folder`, `parameters`, `gzip_bits_per_byte`;
-        - `step` (the last one), `max_steps`, `tokens_seen`, `epoch`;
-        - last values: `train/loss`, `val/loss`, `perplexity`, `bits_per_byte`, and if there are
-          any, `train_eval/loss`, `NAME/acc`, `NAME/acc_norm` and their `..._stderr`;
-        - lowest values: `best_val/loss`, its step `best_val/loss_step`, `best_bits_per_byte`;
+        - `run_folder`, `parameters`, `gzip_bits_per_byte`
+        - progress: `step` (the last one), `max_steps`, `tokens_seen`, `epoch`
+        - last values: `train/loss`, `val/loss`, `perplexity`, `bits_per_byte`, and, if available,
+          `train_eval/loss`, `NAME/acc`, `NAME/acc_norm` and their `..._stderr`
+        - lowest values: `best_val/loss`, its step `best_val/loss_step`, `best_bits_per_byte`
         - medians: `tokens_per_second`, `learned_tokens_per_second`, `samples_per_second`,
-          `step_seconds`, `mfu`;
-        - peaks: `memory_bytes`, and on a GPU `reserved_bytes` and `device_used_bytes`;
-        - median: `gpu_utilization`; `hours`: time of the steps, and of saves for which they waited;
-        - counts: `skipped_steps`, `rollbacks`, `resumed`.
+          `step_seconds`, `mfu`, `gpu_utilization`
+        - peaks: `memory_bytes` and, on a GPU, `reserved_bytes` and `device_used_bytes`
+        - time: `hours`, including steps and the saves for which they waited
+        - counts: `skipped_steps`, `rollbacks`, `resumed`
     """
     metrics = run.metrics
     bits = metrics.values("bits_per_byte")
@@ -331,8 +335,8 @@ _MEMORY = ("memory_bytes", "reserved_bytes", "device_used_bytes")
 
 
 def memory_kind(numbers: Mapping[str, Any]) -> str:
-    """Return what `memory_bytes` counts, in a step's metrics or in `final_numbers`: the "tensors"
-    on a GPU, otherwise the "process".
+    """Return the kind of memory that `memory_bytes` measures in a step's metrics or in
+    `final_numbers`: "tensors" on a GPU, or "process" on a CPU.
     """
     return "process" if numbers.get("reserved_bytes") is None else "tensors"
 
@@ -363,13 +367,13 @@ def _peak(values: Any) -> int | None:
 
 
 def _positive(value: object) -> Any:
-    """Return `value` if it is a finite positive number, otherwise None."""
+    """Return `value` if it is a finite positive number. Otherwise, return None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) and value > 0 else None  # type: ignore[arg-type, operator]
 
 
 def duration(hours: float) -> tuple[str, str]:
-    """Return the number and the unit of a duration as text: ("12.3", "min")."""
+    """Return the number and the unit of a duration as text, such as ("12.3", "min")."""
     unit, value = "h", hours
     if value < 1:
         unit, value = "min", 60 * hours

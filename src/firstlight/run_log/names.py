@@ -1,6 +1,6 @@
 """Names of the files that a run writes into its folder, besides its checkpoints and run.json.
 
-A run can be resumed without them.
+A run can be resumed without these files.
 """
 
 METRICS_NAME = "metrics.jsonl"

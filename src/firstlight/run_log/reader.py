@@ -1,5 +1,7 @@
-"""Read the files of a run folder, even while the run is active: complete files, metrics as curves,
-or line by line as another process writes them.
+"""Read the files of a run folder, even while the run is active.
+
+There are functions for reading complete files and metrics as curves, and classes for reading lines
+as another process writes them.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from firstlight.run_log.names import (
 Floats = npt.NDArray[np.float64]
 Axis = Literal["step", "tokens", "hours"]
 
-#: Maximum size of a run's log file in bytes, about ten million steps.
+#: Maximum size of a run's log file in bytes, which is enough for about ten million steps.
 MAX_LOG_BYTES = 1 << 32
 #: Number of lines that are converted to arrays at a time, so that their objects take only a few MB.
 _LINES = 4096
-#: Maximum absolute value; computing with larger values could overflow.
+#: Maximum absolute value of a metric, because computing with larger values could overflow.
 _GREATEST = 1e100
-#: Maximum step; a float can represent every integer up to this one.
+#: Maximum step. A float can represent every integer up to this number.
 MAX_STEP = 2**53
 
 
@@ -65,8 +67,9 @@ class Metrics:
 
     Attributes:
         steps: step of each of the N lines, increasing, [N].
-        columns: zero-based indices of the lines that contain a number, and the numbers, [M]
-            each, by key. Values that are not finite numbers (null, text) are omitted.
+        columns: zero-based indices of the lines that contain a number for a key, and these
+            numbers, [M] each, keyed by metric. Values that are not finite numbers (null, text) are
+            omitted.
     """
 
     steps: Floats
@@ -102,8 +105,8 @@ class Metrics:
 
     @property
     def hours(self) -> Floats:
-        """Hours of training up to each line, [N]: time spent on the steps and on waiting for
-        saves.
+        """Hours of training up to each line, [N]: the time for the steps and the time spent
+        waiting for saves.
         """
         seconds = self._filled("seconds", 0.0) + self._filled("save_stall_seconds", 0.0)
         return np.cumsum(seconds) / 3600
@@ -162,7 +165,7 @@ def _gather(
     for key in sorted(keys):
         values = [record.get(key) for record in records]
         try:
-            # None becomes NaN.
+            # numpy converts None to NaN.
             numbers = np.array(values, dtype=np.float64)
         except (ValueError, TypeError, OverflowError):
             numbers = np.array([_number(value) for value in values])
@@ -179,8 +182,9 @@ def _number(value: object) -> float:
 
 
 def smoothed(series: Series) -> Series:
-    """Return the exponential moving average of a curve. Its half-life is one fiftieth of the
-    points, and it has Adam's bias correction (Kingma and Ba 2015, section 3).
+    """Return the exponential moving average of a curve. The half-life is 2 % of the number of
+    points, and the average is corrected for its initial bias as in Adam (Kingma and Ba 2015,
+    section 3).
     """
     decay = 0.5 ** (1 / max(len(series) / 50, 1))
     average = 0.0
@@ -213,8 +217,8 @@ def thin(series: Series, buckets: int = 800) -> Series:
     return Series(series.x[chosen], series.y[chosen])
 
 
-#: Maximum size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`; it is larger because it
-#: contains all keys.
+#: Maximum size of a resolved recipe as a multiple of `MAX_RECIPE_BYTES`. A resolved recipe is
+#: larger than a recipe because it contains all keys.
 _RESOLVED = 8
 
 
@@ -254,7 +258,7 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """Last logged step, or 0 before the first."""
+        """Last logged step, or 0 if no step has been logged."""
         return int(self.metrics.steps[-1]) if len(self.metrics.steps) else 0
 
     @property
@@ -360,9 +364,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def sound_json_lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the objects on all readable lines of a JSON Lines file, and a message about the first
-    unreadable line or about the file, or None if there is no problem. An incomplete last line, left
-    by a killed process, is not a problem.
+    """Return (objects on all readable lines of a JSON Lines file, message about the first problem).
+
+    The message is about an unreadable file or line, or None if there is no problem. An incomplete
+    last line, left by a killed process, is not a problem.
     """
     lines = list(_lines(path))
     problem = next((str(line) for line in lines if isinstance(line, CheckpointError)), None)
@@ -401,8 +406,8 @@ def _record(line: bytes) -> dict[str, Any]:
     try:
         record = from_json(line)
     except ValueError:
-        # `json` is slower than `from_json`, but can read everything that it writes, such as lone
-        # surrogates.
+        # `json.loads` is slower than `from_json`, but it can read everything that `json.dumps` has
+        # written, such as lone surrogates.
         record = json.loads(line.decode("utf-8-sig"))
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or abs(step) > MAX_STEP:
@@ -465,9 +470,9 @@ def _read_recipe(path: Path) -> tuple[Mapping[str, Any], str]:
     return values, content.decode("utf-8")
 
 
-# The length of a run in minutes
+# Runs with a time budget
 
-#: Maximum number; a float can represent every integer up to this one.
+#: Maximum number in the file. A float can represent every integer up to this number.
 _MOST_STEPS = 2**53
 
 #: Keys of the file, with the types and the minimum value that are accepted.
@@ -531,8 +536,8 @@ def _are_corrections(value: Any, decided_at: int) -> bool:
 
 
 def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the decision about the number of steps and its corrections as events of the run, or []
-    before the decision.
+    """Return the decision about the number of steps and its corrections, as events of the run.
+    Return [] if the number of steps is not decided yet.
 
     Args:
         length: result of `read_length`.
@@ -547,15 +552,15 @@ def decisions(length: Mapping[str, Any]) -> list[dict[str, Any]]:
     return events
 
 
-# Logs that grow
+# Growing logs
 
 
 class LineFollower:
-    """Reads the lines of a growing file of JSON objects, each exactly once, as soon as it is
-    complete.
+    """Reads a growing file with one JSON object per line. Each line is read exactly once, as soon
+    as it is complete.
 
-    A file that does not exist yet is treated as empty. If the file is replaced, as when a resumed
-    run rewrites its logs, the new file is read from its beginning.
+    A file that does not exist yet is treated as empty. If the file is replaced, for example because
+    a resumed run rewrites its logs, the new file is read from its beginning.
 
     Args:
         path: path of the file.
@@ -563,14 +568,15 @@ class LineFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Stays open, so that a file that replaces it can't get the same inode number.
+        # Keep the file open, so that a file that replaces it can't get the same inode number.
         self._file: FileIO | None = None
         self._rest = b""
 
     def new(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the objects written since the last call, and True if the file was replaced, in
-        which case they begin with the first line of the new file. Lines that are not JSON objects
-        are omitted.
+        """Return (objects written since the last call, True if the file was replaced).
+
+        If the file was replaced, the objects begin with the first line of the new file. Lines that
+        are not JSON objects are omitted.
         """
         is_other = self._reopen()
         if self._file is None:
@@ -585,8 +591,8 @@ class LineFollower:
             self._file = None
 
     def _reopen(self) -> bool:
-        """Open the file that is now at the path. Return True if it replaced the previously open
-        file.
+        """Open the file that is currently at the path. Return True if this file has replaced the
+        file that was open before.
         """
         try:
             now = os.stat(self._path)
@@ -628,8 +634,8 @@ class StepFollower:
         self._waiting: list[dict[str, Any]] = []
 
     def new(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Return the metrics and samples of each step written since the last call. Steps that a run
-        repeats after a rollback or a resumption occur again.
+        """Return (metrics, samples) for each step written since the last call. Steps that a run
+        repeats after a rollback or a resumption are returned again.
         """
         records, _ = self._metrics.new()
         # The samples of a step are written before its metrics, so they already exist.

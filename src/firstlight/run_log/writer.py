@@ -1,6 +1,6 @@
 """Write the logs of a run: metrics.jsonl, samples.jsonl and events.jsonl.
 
-metrics.jsonl has one line per step and contains each step only once. Its floats are read back
+metrics.jsonl has exactly one line per step. Floats are written with enough digits to be read back
 exactly.
 """
 
@@ -45,17 +45,17 @@ _DERIVED = (
 
 
 def clear_file_names(folder: Path) -> Iterator[str]:
-    """Rename folders, pipes and devices in a run folder whose names are needed for files that a run
+    """Rename the folders, pipes and devices in a run folder that have the name of a file that a run
     writes.
 
     Yields:
-        A warning for each of them.
+        A warning for each renamed path.
 
     Raises:
         StorageError: a file system error.
     """
     for path in (folder / name for name in _DERIVED):
-        # Renamed rather than deleted, because the run did not create it.
+        # Rename the path instead of deleting it, because the run did not create it.
         if path.exists() and not path.is_file():
             yield f"warning: {path} was not a file, and was renamed to {set_aside(path)}"
 
@@ -63,8 +63,8 @@ def clear_file_names(folder: Path) -> Iterator[str]:
 class JsonLines:
     """A file with one JSON object per line, to which a run appends.
 
-    Floats are read back exactly. If a line can't be written completely, its written part is
-    removed, so that the file always consists of complete lines.
+    Floats can be read back exactly. If a line can't be written completely, its written part is
+    removed, so the file always consists of complete lines.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -110,9 +110,10 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[int], str | None]:
-    """Drop a log's damaged lines, and the lines after `step`, which the run will write again. A
-    damaged file, or a path that is not a file, is kept under another name. A link is replaced by a
-    file.
+    """Drop a log's damaged lines, and the lines after `step`, which the run will write again.
+
+    A damaged file, or a path that is not a file, is kept under another name. A link is replaced by
+    a file.
 
     Args:
         path: the log.
@@ -121,14 +122,15 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
             several lines; False for a log with one line per step.
 
     Returns:
-        (steps of the kept lines; a message about the damage with the file's new name, or None
-        if it is not damaged).
+        (steps of the kept lines; message about the damage with the new name of the damaged file, or
+        None if the file is not damaged).
 
     Raises:
         StorageError: a file system error.
     """
     if not path.exists():
-        remove_file(path)  # a broken link, through which the log would be written somewhere else
+        # The path may be a broken link. Remove it, so that the log is not written to its target.
+        remove_file(path)
         return [], None
     records, problem = sound_json_lines(path)
     there = [record for record in records if record["step"] <= step]
@@ -146,21 +148,22 @@ def keep_until(path: Path, step: int, *, samples: bool = False) -> tuple[list[in
 
 
 def _rising(steps: Sequence[int], *, several: bool) -> list[int]:
-    """Return the indices of a longest increasing subsequence (patience sorting). A wrong step, too
-    large or too small, is thus omitted without the correct steps around it.
+    """Return the indices of a longest increasing subsequence (patience sorting). A step that is too
+    large or too small because of damage is omitted, and the correct steps around it are kept.
 
     Args:
         steps: steps of the lines, in file order.
         several: True if a step may occur several times.
     """
     find = bisect_right if several else bisect_left
-    # For each length, the lowest last step of a subsequence of that length, and that step's index.
-    # For each step, the index of the step before it.
+    # `ends` and `places` contain, for each length, the lowest last step of a subsequence of that
+    # length, and the index of that step. `before` contains, for each step, the index of its
+    # predecessor in the subsequence.
     ends: list[int] = []
     places: list[int] = []
     before: list[int] = []
     for place, step in enumerate(steps):
-        # `ends` is sorted: find the longest subsequence that this step can continue.
+        # Find the longest subsequence that this step can continue. `ends` is sorted.
         length = find(ends, step)
         before.append(places[length - 1] if length else -1)
         # If a step has two lines, keep the first, because later lines were added to the file.
@@ -187,10 +190,10 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 
 
 class RunLogs:
-    """Logs of a run, open for appending. Use it as a context manager, which closes them.
+    """Logs of a run, open for appending. The object is a context manager that closes them on exit.
 
-    When a run is resumed, lines of steps after the checkpoint's step are dropped, so that the logs
-    contain either both the metrics and the samples of a step or neither.
+    When a run is resumed, the lines of steps after the checkpoint are dropped. For each step, the
+    logs therefore contain either both its metrics and its samples, or neither.
 
     Args:
         folder: the run folder.
@@ -199,8 +202,8 @@ class RunLogs:
             is removed.
         is_branch: True if the run branches off another run after `last_step` and does not have any
             lines yet.
-        tell: called with a message for each file with damaged or missing lines, which do not
-            prevent the run from continuing.
+        tell: called with a message for each file that has damaged or missing lines. Such lines do
+            not prevent the run from continuing.
 
     Raises:
         StorageError: a file system error.
@@ -230,9 +233,9 @@ class RunLogs:
     def write_step(
         self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]] = ()
     ) -> None:
-        """Append a step's metrics, and the sample texts generated after it."""
+        """Append a step's metrics, and the sample texts generated after the step."""
         for sample in samples:
-            # Samples first, so that a step that has metrics is complete.
+            # Write the samples before the metrics, so that every step with metrics is complete.
             self._samples.write(sample)
         self._metrics.write(record)
 
@@ -247,7 +250,7 @@ class RunLogs:
             remove_file(path)
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines after a step, because the run will do those steps again."""
+        """Drop the lines after a step, because the run will repeat the steps after it."""
         self._close()
         self._open(step)
 
@@ -271,13 +274,13 @@ class RunLogs:
     def _say_damage(
         self, name: str, steps: Sequence[int], problem: str | None, last_step: int
     ) -> None:
-        """Report a log's damage, and steps without metrics."""
+        """Report damaged lines, and steps without metrics."""
         if problem is not None:
             self._tell(f"warning: {problem}; the run continues without the damaged lines")
         if name != METRICS_NAME:
             return
-        # A run that branched off another run or continues another run's schedule has no lines for
-        # the steps before.
+        # A run that branches off another run or continues another run's schedule has no lines for
+        # the steps before its start.
         starts, _ = sound_json_lines(self._folder / STARTS_NAME)
         begins = starts[0]["step"] if starts else last_step if self._is_branch else 0
         first = begins + 1 if starts or not steps else min(steps)
@@ -293,7 +296,7 @@ class RunLogs:
 
 
 class SilentLogs:
-    """Same methods as `RunLogs`, without effect, for all processes except the main process."""
+    """Replacement for `RunLogs` in all processes but the main one. Its methods do nothing."""
 
     def __enter__(self) -> SilentLogs:
         return self

@@ -1,7 +1,7 @@
 """Tokenizers: load the common file formats, train a new tokenizer, and stream ids back to text.
 
-Every file format is loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer is
-always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers can read.
+Files of all formats are loaded as a `Tokenizer`, which wraps the `tokenizers` library. A tokenizer
+is always saved as `tokenizer.json` + `tokenizer_config.json`, which transformers can read.
 
 By default, all text is plain text: `<|endoftext|>` in a document is encoded as the ordinary tokens
 for these characters, never as the special token. Special tokens are also called control tokens in
@@ -42,9 +42,9 @@ __all__ = [
     "train_tokenizer",
 ]
 
-#: Maximum number of characters in a pre-token whose merges are counted. The library's run time
-#: grows with the square of this length: a genome on one line would take hours. The limit is not
-#: part of the tokenizer, because llama.cpp knows split patterns only by name.
+#: Maximum number of characters in a pre-token whose merges are counted in training. The library's
+#: run time grows with the square of this length, so a genome on one line would take hours. The
+#: limit is not part of the tokenizer, because llama.cpp only supports known split patterns.
 _LONGEST_PIECE = 256
 #: Approximate number of characters that are passed to the library at a time.
 _BATCH_CHARACTERS = 1 << 18
@@ -115,8 +115,8 @@ def train_tokenizer(
     _train(backend, trainer, batches())
     if seen == 0:
         raise TokenizerError("the corpus is empty: there is nothing to train a tokenizer on")
-    # Encoding takes nearly linear time, so it does not need such a limit, which llama.cpp could not
-    # apply.
+    # Remove the limit after training. Encoding takes nearly linear time without it, and llama.cpp
+    # could not apply such a limit.
     backend.pre_tokenizer = byte_level_split(pattern)
     return Tokenizer(backend, eos_token=special_tokens[0] if special_tokens else None)
 
@@ -143,11 +143,11 @@ def _train(
                 with contextlib.suppress(queue.Full):
                     waiting.put(batch, timeout=1)
                     break
-            # Also True if the library has failed, in which case the remaining texts are not needed.
+            # The future is also done if the library has failed. The remaining texts are not needed.
             if training.done():
                 break
     except BaseException:
-        # The thread takes this batch or the previous one, and ends.
+        # The thread ends when it receives this batch or the previous one.
         stopped.set()
         with contextlib.suppress(queue.Full):
             waiting.put_nowait([])

@@ -1,33 +1,34 @@
-"""Encode conversations as tokens with a loss mask: the assistant's tokens are the labels in
-fine-tuning.
+"""Encode conversations as tokens with a loss mask. In fine-tuning, the assistant's tokens are the
+labels.
 
 A conversation is encoded as during inference: each special token of the template becomes its id,
-and each text between two special tokens is encoded in one call. Before that, it is determined which
-characters of the rendered text are labels:
+and each text between two special tokens is encoded in one call. Before the text is encoded, its
+characters are divided into labels and other characters. These characters are labels:
 
     with {% generation %} blocks       The content of the blocks.
     without blocks, for each answer    The text from `start` to `end`:
-                                       - `start`: the end of the prompt that the model would get at
-                                         inference (the messages before, with the generation prompt)
+                                       - `start`: the end of the prompt that the model would get
+                                         during inference (the earlier messages and the generation
+                                         prompt)
                                        - `end`: the end of the conversation up to this answer,
-                                         without the white space after its end token
+                                         without the whitespace after its end token
 
-Without blocks, the prompt and the conversation up to the answer are rendered separately; each must
-be a prefix of the full text. Some templates render an answer differently if more messages follow
-it. In that case, the answer's position in the full text is determined from the positions of its
-texts (content, reasoning, names and arguments of calls): the generation prompt is searched for
-before the first of them, and the template's output after the last of them is compared with the full
-text.
+Without blocks, the prompt and the conversation up to the answer are rendered separately, and each
+of them should be a prefix of the full text. Some templates render an answer differently if more
+messages follow it. In that case, the answer is located in the full text by the positions of its
+texts (content, reasoning, names and arguments of calls). The generation prompt is searched for
+before the first of these texts. To find the end of the answer, the conversation up to the answer is
+rendered, and its end after the last of these texts is compared with the full text.
 
-The positions of all texts come from another rendering with marks around each text. If the marks of
-a text are missing, the text is lost, that is, the template omits it.
+The positions of all texts are found by rendering the conversation again with marks around each
+text. If the marks of a text are missing, the template omits the text, which is then called lost.
 
-If the generation prompt opens the reasoning (`<think>`) but the answer in the full text lacks it,
-then `<think>`, the reasoning and `</think>` are inserted before the answer. The model is prompted
-with `<think>`, so it must learn to continue from there.
+If the generation prompt opens the reasoning (`<think>`) but the full text does not contain this
+tag, then `<think>`, the reasoning and `</think>` are inserted before the answer. During inference
+the prompt ends with `<think>`, so the model must learn to continue from this tag.
 
-A token is a label if its first character is a label. A token that begins in the prompt and ends in
-the answer (because the template's last characters and the answer's first characters form one token)
+A token is a label if its first character is a label. If the template's last characters and the
+answer's first characters form one token, this token begins in the prompt and ends in the answer. It
 is not a label: during inference the prompt ends before this token, so the model can't generate it.
 """
 
@@ -71,8 +72,9 @@ _NOT_FOUND = (
 )
 
 
-#: Choice of a conversation's labels: all messages of the assistant; only the last of them; all of
-#: them without their reasoning; all tokens.
+#: Choice of a conversation's labels: "assistant" for all messages of the assistant, "last" for only
+#: the last of these messages, "answers" for all of them without their reasoning, and "all" for all
+#: tokens.
 TrainOn = Literal["assistant", "last", "answers", "all"]
 
 
@@ -128,7 +130,7 @@ class _Marker:
     """Adds marks around the texts of a conversation.
 
     Attributes:
-        free: characters that are not otherwise used, for use as marks.
+        free: characters to use as marks, which do not occur anywhere else.
         texts: the texts that have been marked.
     """
 
@@ -222,7 +224,7 @@ class _Marker:
 
 @dataclass
 class _Span:
-    """Labels of an answer.
+    """Position of an answer's labels.
 
     Attributes:
         message: index of the answer's message.
@@ -256,7 +258,7 @@ class _Rendered:
     text: str
 
     def alone(self, template: str, index: int) -> str:
-        """Return the marked text of the conversation up to and including the message at `index`."""
+        """Render the marked conversation up to and including the message at `index`."""
         return render(template, self.probe[0][: index + 1], self.probe[1])
 
     def unmarked(self, text: str) -> str:
@@ -280,8 +282,8 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template
         self._variables = tokenizer.named_tokens
         self._special = tokenizer.special_tokens
-        # Remove the post-processor, because it trims offsets: those of " a" would become those of
-        # "a".
+        # Remove the post-processor, because it trims offsets. For example, it would change the
+        # offsets of " a" to those of "a".
         state = json.loads(tokenizer.backend.to_str())
         self._plain = Tokenizer(
             tokenizers.Tokenizer.from_str(json.dumps({**state, "post_processor": None}))
@@ -328,9 +330,9 @@ class ChatEncoder:
             raise
 
     def prompt_warning(self) -> str | None:
-        """Return a warning if the labels from the template's blocks can't begin where the
-        generation prompt ends, because the prompt opens reasoning that the answers lack; otherwise
-        None.
+        """Return a warning if the template's `{% generation %}` blocks do not begin where the
+        generation prompt ends, otherwise None. This happens if the prompt opens the reasoning, but
+        the rendered answers do not contain any.
         """
         prompt = self._generation_prompt(self._variables)
         if not self._has_blocks or not _OPENED.search(prompt):
@@ -351,7 +353,7 @@ class ChatEncoder:
         train_on: TrainOn,
     ) -> LabelledChat:
         fitted = fit_messages(messages, self._template, text_arguments=self._text_arguments)
-        if "tools" in options and "xml_tools" in self._template:  # SmolLM3's name for tools.
+        if "tools" in options and "xml_tools" in self._template:  # The name in SmolLM3's template.
             options = {**options, "xml_tools": options["tools"]}
         (*marked, own), pattern = protected(
             [*fitted, dict(options)], list(self._special), self._template
@@ -365,8 +367,8 @@ class ChatEncoder:
         answers = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         learned = set(answers[-1:] if train_on == "last" else answers) - masked
         is_partly_learned = train_on != "all" or bool(masked)
-        # The prompt of each answer and the conversation up to it are rendered in the same call as
-        # the full conversation, which saves most of the time if the template runs in a child
+        # Render the prompt of each answer and the conversation up to each answer in the same call
+        # as the full conversation. This saves most of the time if the template runs in a child
         # process.
         beginnings: list[tuple[int, bool]] = []
         if is_partly_learned and not self._has_blocks:
@@ -385,7 +387,8 @@ class ChatEncoder:
             start = _after_thoughts(chat, span) if train_on == "answers" else span.start
             flags[start : span.end] = bytes([span.message in learned]) * (span.end - start)
         for one in chat.texts:
-            # Gemma 4's template writes tool results into the turn of the tool call.
+            # Texts of other messages are not labels, even if they are inside the turn of an answer.
+            # For example, Gemma 4's template writes tool results into the turn of the tool call.
             if one.place and one.message not in answers and not self._has_blocks:
                 start, end = one.place
                 flags[start:end] = bytes([train_on == "all"]) * (end - start)
@@ -407,14 +410,15 @@ class ChatEncoder:
             chat: the rendered conversation.
             answers: indices of the assistant messages.
             lengths: length in characters of the prompt of each answer, followed by the length of
-                the conversation up to each answer; None where the text does not begin with it.
+                the conversation up to each answer. A length is None if the rendered text does not
+                begin with that prompt or conversation.
         """
         spans = []
         prompts, wholes = lengths[: len(answers)], lengths[len(answers) :]
         for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
             own = [one for one in chat.texts if one.message == index and one.place]
             own.sort(key=lambda one: one.place or (0, 0))
-            if not own:  # The template omits it; see `LabelledChat.lost`.
+            if not own:  # The template omits the answer; see `LabelledChat.lost`.
                 continue
             span = self._start(chat, own[0]) if prompt is None else _Span(index, prompt, 0)
             if whole is None:
@@ -447,8 +451,8 @@ class ChatEncoder:
         for header in filter(None, headers):
             if (at := text.rfind(header, before, start)) >= 0:
                 return _Span(index, at + len(header), 0, opened=prompt[len(header) :])
-        # Find the text that the template writes between the prompt and the answer if this is the
-        # last message.
+        # Find the text that the template writes between the prompt and the answer if the answer is
+        # the last message.
         with contextlib.suppress(InputError, TokenizerError):
             history = chat.messages[:index]
             whole = render(self._template, history, chat.variables, add_generation_prompt=True)
@@ -461,8 +465,8 @@ class ChatEncoder:
         return _Span(index, start, 0)
 
     def _generation_prompt(self, variables: Mapping[str, Any]) -> str:
-        """Return the text that the template adds after a question because of
-        `add_generation_prompt`.
+        """Return the text that the template adds after a question if `add_generation_prompt` is
+        True.
         """
         own = {key: value for key, value in variables.items() if "tools" not in key}
         key = json.dumps(own, sort_keys=True)
@@ -478,8 +482,8 @@ class ChatEncoder:
         return self._prompts[key]
 
     def _end(self, pattern: re.Pattern[str], text: str, start: int, whole: int) -> int:
-        """Return the end of an answer's turn if the conversation up to the answer ends at
-        `whole`.
+        """Return the end of an answer's turn, given that the text of the conversation up to the
+        answer ends at `whole`.
         """
         specials = [m for m in pattern.finditer(text, start, whole) if m["special"]]
         if specials and not text[specials[-1].end() : whole].strip():
@@ -505,7 +509,8 @@ class ChatEncoder:
         specials = [m for m in chat.pattern.finditer(closing) if m["special"]]
         if closing and not specials:
             return self._end(chat.pattern, text, end, end)
-        # Compare only up to the final token, which is a different one in gpt-oss's template.
+        # Do not compare the final token. In gpt-oss's template, the last answer of a conversation
+        # ends with a different token than earlier answers.
         before = closing[: specials[-1].start()] if specials else ""
         if text.startswith(before, end):
             end += len(before)
@@ -540,7 +545,7 @@ class ChatEncoder:
         places = zip(owners, positions[::2], positions[1::2], strict=True)
         return [_Span(owner, start, end) for owner, start, end in places]
 
-    # As tokens
+    # Labels as tokens
 
     def _encoded(
         self,
@@ -583,8 +588,8 @@ def _after_thoughts(chat: _Rendered, span: _Span) -> int:
 
 
 def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learned: bool) -> None:
-    """Insert an answer's reasoning where the generation prompt opens it, both in the text and in
-    the flags of its characters.
+    """Insert an answer's reasoning at the position where the generation prompt opens it. Update the
+    text and the flags of its characters.
     """
     tag = _OPENED.search(span.opened)
     assert tag is not None
@@ -601,7 +606,7 @@ def _insert_thoughts(chat: _Rendered, flags: bytearray, span: _Span, *, is_learn
 
 
 def _described(one: _Text) -> tuple[str, str]:
-    """Return the reason for a lost text and a message about it."""
+    """Return (key of `LOST`, message) for a text that the template omits."""
     where = f" (message {one.message + 1})" if one.message >= 0 else ""
     excerpt = " ".join(one.text[:60].split())
     return one.reason, f"the chat template omits {LOST[one.reason]}{where}: '{excerpt}'"

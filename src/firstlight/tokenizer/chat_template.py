@@ -4,8 +4,8 @@ A template is written in Jinja, in the dialect of Hugging Face's chat templates.
 comes with a downloaded model, it is treated as an untrusted program: it gets only plain JSON data
 and runs in Jinja's sandbox, where it can neither modify the data nor reach Python objects through
 it. Every template that is not built in is rendered in a child process with limited time and memory
-(see `files.limits`), because nested loops, repeatedly doubled strings and recursive macros could
-otherwise use unlimited amounts of both.
+(see `files.limits`). Without limits, nested loops, repeatedly doubled strings and recursive macros
+could use unlimited amounts of both.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from firstlight.files.atomic import plain_lines, read_file
 from firstlight.files.limits import LimitedProcess, LimitExceededError
 from firstlight.tokenizer.parts import MAX_TEMPLATE_BYTES
 
-#: The special tokens, besides bos and eos, that each built-in template writes. The templates are
-#: the files templates/NAME.jinja:
+#: Special tokens, besides bos and eos, that each built-in template writes. The templates are stored
+#: in the files templates/NAME.jinja:
 #:
 #:     chatml    OpenAI's ChatML, without a bos before the first turn
-#:     hermes    ChatML with tools, as in Hermes 2 Pro and Qwen 2.5; chatml if there are no tools
-#:     llama2    Llama 2's (meta-llama/llama `llama/generation.py`): the system message is inside
-#:               the first user turn; [INST] and <<SYS>> are plain text; turns end with eos_token
-#:     llama3    Llama 3's (meta-llama/llama3 `llama/tokenizer.py`, ChatFormat)
-#:     alpaca    Alpaca's (tatsu-lab/stanford_alpaca `train.py`, PROMPT_DICT): plain text, with eos
-#:               after each answer; a system message replaces the first two sentences
+#:     hermes    ChatML with tools, as in Hermes 2 Pro and Qwen 2.5; same as chatml without tools
+#:     llama2    format of Llama 2 (meta-llama/llama `llama/generation.py`): the system message is
+#:               inside the first user turn, [INST] and <<SYS>> are plain text, and turns end with
+#:               eos_token
+#:     llama3    format of Llama 3 (meta-llama/llama3 `llama/tokenizer.py`, ChatFormat)
+#:     alpaca    format of Alpaca (tatsu-lab/stanford_alpaca `train.py`, PROMPT_DICT): plain text,
+#:               with eos after each answer; a system message replaces the first two sentences
 _REQUIRED_TOKENS: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "hermes": ("<|im_start|>", "<|im_end|>"),
@@ -60,7 +61,7 @@ CHAT_TEMPLATES = {
 #: Maximum number of characters in a template, and in a rendered conversation.
 _MAX_TEMPLATE_CHARS, _MAX_CHARS = 1_000_000, 10_000_000
 #: Limits of the child process: CPU time per rendering in seconds (a conversation of a million words
-#: takes a tenth of it), and memory in bytes.
+#: takes 0.1 seconds), and memory in bytes.
 _SECONDS, _MEMORY = 1.0, 200 << 20
 
 
@@ -70,8 +71,9 @@ def required_tokens(name: str) -> tuple[str, ...]:
 
 
 def find_template(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return (template, special tokens that it is known to write) for the name of a built-in
-    template or the path of a file. The special tokens of a file are unknown, so the tuple is empty.
+    """Return (template, special tokens that the template is known to write) for the name of a
+    built-in template or the path of a file. For a file, the special tokens are unknown and the
+    tuple is empty.
 
     Raises:
         InputError: the name is neither a built-in template nor a file, or the file can't be read.
@@ -134,7 +136,8 @@ def render(
         template, variables, add_generation_prompt: see `render_chat`.
         messages: the messages, as returned by `plain_messages`.
         generation_marks: texts to write before and after the content of a `{% generation %}` block.
-            The first one is followed by the message's number, if known, and then repeated.
+            The first text is written twice, and the message's number is written in between if it
+            is known.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -163,7 +166,7 @@ def render_with_beginnings(
     Returns:
         (text, lengths, text of `probe`). The lengths are the numbers of characters in the
         beginnings; a length is None if the text does not start with that beginning or the template
-        refuses it. The text of `probe` is None if the template refuses it.
+        rejects that beginning. The text of `probe` is None if the template rejects it.
 
     Raises:
         InputError, TokenizerError: see `render_chat`.
@@ -180,7 +183,7 @@ def render_with_beginnings(
 
 
 class _Child(threading.local):
-    """Child process that renders templates that are not built in, started for the first such
+    """Child process for rendering templates that are not built in. It is started for the first such
     template. Each thread has a separate process, so that a slow template does not block other
     threads.
     """
@@ -193,8 +196,8 @@ _CHILD = _Child()
 
 
 def _within_limits(request: dict[str, Any], renderings: int) -> Any:
-    """Return the result of `_rendered` for a request. For a built-in template it is computed in
-    this process, otherwise in the child process.
+    """Return the result of `_rendered` for a request. Built-in templates are rendered in this
+    process, all others in the child process.
 
     Args:
         request: see `_rendered`.
@@ -260,8 +263,8 @@ _NOT_CONTINUED = (
     "continue_final_message needs a last message with a text that the chat template writes "
     "unchanged: remove continue_final_message, or end with such a message"
 )
-#: Text after the content of a message that is continued, where the rendered text is cut. It ends
-#: with a space, which reveals whether a template strips contents, as in transformers.
+#: Text that is added to the content of a message to continue. The rendered text is cut at this tag.
+#: As in transformers, the tag ends with a space, to detect whether the template strips the content.
 _END_TAG = "\uf8ffend of the message\uf8ff "
 
 
@@ -381,9 +384,10 @@ def protected(
         template: the chat template.
 
     Returns:
-        (marked messages, pattern). In the template's output for the marked messages, the pattern
-        matches special tokens that the template wrote (group "special"), marked names (group
-        "text"), and single marks that the template has separated from their name (neither group).
+        (marked messages, pattern). The pattern is for the text that the template renders from the
+        marked messages. It matches special tokens that the template wrote (group "special"), marked
+        names (group "text"), and single marks that the template has separated from their name
+        (neither group).
     """
     free = free_characters(messages, template)
     before, after = next(free), next(free)
@@ -405,7 +409,7 @@ def protected(
     return [mark(message) for message in messages], re.compile(pattern)
 
 
-# Rendering, which for templates that are not built in happens in the child process
+# Rendering: in this process for built-in templates, in the child process for all others
 
 
 def renderer() -> Callable[[dict[str, Any]], Any]:
@@ -429,7 +433,7 @@ def _rendered(request: dict[str, Any]) -> Any:
         is_whole = count == len(messages) and not add_generation_prompt
         try:
             part = text if is_whole else _text(template, messages[:count], options)
-        except (InputError, TokenizerError):  # The template refuses part of a conversation.
+        except (InputError, TokenizerError):  # The template rejects an incomplete conversation.
             lengths.append(None)
         else:
             lengths.append(len(part) if text.startswith(part) else None)
@@ -444,7 +448,8 @@ def _rendered(request: dict[str, Any]) -> Any:
 def _text(
     template: jinja2.Template, messages: list[dict[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    # Templates test `tools is not none`, which would be true for an undefined variable.
+    # Define these variables, because templates test `tools is not none`, which is true for an
+    # undefined variable.
     values = {"tools": None, "documents": None, _MARKS: ("", ""), **variables}
     values |= {"messages": messages, _MESSAGES: messages}
     pieces: list[str] = []
@@ -493,8 +498,8 @@ def _one_line(text: Any) -> str:
     return " ".join(words)[:300]
 
 
-#: Names of the variables that hold the marks of `{% generation %}` blocks and all messages. The
-#: space prevents templates from using them.
+#: Names of the variables for the marks of `{% generation %}` blocks and for all messages. The names
+#: contain a space so that templates can't use them.
 _MARKS, _MESSAGES = " marks", " messages"
 
 

@@ -73,14 +73,13 @@ _LLAMA3_SPECIAL_TOKENS = (
 _NUM_GPT2_RANKS = 50_256
 #: Limits of the child process in which an unknown tokenizer.json is tried: CPU time in seconds and
 #: memory in bytes, each with a part proportional to the file size. XLM-R's 9 MB file, whose 250,000
-#: tokens are stored as a tree, takes 32 bytes of memory per byte.
+#: tokens are stored as a tree, takes 32 bytes of memory per byte of the file.
 _TRIAL_SECONDS, _BYTES_PER_SECOND = 1.0, 4_000_000
 _TRIAL_MEMORY, _MEMORY_PER_BYTE = 48 << 20, 40
-#: Maximum number of tokens or characters that a tokenizer may produce for one character (some write
-#: "
-#: " as "<|newline|>"), and that it may add around a text.
+#: Maximum number of tokens or characters that a tokenizer may produce for one character (some
+#: tokenizers write a newline as "<|newline|>"), and maximum number that it may add around a text.
 _MOST_GROWTH, _MOST_PREPENDED = 16, 1000
-#: Maximum accepted token id; no real vocabulary reaches it.
+#: Maximum accepted token id, which is larger than in any real vocabulary.
 _HIGHEST_ID = 1 << 26
 #: Maximum size of the added tokens of a known tokenizer, in characters of JSON.
 _MOST_KNOWN_CHARS = 500_000
@@ -121,7 +120,7 @@ def find_tokenizer_file(folder: Path) -> Path:
     usual = next((name for name in _USUAL_NAMES if name in files), None)
     if usual is not None:
         return files[usual]
-    # macOS adds a hidden file for each file in an archive.
+    # Ignore hidden files, because macOS adds one for each file in an archive.
     found = [n for n in files if n.endswith(_USUAL_ENDINGS) and not n.startswith(".")]
     if len(found) > 1:
         names = ", ".join(found)
@@ -167,7 +166,7 @@ def _from_json(path: Path, content: bytes) -> TokenizerParts:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"tokenizer {path} is not valid JSON: {error}") from error
-    # "model" is also an ordinary word in GPT-2's vocabulary.
+    # In GPT-2's vocab.json, "model" is an ordinary word with an integer id.
     if not isinstance(state.get("model"), dict):
         return _from_vocab_and_merges(path, state)
     _require_usable(path, content, state)
@@ -237,9 +236,12 @@ def _from_vocab_and_merges(path: Path, vocabulary: dict[str, int]) -> TokenizerP
 
 
 def _other_of_pair(path: Path, names: dict[str, str]) -> Path | None:
-    """Return the file in the same folder as `path` that completes the pair, or None. `names` maps
-    each possible file name to the name of the other file; the entry for `path` itself is tried
-    first.
+    """Return the file in the same folder as `path` that completes the pair, or None.
+
+    Args:
+        path: one file of the pair.
+        names: name of the other file, keyed by the name of this file. The entry for `path` is tried
+            first.
     """
     for name in dict.fromkeys([names.get(path.name, ""), *names.values()]):
         if name and path.with_name(name).is_file():
@@ -296,8 +298,7 @@ def _from_tiktoken_ranks(path: Path, content: bytes) -> TokenizerParts:
         halves.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(text[a], text[b]) for a, b in halves]
     vocabulary = {text[token]: rank for token, rank in ranks.items()}
-    # `ignore_merges` is set, because tiktoken first looks up the entire pre-token in the
-    # vocabulary.
+    # Set `ignore_merges`, because tiktoken first looks up the entire pre-token in the vocabulary.
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
     if len(ranks) == _NUM_GPT2_RANKS:
@@ -332,8 +333,8 @@ _MOST_FIELDS, _MOST_PIECE_FIELDS = 600_000, 20
 def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
     """Yield (text, score, type) for each piece of a sentencepiece `ModelProto`.
 
-    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score, 3 = type. The
-    types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+    Field 1 of the message is a piece. The fields of a piece are 1 = text, 2 = score and 3 = type.
+    The types are 1 = normal, 2 = unknown, 3 = control, 4 = user-defined, 5 = unused and 6 = byte.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -353,10 +354,11 @@ def _sentencepiece_pieces(content: bytes) -> Iterator[tuple[str, float, int]]:
 def _unsupported_features(content: bytes) -> list[str]:
     """Return the features of a `ModelProto` that would lead to different ids than in sentencepiece.
 
-    Field 2 of the message is the trainer's specification: its field 3 is the model type (1 unigram,
-    2 BPE), and 24 treats whitespace as a suffix of words. Field 3 of the message is the
-    normalizer's specification: its field 2 is a character map, 3 adds a space before the text, 4
-    collapses repeated spaces. A missing field has sentencepiece's default value.
+    Field 2 of the message is the trainer's specification. Its field 3 is the model type (1 =
+    unigram, 2 = BPE), and its field 24 treats whitespace as a suffix of words. Field 3 of the
+    message is the normalizer's specification. Its field 2 is a character map, its field 3 adds a
+    space before the text, and its field 4 collapses repeated spaces. A missing field has
+    sentencepiece's default value.
 
     Raises:
         ValueError, IndexError: the bytes are not a `ModelProto`.
@@ -561,8 +563,8 @@ _TRIED: set[bytes] = set()
 
 
 def may_panic(backend: tokenizers.Tokenizer) -> bool:
-    """Return True if the library may panic on some texts, that is, unless all steps of the
-    tokenizer are known to be safe.
+    """Return False if all steps of the tokenizer are known to be safe. Otherwise return True: the
+    library may panic on some texts.
     """
     steps = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     fixes = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -575,8 +577,8 @@ def may_panic(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _is_known(state: dict[str, Any]) -> bool:
-    """Return True for a byte-level BPE model whose steps take time and memory proportional to the
-    length of the text, such as the models of firstlight, GPT-2, Llama 3 and Qwen.
+    """Return True for a byte-level BPE tokenizer whose steps take time and memory proportional to
+    the length of the text. Examples are the tokenizers of firstlight, GPT-2, Llama 3 and Qwen.
     """
     splits = [byte_level_split(pattern) for pattern in SPLIT_PATTERNS.values()]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
@@ -598,7 +600,7 @@ def _is_known(state: dict[str, Any]) -> bool:
 
 def _is_known_frame(step: Any) -> bool:
     """Return True for a post-processor that adds no tokens around a text, or only tokens that it
-    defines. On undefined tokens the library would panic.
+    defines. The library panics if the post-processor adds an undefined token.
     """
     if not isinstance(step, dict) or step.get("type") != "TemplateProcessing":
         return step is None or (isinstance(step, dict) and step.get("type") == "ByteLevel")
@@ -619,8 +621,8 @@ def _try_out(request: tuple[str, str]) -> None:
         request: (name of the file, SHA-256 of the content to try).
 
     Raises:
-        TokenizerError: the library fails, the tokenizer makes texts far longer, or the file's
-            content has changed.
+        TokenizerError: the library fails, the tokenizer's output is far longer than the text, or
+            the file's content has changed.
     """
     name, key = request
     with library_errors(f"tokenizer {name} can't be loaded"):
@@ -634,7 +636,7 @@ def _try_out(request: tuple[str, str]) -> None:
     steps = (normalizer, backend.pre_tokenizer, backend.post_processor, backend.decoder)
     states = [json.loads(step.__getstate__()) for step in steps if step is not None]
     looked_for = list(_strings(states))
-    # The text is repeated, because a short text is allowed to grow by _MOST_PREPENDED.
+    # Also try each text repeated, because `_MOST_PREPENDED` hides the growth of a short text.
     repeated = (text * (1 + _MOST_PREPENDED // (len(text) + 1)) for text in looked_for)
     for text in (*looked_for, *repeated, *_trial_texts()):
         with library_errors(f"tokenizer {name} fails on {text[:8]!r}..."):
@@ -644,8 +646,9 @@ def _try_out(request: tuple[str, str]) -> None:
                 normal = text if normalizer is None else normalizer.normalize_str(text)
             except MemoryError:
                 raise
-            except Exception:  # noqa: BLE001 - the library's errors have no class of their own
-                # For example, a word without a token; this is reported when such a text is encoded.
+            except Exception:  # noqa: BLE001 - the library raises plain exceptions
+                # For example, a word has no token. This error is reported when a user's text
+                # contains such a word.
                 continue
         longest = max(len(encoding.ids), len(decoded), len(normal))
         if longest > _MOST_GROWTH * len(text) + _MOST_PREPENDED:
@@ -671,8 +674,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _trial_texts() -> Iterator[str]:
-    """Yield short strings repeated to increasing lengths, each also with an ending that breaks a
-    match, and repeated characters for steps that search for a character."""
+    """Yield short strings that are repeated to increasing lengths, both as they are and with an
+    ending that breaks a match. Also yield repeated characters, for steps that search for one."""
     for length in (*range(8, 42, 2), 300, 2000):
         for run in ("a", "A", "1", " ", "\n", "!", "ab", "a ", "1a", "é"):
             text = run * (length // len(run))
@@ -715,10 +718,11 @@ def encodes_in_pieces(state: dict[str, Any]) -> bool:
 
 #: Number of characters per piece. A longer document is encoded in pieces of about this size.
 _PIECE_CHARACTERS = 1 << 18
-#: Number of characters after a piece within which a boundary is searched for.
+#: Number of characters after a piece that are searched for a boundary.
 _BOUNDARY_CHARACTERS = 1 << 18
 
-#: A space after any other character; a newline or ASCII punctuation after a letter or digit.
+#: Boundary between pieces: a space after a character that is not whitespace, or a newline or ASCII
+#: punctuation after a letter or digit.
 _BOUNDARY = re.compile(r"(?<=\S) |(?<=[^\W_])[\n!-/:-@\[-`{-~]")
 
 

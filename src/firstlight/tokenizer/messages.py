@@ -52,8 +52,8 @@ _WRITTEN_RESULT = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DO
 def template_options(
     fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the variables that a record passes to the chat template: its tools, which may also be
-    stored in its system message, and the entries of `chat_template_kwargs`.
+    """Return the variables that a record passes to the chat template: its tools, and the entries of
+    `chat_template_kwargs`. The tools may be a field of the record or of its system message.
 
     Args:
         fields: fields of the record.
@@ -116,7 +116,7 @@ def normalize_message(message: Mapping[str, Any], *, writes_calls: bool) -> dict
     Args:
         message: an object with `role` and `content`.
         writes_calls: True if the template formats calls itself. Calls written in the content as
-            `<tool_call>{...}</tool_call>` are then converted to entries.
+            `<tool_call>{...}</tool_call>` are then converted to entries of `tool_calls`.
 
     Raises:
         ValueError: a tool call has no name.
@@ -188,7 +188,8 @@ def fit_messages(
     """
     keys = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
     without_text = None if re.search(r"content\W{0,3}\s+is\s+(not\s+)?none", template) else ""
-    # SmolLM3's template asks for such calls but does not write them itself.
+    # SmolLM3's template asks the model to write calls in this format but does not render the calls
+    # in messages.
     is_written = "tool_calls" not in template and "<tool_call>" in template
     fitted = []
     for message in messages:
@@ -214,7 +215,7 @@ def fit_messages(
         if message["role"] == "tool" and result and "<tool_response>" in template:
             message["content"] = result[1].strip("\n")
         fitted.append(message)
-    if "!= 9" in template:  # Mistral's templates refuse ids of any other length.
+    if "!= 9" in template:  # Mistral's templates reject ids of any other length.
         _shorten_ids(fitted)
     return fitted
 

@@ -45,8 +45,8 @@ _PAD_TOKENS = (
     "<|endoftext|>",
 )
 
-#: Name of the threads started by `in_thread`, and maximum time in seconds that process exit waits
-#: for them.
+#: Name of the threads started by `in_thread`, and maximum time in seconds to wait for them when the
+#: process exits.
 _THREAD, _LONGEST_WAIT = "tokenizers", 2.0
 
 #: Maximum size of a chat template file in bytes.
@@ -57,12 +57,12 @@ LARGEST_FILE_BYTES = 100_000_000
 #: Maximum number of bytes to process when every token is split into two parts in every possible
 #: way. This number is the sum of the squared token lengths, 10^7 for Llama 3.
 _MOST_CUT_BYTES = 200_000_000
-#: Maximum number of tokens in a vocabulary. Each takes about 600 bytes in the library; the largest
-#: vocabulary has 262,144.
+#: Maximum number of tokens in a vocabulary. Each token takes about 600 bytes in the library. The
+#: largest known vocabulary has 262,144 tokens.
 _MOST_TOKENS = 500_000
-#: Maximum number of colons in a JSON file (one for each entry of an object) or of lines in another
-#: file. Each takes at least 100 bytes of memory once parsed. The largest published merges file has
-#: 580,000 lines.
+#: Maximum number of colons in a JSON file (one for each entry of an object), or of lines in any
+#: other file. Each entry or line takes at least 100 bytes of memory after parsing. The largest
+#: published merges file has 580,000 lines.
 _MOST_ENTRIES = 1_000_000
 
 
@@ -105,8 +105,8 @@ def require_few_tokens(path: Path, count: int) -> None:
 
 
 def require_short(path: Path, tokens: Iterable[bytes | str]) -> None:
-    """Reject tokens that are so long that splitting each into two parts in every way would take too
-    much time.
+    """Reject tokens that are so long that splitting each of them into two parts in every possible
+    way would take too much time.
 
     Args:
         path: the tokenizer's file, for the message.
@@ -281,7 +281,7 @@ def require_unicode(text: str) -> None:
 
 
 def prepend_bos(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Set a post-processor that adds `bos` before every text, so that transformers adds it, too."""
+    """Set a post-processor that adds `bos` before every text, so that transformers also adds it."""
     bos_id = backend.token_to_id(bos)
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
@@ -310,11 +310,11 @@ def library_errors(problem: str, *, muted: bool = False) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a long library call in another thread. Return a future for its result.
+    """Run a long library call in another thread, and return a future for its result.
 
-    Signal handlers run in the main thread, but only after a library call in that thread returns.
-    Waiting for another thread, by contrast, is interrupted immediately. If the handler raises an
-    exception, the call continues in its thread and its result is dropped.
+    Signal handlers run in the main thread, but only after a library call in that thread returns. If
+    the main thread only waits for another thread, a signal is handled immediately. If the handler
+    raises an exception, the call continues in its thread and its result is dropped.
     """
     outcome: Future[T] = Future()
 
@@ -359,16 +359,18 @@ _MUTED = threading.Lock()
 
 @contextlib.contextmanager
 def _muted_library() -> Iterator[None]:
-    """Capture stderr during the block. If the library panics, the output is dropped; otherwise it
-    is written at the end of the block, because it may come from other threads. Do nothing while
-    another thread is in such a block, so that texts do not wait for each other.
+    """Capture stderr during the `with` block. If the library panics, the output is dropped.
+    Otherwise the output is written at the end of the block, because it may come from other threads.
+
+    Nothing is captured while another thread is in such a block, so that threads do not wait for
+    each other.
     """
     with contextlib.ExitStack() as stack:
         if not _MUTED.acquire(blocking=False):
             yield
             return
         stack.callback(_MUTED.release)
-        # File descriptor 2 is redirected, because the library does not write through `sys.stderr`.
+        # Redirect file descriptor 2, because the library does not write through `sys.stderr`.
         try:
             stderr = os.dup(2)
             stack.callback(os.close, stderr)

@@ -38,7 +38,7 @@ _CANT_ENCODE = "the tokenizer can't encode this text"
 
 #: Minimum length in characters of a text that is encoded with `encode_batch` in another thread. The
 #: library's `encode` takes three seconds per megabyte, and holds Python's global interpreter lock
-#: all the time.
+#: during this time.
 _LONG = 1 << 14
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -48,8 +48,8 @@ class Tokenizer:
     """Converts text to token ids and back, with the special tokens of a model folder.
 
     Args:
-        backend: the `tokenizers.Tokenizer`; modified in place, because truncation and padding are
-            disabled.
+        backend: the `tokenizers.Tokenizer`. It is modified in place: truncation and padding are
+            disabled, and special tokens in texts are encoded as plain text.
         bos_token: beginning-of-text token, or None.
         eos_token: end-of-document token, or None.
         add_bos: True to start documents and prompts with `bos_token`.
@@ -237,7 +237,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _may_panic(self) -> bool:
-        """See `formats.may_panic`."""
+        """True if the library may panic on some texts; see `formats.may_panic`."""
         return may_panic(self.backend)
 
     @functools.cached_property
@@ -274,7 +274,7 @@ class Tokenizer:
 
     @functools.cached_property
     def encodes_in_pieces(self) -> bool:
-        """See `formats.encodes_in_pieces`."""
+        """True if a long text can be encoded in pieces; see `formats.encodes_in_pieces`."""
         return encodes_in_pieces(self._state())
 
     @functools.cached_property
@@ -326,8 +326,8 @@ class Tokenizer:
         Args:
             messages: see `apply_chat_template`.
             add_generation_prompt: see `apply_chat_template`.
-            continue_final_message: end with the last message's content, which an answer continues,
-                instead of the end of its turn.
+            continue_final_message: True to end with the content of the last message, without the
+                end of its turn, so that an answer continues this content.
             options: additional variables of the template, as plain JSON, such as `tools` and
                 `enable_thinking`.
 
@@ -416,13 +416,13 @@ class TextStream:
         self._ids = [i for i in prompt_ids if i not in tokenizer.special_token_ids]
         text = tokenizer.decode(self._ids)
         self._emitted = len(text)
-        # If the prompt ends inside a character, all its ids are kept until the character is
+        # If the prompt ends inside a character, keep all ids of the prompt until the character is
         # complete.
         if not text.endswith("\ufffd"):
             self._shrink()
 
     def push(self, token_id: int) -> str:
-        """Add one id. Return the text that later ids can no longer change (often a word or "")."""
+        """Add one id, and return the text that later ids can't change (often a word or "")."""
         if token_id in self._shown:
             return self.finish() + self._shown[token_id]
         if token_id in self._tokenizer.special_token_ids:

@@ -38,8 +38,8 @@ from firstlight.weights.stored import WEIGHTS_NAME, StoredTensor, read_header, s
 
 
 class RunCheckpoints:
-    """Checkpoints that a run saves and to which it rolls back. As a context manager, it waits on
-    exit until all checkpoints are on disk.
+    """Saves the checkpoints of a run and rolls the run back to them. Used as a context manager, it
+    waits on exit until all checkpoints are on disk.
 
     Args:
         run: the run, inside `open_run`.
@@ -63,7 +63,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        # The first error is the one to report, even if the background writer has failed as well.
+        # Report only the first error, even if the background writer has also failed.
         ignored = (
             contextlib.nullcontext() if error is None else contextlib.suppress(FirstlightError)
         )
@@ -71,8 +71,8 @@ class RunCheckpoints:
             self.saver.close()
 
     def require_written(self) -> None:
-        """Raise a pending error of the background writer, once. Record the duration of its last
-        write.
+        """Raise a pending error of the background writer, and record the duration of its last
+        write. Each error is raised only once.
 
         Raises:
             CheckpointError, StorageError: the checkpoint could not be written.
@@ -85,10 +85,10 @@ class RunCheckpoints:
         """True if a checkpoint is due, or is requested by a `save-now` file in the run folder.
 
         A checkpoint is due every `checkpoint.every_steps` steps, but not before the first step. In
-        a run with a time budget, one is also due `Run.save_interval` seconds after the last one. If
-        the best checkpoint is kept, one is also due when the validation loss is the lowest so far.
-        While steps are being skipped, no checkpoint is due, because it would replace a checkpoint
-        from before the divergence.
+        a run with a time budget, a checkpoint is also due `Run.save_interval` seconds after the
+        last one. If the best checkpoint is kept, a new lowest validation loss also makes a
+        checkpoint due. While steps are being skipped, no checkpoint is due, because a new one would
+        replace a checkpoint from before the divergence.
         """
         run, asked = self.run, self.is_asked
         config, state = run.recipe.checkpoint, run.state
@@ -99,7 +99,7 @@ class RunCheckpoints:
 
     @property
     def is_regular(self) -> bool:
-        """True if a checkpoint is due after the current step because of its number or the time."""
+        """True if the save interval, in steps or in seconds, has elapsed at the current step."""
         run = self.run
         return run.state.step > 0 and (
             run.is_due(run.recipe.checkpoint.every_steps) or self._is_late
@@ -110,24 +110,25 @@ class RunCheckpoints:
         run = self.run
         if run.budget is None or not run.recipe.checkpoint.every_steps:
             return False
-        # Only the main process looks at the clock, because in other processes the checkpoint might
-        # be due a step earlier or later.
+        # Only the main process reads the clock. Otherwise the checkpoint might be due one step
+        # earlier or later in other processes.
         waited = on_main(run.engine, lambda: run.times.elapsed - self._saved_at)
-        # Compared first without the size of a checkpoint, which takes a moment to add up.
+        # Compare with the shortest possible interval first, because adding up the size of a
+        # checkpoint takes time.
         if waited < save_interval(run.budget.seconds, 0.0):
             return False
         return on_main(run.engine, lambda: waited >= (run.save_interval or math.inf))
 
     @property
     def is_asked(self) -> bool:
-        """True if a checkpoint is requested by a file in the run folder."""
-        # Only the main process looks for the file, because others might see it a step earlier or
-        # later.
+        """True if a `save-now` file in the run folder requests a checkpoint."""
+        # Only the main process checks for the file, because other processes might see it one step
+        # earlier or later.
         return on_main(self.run.engine, (self.run.folder / SAVE_NOW_NAME).is_file)
 
     def save(self) -> None:
-        """Save a checkpoint of the current state. The saver deletes checkpoints that need not be
-        kept.
+        """Save a checkpoint of the current state. The saver then deletes the checkpoints that do
+        not need to be kept.
 
         Raises:
             CheckpointError, StorageError: this checkpoint or the previous one could not be written.
@@ -138,13 +139,14 @@ class RunCheckpoints:
 
     def _save(self) -> None:
         run, asked = self.run, self.is_asked
-        # The logs come first, because resuming needs their lines up to the checkpoint's step.
+        # Write the logs to disk first, because resuming requires their lines up to the checkpoint's
+        # step.
         run.logs.sync()
         run.save_stall_seconds = self.saver.save(run.state.step, lambda: captured(run))
         run.saved_step, run.unsaved = run.state.step, False
         if asked:
             # Delete the request only after the checkpoint is written, because the user may kill the
-            # run once it is gone.
+            # run once the file is gone.
             self.saver.wait()
             wait_for_main(run.engine, lambda: remove_file(run.folder / SAVE_NOW_NAME))
 
@@ -159,13 +161,13 @@ class RunCheckpoints:
             self.save()
         self.saver.wait()
         self.saver.close()
-        # No process may end while another one is still writing.
+        # Wait for all processes, because none of them may exit while another one is still writing.
         barrier()
 
     def go_back(self, error: DivergedError) -> None:
         """Roll the run back to the weights, moments, random states and step of an earlier
-        checkpoint. Training continues from there with the data that comes next, not with the data
-        of the dropped steps.
+        checkpoint. Training continues from that step with the next unread data, and does not repeat
+        the data of the dropped steps.
 
         Args:
             error: the divergence.
@@ -184,12 +186,13 @@ class RunCheckpoints:
         run.require_folder()
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
-        # With the checkpoint's count, the next attempt could end at its first bad step.
+        # Reset the count. With the checkpoint's count, the next attempt could fail at its first bad
+        # step.
         run.guard.skipped_in_a_row = 0
         # Keep the data position, the micro-batch size that fits, and the events.
         run.state.rows_seen = run.rows_read
         run.state.micro_batch_rows, run.state.events = failed.micro_batch_rows, failed.events
-        # Drop texts and statistics of the dropped steps.
+        # Discard the sample texts and statistics of the dropped steps.
         run.samples = []
         run.program.forget_statistics()
         run.logs.drop_after(run.logged_step)
@@ -206,7 +209,7 @@ class RunCheckpoints:
         targets = [e["to_step"] for e in run.state.events if e["event"] == "rollback"]
         before, every = run.state.step, run.recipe.checkpoint.every_steps
         if targets and before - targets[-1] == run.guard.skipped_in_a_row:
-            before = targets[-1]  # no step could be made from there
+            before = targets[-1]  # no step succeeded after that rollback
         if run.recipe.guard.on_divergence == "stop":
             raise DivergedError(problem)
         if len(targets) >= run.recipe.guard.max_rollbacks:
@@ -225,8 +228,8 @@ class RunCheckpoints:
 
 
 def captured(run: Run) -> Checkpoint:
-    """Return a checkpoint of the run's current state; with `checkpoint.sharded`, only this
-    process's shards. This is a collective operation.
+    """Return a checkpoint of the run's current state. With `checkpoint.sharded`, it contains only
+    this process's shards. This is a collective operation.
     """
     program, recipe = run.program, run.recipe
     model, engine = program.model, run.engine
@@ -243,9 +246,9 @@ def captured(run: Run) -> Checkpoint:
     if run.base is not None:
         assert recipe.lora is not None
         files |= adapter_files(model, recipe.lora, run.base.name)
-        # If there were a config.json, transformers would look for the weights of a full model here.
+        # With a config.json in the folder, transformers would look for the weights of a full model.
         del files[CONFIG_NAME]
-    # Not the loader's count, which includes batches that were read but not used.
+    # The loader's count is not used, because it includes batches that were read but not trained on.
     rows_seen = run.state.rows_seen
     return Checkpoint(
         files=files,
@@ -281,13 +284,12 @@ _EVALUATION_NAME = "averaged.json"
 
 def write_average(run: Run) -> None:
     """Average the weights of a finished run's last checkpoints (Izmailov et al. 2018, arXiv
-    1803.05407; applied to checkpoints: Kaddour 2022, arXiv 2209.14981). Evaluate and write the
-    averaged weights, which the model then keeps.
+    1803.05407; applied to checkpoints: Kaddour 2022, arXiv 2209.14981). The model is left with the
+    averaged weights, which are evaluated and written to the run folder.
 
-    The average is computed from the checkpoints on disk when the run is complete, so that it does
-    not take any memory during training. Checkpoints saved between two regular checkpoints because
-    of a stop or a request are ignored, so that a resumed run has the same average as an
-    uninterrupted one.
+    The average is computed from the checkpoints on disk after the last step, so it does not take
+    any memory during training. Checkpoints saved between two regular checkpoints because of a stop
+    or a request are ignored, so that a resumed run has the same average as an uninterrupted one.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -296,7 +298,8 @@ def write_average(run: Run) -> None:
     config = run.recipe.checkpoint
     if not config.average_last or run.goes_on:
         return
-    # All processes can read the checkpoints, because resuming also requires that they see run.dir.
+    # All processes can read the checkpoints: a run with several processes requires a run.dir that
+    # all of them can access.
     past = own_past(saved_checkpoints(run.folder))
     found = averaged_checkpoints(past, config)
     average = mean_weights(found)
@@ -325,7 +328,7 @@ def write_average(run: Run) -> None:
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
     """Return the mean of each tensor over several checkpoints, in the tensor's shape and in fp32,
-    summed in fp64. Tensors are read in parts, so that only the means take memory.
+    summed in fp64. Tensors are read in parts, so only the means need memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

@@ -1,8 +1,8 @@
-"""Cooldowns: runs that branch off another run, the trunk, at a checkpoint with a constant learning
-rate, and lower the learning rate from there.
+"""Cooldowns, which are runs that branch off from a checkpoint of another run (the trunk) and decay
+the learning rate from there. The trunk's learning rate must be constant at the checkpoint's step.
 
-Several cooldowns from one trunk give the losses of runs of different lengths without training each
-run from the start (Hu et al. 2024; Haegele et al. 2024).
+Several cooldowns from one trunk yield the losses of runs of different lengths without training each
+of these runs from the start (Hu et al. 2024; Haegele et al. 2024).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def cooldown_recipe(
     `train` as `recipe` and `branch_from`.
 
     The learning rate falls over `steps` steps, starting at the checkpoint's step. The shape and
-    minimum are taken from the trunk's schedule if it is wsd; otherwise the decay is linear and ends
-    at 0. `overrides` can change both. All other keys are copied from the trunk's recipe. The run
-    folder is named after the trunk and the step.
+    minimum of the decay are taken from the trunk's schedule if its kind is wsd; otherwise, the
+    decay is linear and ends at 0. `overrides` can change the shape and the minimum. All other keys
+    are copied from the trunk's recipe. The run folder is named after the trunk and the step.
 
     Args:
-        trunk: a run folder, whose newest checkpoint is used, or the folder of a checkpoint.
+        trunk: a run folder or the folder of a checkpoint. In a run folder, the newest checkpoint is
+            used.
         steps: optimizer steps of the cooldown.
         overrides: (`section.key`, value as YAML text) pairs.
 

@@ -1,4 +1,4 @@
-"""Open the data of a run: one prepared corpus or a mix of several, in a folder or at a URL, or
+"""Open the data of a run: a prepared corpus in a folder or at a URL, a mix of several corpora, or
 files of conversations.
 """
 
@@ -32,10 +32,11 @@ def open_splits(
     Args:
         data: the recipe's section.
         tell: called with each message to the user.
-        tokenizer: function that returns the folder of the tokenizer for `files`, used if the
-            section does not name one; None if there is no model to take a tokenizer from.
-        progress: show a progress bar while data is downloaded or prepared.
-        reports_missing: report which corpora have no validation split.
+        tokenizer: function that returns the folder of the tokenizer for `files`, called if the
+            section does not name a tokenizer; None if the run does not start from a model with a
+            tokenizer.
+        progress: True to show a progress bar while data is downloaded or prepared.
+        reports_missing: True to report the corpora without a validation split.
 
     Raises:
         DataError: a corpus is missing or damaged, or does not match the others.
@@ -69,7 +70,7 @@ def open_splits(
         else None
         for one in train
     ]
-    # A message rather than an error, because a corpus may contain only training data.
+    # Show a message rather than raise an error, because a corpus may contain only training data.
     if reports_missing:
         _report_missing(train, held_out, tell)
     if data.mix is None:
@@ -89,7 +90,7 @@ def _report_missing(
     held_out: Sequence[TokenDataset | None],
     tell: Callable[[str], None],
 ) -> None:
-    """Report which corpora have no validation split."""
+    """Report the corpora without a validation split."""
     without = [str(one.folder) for one, val in zip(train, held_out, strict=True) if val is None]
     if len(without) == len(train):
         have = "has" if len(without) == 1 else "have"
@@ -156,8 +157,9 @@ def _locations(data: DataConfig) -> Iterator[tuple[str, str]]:
 def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the identity of a run's data as JSON values. Resuming on different data is rejected.
 
-    It includes the weights and folders of the corpora of a mix, the URL of a corpus at a URL, the
-    treatment of long conversations, and the reference model of preference pairs.
+    For a mix, the identity includes the weights and folders of its corpora. For a remote corpus, it
+    includes the URL. It also includes the treatment of long conversations and the reference model
+    of preference pairs.
 
     Args:
         recipe: recipe of the run.
@@ -179,6 +181,6 @@ def data_identity(recipe: ResolvedRecipe, dataset: Corpus, tokenizer: Tokenizer)
             for name, location in _locations(data)
         }
     elif data.dir is not None and is_url(data.dir):
-        # The URL, because the cache folder differs between machines.
+        # Use the URL, because the cache folder differs between machines.
         identity["dir"] = data.dir
     return identity | dataset.identity()

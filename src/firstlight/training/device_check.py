@@ -1,8 +1,8 @@
-"""Check a device: a small training step and a small generation are compared with fp64 on the CPU.
-If they differ, each operation is compared to find the wrong one.
+"""Check a device by comparing a small training step and a small generation with fp64 results on the
+CPU. If they differ, compare each operation to find the faulty one.
 
-PyTorch has had kernels that return wrong numbers without an error, especially on Apple GPUs. The
-loss then falls more slowly or is wrong, with no hint of the cause.
+Some PyTorch kernels have returned wrong numbers without raising an error, especially on Apple GPUs.
+The loss is then wrong or falls more slowly, without any indication of the cause.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from firstlight.training.guard import DivergedError
 from firstlight.training.micro_batch_trials import trial_program
 from firstlight.training.program import TrainingProgram
 
-#: Sizes of the models. The head dimension is 64, for which GPUs have fused kernels.
+#: Sizes of the models used for the check. The head dimension is 64, for which GPUs have fused
+#: kernels.
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -50,7 +51,7 @@ _MODELS: list[dict[str, Any]] = [
 
 
 class CheckedKeys(NamedTuple):
-    """Keys of the recipe's `efficiency` section for which a device is checked.
+    """Settings of the recipe's `efficiency` section with which a device is checked.
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
@@ -81,7 +82,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
         device = hardware.device
         for precision in dict.fromkeys(("fp32", facts_here(hardware).precision)):
             tell(f"checking {device} in {precision}")
-            # CUDA graphs are recorded on the current GPU.
+            # Select the GPU, because CUDA graphs are recorded on the current one.
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 results.append(check_device(hardware, CheckedKeys(precision)))
     return results
@@ -90,8 +91,8 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
 def require_checked_device(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None]
 ) -> None:
-    """Check the GPU of a run, unless it has already passed or `run.check_device` is false. CPUs are
-    not checked, because they compute the reference.
+    """Check the GPU of a run, unless it has already passed the check or `run.check_device` is
+    false. CPUs are not checked, because the reference is computed on the CPU.
 
     Raises:
         ConfigError: the GPU computes wrong values.
@@ -111,13 +112,12 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
     """Check a device. If it passes, record this in the cache.
 
     Returns:
-        JSON values: "device", "name", "precision", "attention"; "problem", one line with the
-            problem
-        and the remedy, or None if the device has passed.
+        JSON values "device", "name", "precision", "attention" and "problem". The problem is one
+        line that names the problem and a remedy, or None if the device has passed.
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
-        if not _error(hardware, keys) <= 1:  # true for NaN as well
+        if not _error(hardware, keys) <= 1:  # also true for NaN
             wrong = _wrong_operation(hardware, keys)
             problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
     except (RuntimeError, MemoryError, FirstlightError) as error:
@@ -150,7 +150,7 @@ _NO_CACHE = (OSError, RuntimeError)
 
 
 def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
-    """Return True if the cache records that a device has passed."""
+    """Return True if the cache contains a record that the device has passed."""
     try:
         return _passed_file(hardware, keys).exists()
     except _NO_CACHE:
@@ -158,10 +158,10 @@ def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
 
 
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
-    """Return the cache file that exists if a device has passed."""
+    """Return the path of the cache file that records that a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
-    # Drivers for other GPUs are part of the operating system's kernel. This file does not exist
-    # under WSL2 either.
+    # For other GPUs, the driver is part of the operating system's kernel, so use the kernel's
+    # version. Under WSL2, the NVIDIA file does not exist either.
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":
@@ -172,7 +172,9 @@ def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
 
 
 def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return the first operation with a wrong result, and its distance from the correct one."""
+    """Return the first operation with a wrong result, and the distance of the result from the
+    correct one.
+    """
     comparison = _Comparison(BOUNDS[keys.precision][1])
     with contextlib.suppress(RuntimeError, FirstlightError):
         _error(hardware, keys, comparison)
@@ -183,8 +185,8 @@ def _wrong_operation(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
-    """Return advice for a device that computes wrong values. If the device passes the check with
-    another setting, that setting comes first.
+    """Return advice for a device that computes wrong values. If the device passes the check with a
+    different setting, the advice begins with that setting.
     """
     remedies = [] if hardware.device.type == "cpu" else ["run.device: cpu"]
     for key, value in (("attention", "blockwise"), ("attention", "plain"), ("precision", "fp32")):
@@ -197,13 +199,13 @@ def _advice(hardware: Hardware, keys: CheckedKeys) -> str:
 
 
 def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None = None) -> float:
-    """Return the largest difference from fp64 on the CPU, over a training step and a generation of
-    each model, as a multiple of its bound.
+    """Compare a training step and a generation of each model with fp64 on the CPU. Return the
+    largest difference as a multiple of its bound.
 
     Args:
         hardware: hardware with the device to check.
-        keys: keys of the recipe.
-        watching: comparison that is active while the device computes, or None.
+        keys: settings to check.
+        watching: comparison that is active during the device's computations, or None.
     """
     most_loss, most_distance = BOUNDS[keys.precision]
     errors = []
@@ -219,15 +221,15 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
         errors += [loss / most_loss for loss in losses]
         for one, exact in zip(moved, exact_moved, strict=True):
             errors.append(weights_distance([one], [exact], [torch.zeros(())]) / most_distance)
-    # Not `max`, which may skip NaN.
+    # Python's `max` is not used, because it may skip NaN.
     return float(torch.tensor(errors).amax())
 
 
 def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[TrainingProgram, Batch]:
     """Create a batch and the program of model number `number` in `_MODELS`."""
-    # This large eps makes updates proportional to gradients, so that both have the same relative
-    # error. With a small eps, updates would have the signs of the gradients, even where gradients
-    # are only rounding errors.
+    # With this large eps, updates are proportional to gradients and have the same relative error.
+    # With a small eps, an update would depend only on the sign of the gradient, even if the
+    # gradient is merely a rounding error.
     optimizer = {"learning_rate": 5.0, "eps": 1.0, "weight_decay": 0.01}
     efficiency = {"matmul_precision": "highest", "compile": False, "loss_chunk_tokens": 24 * number}
     values = {
@@ -264,9 +266,9 @@ def _train_exactly(number: int) -> tuple[float, list[Tensor]]:
 
 @torch.no_grad()
 def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | None) -> list[float]:
-    """Compare a generation with the program's model with fp64 on the CPU. Return two differences in
-    nats: the mean difference in the loss of the next token, and the mean increase in loss caused by
-    selecting different tokens as the most likely ones.
+    """Compare a generation by the program's model with an fp64 computation on the CPU. Return two
+    differences in nats: the mean difference in the loss of the next token, and the mean increase in
+    loss caused by differences in the most likely token.
 
     Args:
         program: program of the model, which is modified.
@@ -282,13 +284,13 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
-        # Not while watching, because torch does not see operations inside recorded steps and these
-        # kernels.
+        # The kernels for few rows are not used while watching, because a TorchFunctionMode does not
+        # see operations inside them or inside recorded steps.
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
-        # Two texts of different lengths in one pass, then more tokens of both, then more tokens of
-        # one.
+        # Process two texts of different lengths in one pass, then more tokens of both, and finally
+        # more tokens of one text.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
         places = [*enumerate(decoder.lengths)]  # row and number of tokens
         for count in (2, 2, 2, 1, 1, 1):
@@ -308,8 +310,8 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
 
 
 class _Comparison(TorchFunctionMode):
-    """Mode that repeats each operation, and its backward pass with random gradients, in fp64 on the
-    CPU with the same inputs, until a result is wrong.
+    """Mode that repeats each operation in fp64 on the CPU with the same inputs, until it finds a
+    wrong result. The backward pass of each operation is also compared, using random gradients.
 
     Args:
         bound: largest accepted distance from the fp64 result, as a fraction of its L2 norm.
@@ -333,7 +335,8 @@ class _Comparison(TorchFunctionMode):
         inputs = (args, kwargs or {})
         name = resolve_name(func) or getattr(func, "__name__", str(func))
         leaves = tree_flatten(inputs)[0]
-        # Each layout is compared once, because layers repeat their calls.
+        # Compare each combination of operation and input layouts only once, because layers repeat
+        # their calls.
         layouts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         call = str((name, layouts))
         has_values = any(t.is_floating_point() for t in _tensors(inputs)) and "empty" not in name
@@ -346,9 +349,9 @@ class _Comparison(TorchFunctionMode):
         # Some operations can't be repeated on another device or in another dtype.
         with contextlib.suppress(Exception):
             expected = func(*exact[0], **exact[1])
-            # The inputs are compared as well, because the operation may have written to them.
+            # Compare the inputs too, because the operation may have written to them.
             self._compare(name, (result, inputs), (expected, exact))
-            # In-place operations are skipped: if repeated, they would write twice.
+            # Skip in-place operations, because running them again would modify their inputs twice.
             if not name.endswith("_") and (wanted := _tensors(expected, learns=True)):
                 roots = _tensors(func(*own[0], **own[1]), learns=True)
                 self._compare_backward(name, (own, roots), (exact, wanted))
@@ -358,8 +361,9 @@ class _Comparison(TorchFunctionMode):
         found = []
         for inputs, roots in passes:
             random = torch.Generator().manual_seed(0)
-            # In the memory layout of the results, as in training. With gradients in another layout,
-            # the backward pass of cuDNN's attention was wrong (torch 2.11 on an H200).
+            # Use the memory layout of the results, as in training. With gradients in a different
+            # layout, the backward pass of cuDNN's attention returned wrong results (torch 2.11 on
+            # an H200).
             drawn = [
                 torch.empty_like(root).copy_(torch.randn(root.shape, generator=random))
                 for root in roots
@@ -370,11 +374,12 @@ class _Comparison(TorchFunctionMode):
 
     def _compare(self, name: str, found: Any, expected: Any) -> None:
         for pair in list(zip(_tensors(found), _tensors(expected), strict=True)):
-            # NaN and infinity are treated as 0, which is also wrong unless the fp64 result contains
-            # them, too.
+            # Replace NaN and infinity with 0. The result then still differs from fp64, unless the
+            # fp64 result also contains NaN or infinity in the same places.
             one, exact = (x.detach().cpu().double().nan_to_num(0, 0, 0) for x in pair)
             if not pair[1].is_floating_point():
-                one = one.where(one == exact, 0)  # an index is either right or wrong, never close
+                # An integer result, such as an index, is either right or wrong.
+                one = one.where(one == exact, 0)
             distance = float((one - exact).norm() / exact.norm())
             if self.wrong is None and distance > self.bound:
                 self.wrong = (
@@ -384,12 +389,14 @@ class _Comparison(TorchFunctionMode):
 
 
 def _tensors(values: Any, *, learns: bool = False) -> list[Tensor]:
-    """Return the tensors in nested values; with `learns`, only tensors that require gradients."""
+    """Return the tensors in a nested structure. With `learns`, return only those that require
+    gradients.
+    """
     found = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
     return [tensor for tensor in found if tensor.requires_grad or not learns]
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU, in fp64 if its values are floating-point numbers."""
+    """Return a copy of a tensor on the CPU. Floating-point values are converted to fp64."""
     new = tensor.detach().cpu().clone()
     return new.double().requires_grad_(tensor.requires_grad) if new.is_floating_point() else new

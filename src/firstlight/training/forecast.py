@@ -1,7 +1,7 @@
 """Forecast of a run's memory and speed, compared with measurements.
 
-The forecaster is passed as an argument, because the planner, which makes forecasts, runs the
-training step itself and belongs to a higher layer than this package.
+The forecaster is passed as an argument. This package can't import the planner, which makes the
+forecasts, because the planner runs the training step and belongs to a higher layer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from firstlight.run_log.names import FORECAST_NAME
 #: Keys of the speeds in a step's metrics.
 _RATES = ("tokens_per_second", "learned_tokens_per_second", "samples_per_second")
 
-#: Memory of a process on a CPU in addition to its resident memory before the first step and to the
-#: tensors that are created later. docs/benchmarks/planner.md has the measurements.
+#: Memory that a process on a CPU uses in addition to its resident memory before the first step and
+#: the tensors created later. The measurements are listed in docs/benchmarks/planner.md.
 #:
-#: - bytes of libraries that are loaded late: oneDNN's code, buffers of the threads
-#: - bytes of torch's compiler
-#: - bytes of the gaps that the C library's allocator keeps, per byte of further tensors
+#: - bytes of libraries that are loaded late, such as oneDNN's code and the buffers of threads
+#: - bytes used by torch's compiler
+#: - bytes of unused gaps kept by the C library's allocator, per byte of further tensors
 _LIBRARY_BYTES = 28 * 2**20
 _COMPILER_BYTES = 110 * 2**20
 _KEPT_SHARE = 0.2
 
-#: Number of slow steps at the start of a process: they allocate memory and compile.
+#: Number of steps at the start of a process that are slower because they allocate memory and
+#: compile.
 _SLOW_STEPS = 2
 
 
@@ -49,14 +50,14 @@ class Forecast:
     """Expected memory of a run on each device, and expected speed.
 
     Attributes:
-        peak_bytes: peak of the total size of all tensors, including evaluations, sample texts and
+        peak_bytes: peak total size of all tensors in bytes, including evaluations, sample texts and
             saves.
         phase: phase in which the peak occurs: "forward", "loss", "backward", "optimizer",
             "evaluation", "samples", "save", "averaging", ...
         parts: bytes at the peak, keyed by kind of tensor.
         tokens_per_second: (lowest, expected, highest) total speed of all processes, or None if
             unknown.
-        phases: peak of each phase in bytes.
+        phases: peak of each phase in bytes, keyed by phase.
         process_bytes: peak of the process's resident memory on a CPU, including libraries and
             memory kept by the allocator; None on a GPU.
     """
@@ -97,8 +98,9 @@ class Forecaster(Protocol):
         """
 
     def advise(self, recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | None:
-        """Return text that explains why memory ran out and suggests a single change to the recipe
-        that would make the run fit, with its cost in speed. Return None if neither is known.
+        """Return text that explains why memory ran out. The text also suggests a single change to
+        the recipe that makes the run fit, and names its cost in speed. Return None if neither the
+        reason nor a remedy is known.
 
         Args:
             recipe: recipe with the micro-batch size that did not fit.
@@ -108,16 +110,17 @@ class Forecaster(Protocol):
 
 
 class ForecastComparison:
-    """Forecast of a run, with its measurements. As a context manager, it stops measuring on exit.
+    """Forecast of a run, compared with measurements. Used as a context manager, it stops measuring
+    on exit.
 
-    Create it before the run takes any memory.
+    Create this object before the run allocates any memory.
 
     Args:
         hardware: hardware of this process.
 
     Attributes:
         forecast: forecast of the run, or None.
-        label_share: fraction of the tokens in the run's sequences that have a loss.
+        label_share: fraction of the tokens in the run's sequences for which a loss is computed.
         seq_len: number of tokens per sequence.
     """
 
@@ -126,7 +129,7 @@ class ForecastComparison:
         self.label_share, self.seq_len = 1.0, 1
         self._hardware = hardware
         on_gpu = hardware.device.type == "cuda"
-        #: Bytes that are allocated on the GPU before the run starts; 0 on a CPU.
+        #: Bytes allocated on the GPU before the run starts; 0 on a CPU.
         self._level = torch.cuda.memory_allocated(hardware.device) if on_gpu else 0
         self._rates: dict[str, list[float]] = {name: [] for name in _RATES}
         self._steps = 0
@@ -143,8 +146,8 @@ class ForecastComparison:
         """Predict `forecast.process_bytes` on a CPU, and start measuring.
 
         The prediction is the current resident memory plus the memory of further tensors and
-        libraries. From this point on, the memory of the tensors and of the process is measured. Do
-        nothing on a GPU or without a forecast.
+        libraries. From this point on, the memory of the tensors and of the process is measured. On
+        a GPU or without a forecast, do nothing.
 
         Args:
             held_bytes: bytes of the forecast's tensors that are already in memory.
@@ -154,13 +157,13 @@ class ForecastComparison:
         if self.forecast is None or self._hardware.device.type == "cuda":
             return
         coming = (1 + _KEPT_SHARE) * max(self.forecast.peak_bytes - held_bytes, 0)
-        # Libraries are loaded, and their buffers allocated, on first use.
+        # Libraries are loaded and allocate their buffers on first use.
         libraries = _LIBRARY_BYTES + (_COMPILER_BYTES if compiles else 0)
         total = int(psutil.Process().memory_info().rss + coming + libraries + code_bytes)
         self.forecast = replace(self.forecast, process_bytes=total)
         self._allocated.start(held_bytes)
-        # This process may have used more memory before the run: `firstlight train TEXTS` trains a
-        # tokenizer and measures the speed first.
+        # The process may have used more memory before the run: `firstlight train TEXTS` first
+        # trains a tokenizer and measures the speed.
         reset_peak()
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -168,7 +171,7 @@ class ForecastComparison:
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
-        # Evaluations, saves and the first step leave buffers of libraries behind.
+        # Evaluations, saves and the first steps leave buffers allocated by libraries.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():
@@ -177,25 +180,26 @@ class ForecastComparison:
                 found.append(float(rate))
 
     def tensor_bytes(self) -> int:
-        """Return the total size in bytes of all tensors that exist between two steps. This takes a
-        tenth of a second.
+        """Return the total size in bytes of all tensors that exist between two steps. This takes
+        about 0.1 seconds.
         """
         sizes: dict[int, int] = {}
         found: dict[int, weakref.ref[torch.Tensor]] = {}
-        # Tensors that were frozen for the garbage collector since the last call are no longer among
-        # its objects.
+        # The garbage collector does not list tensors that were frozen since the last call, so add
+        # the remembered ones.
         remembered = [reference() for reference in self._tensors]
-        # Chained, because a list of these objects would be one of them and contain itself.
+        # The objects are chained, because a list of them would itself be an object that the
+        # collector tracks.
         for one in itertools.chain(gc.get_objects(), remembered):
-            # Subclasses are skipped: wrappers hold plain tensors, which are counted anyway, and the
+            # Skip subclasses: the plain tensors inside wrappers are counted anyway, and the
             # planner's fake tensors do not take any memory.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout == torch.strided:
                 found[id(one)] = weakref.ref(one)
                 # A failed measurement must not end a run.
                 with contextlib.suppress(RuntimeError):
                     storage = one.untyped_storage()
-                    # Keyed by address: views and tied tensors share a storage, which must be
-                    # counted once.
+                    # Keyed by address, because views and tied tensors share a storage, which must
+                    # be counted only once.
                     sizes[storage.data_ptr()] = storage.nbytes()
         self._tensors = list(found.values())
         return sum(sizes.values())
@@ -212,10 +216,10 @@ class ForecastComparison:
             - "process_bytes": on a CPU, the peak of the process's resident memory since the
               prediction; None on a GPU.
             - "tokens_per_second", "learned_tokens_per_second", "samples_per_second": medians of all
-              steps except the first two; None without any.
+              steps except the first two; None if there are no further steps.
         """
-        # A GPU's peak is counted from the start of this process, so subtract the memory that the
-        # caller had allocated before the run.
+        # A GPU's peak includes everything since the start of this process, so subtract the memory
+        # that was allocated before the run.
         peak = peak_memory_bytes(self._hardware.device)
         on_gpu = self._hardware.device.type == "cuda"
         return {
@@ -229,8 +233,9 @@ class ForecastComparison:
         }
 
     def _predicted(self, forecast: Forecast) -> dict[str, Any]:
-        """Return the forecast as JSON values, including its speed in learned tokens and
-        sequences."""
+        """Return the forecast as JSON values, including the speed in learned tokens and in
+        sequences.
+        """
         rates = forecast.tokens_per_second
         factors = {
             "learned_tokens_per_second": self.label_share,
@@ -242,8 +247,8 @@ class ForecastComparison:
         }
 
     def write(self, run_folder: Path) -> str | None:
-        """Write forecast.json. Return measurements and forecast as text for messages. Without a
-        forecast, do nothing and return None.
+        """Write forecast.json, and return the measurements and the forecast as text for messages.
+        Without a forecast, do nothing and return None.
 
         Raises:
             StorageError: the file can't be written.
@@ -255,7 +260,7 @@ class ForecastComparison:
         write_json(run_folder / FORECAST_NAME, {"predicted": planned, "measured": found})
         rates = {
             "tokens_per_second": "tokens/s",
-            # Only if they are clearly fewer, as in conversations.
+            # Shown only if learned tokens are clearly fewer than all tokens, as in conversations.
             **({} if self.label_share >= MOSTLY_LEARNED else {_RATES[1]: "learned tokens/s"}),
         }
         told = []

@@ -1,5 +1,5 @@
-"""Skip bad steps: a guard against outliers of the loss and the gradient norm, and the dynamic loss
-scale of fp16, without which many gradients would underflow.
+"""Skip bad steps. A guard rejects outliers of the loss and the gradient norm. In fp16, a dynamic
+loss scale keeps gradients from underflowing, and steps whose gradients overflow are skipped.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from firstlight.errors import DIVERGED_EXIT_CODE, DIVERGED_REMEDY, CheckpointError, TrainingError
 from firstlight.recipe.schema import FEWEST_STEPS, GuardConfig
 
-#: Lower bound of the standard deviation as a fraction of the mean, so that nearly equal values do
-#: not make a small deviation a spike.
+#: Lower bound of the standard deviation as a fraction of the mean. Without it, a small deviation
+#: from nearly equal values would be treated as a spike.
 _LEAST_DEVIATION = 0.01
 
 
 class DivergedError(TrainingError):
-    """Raised when a run has diverged; the run then rolls back to an earlier checkpoint or stops."""
+    """Raised when a run has diverged. The run then rolls back to an earlier checkpoint or stops."""
 
     exit_code = DIVERGED_EXIT_CODE
 
@@ -27,7 +27,7 @@ class Guard:
     """Accepts or skips each step, based on its loss and gradient norm.
 
     Attributes:
-        skipped_in_a_row: number of steps rejected since the last accepted step.
+        skipped_in_a_row: number of consecutive steps rejected since the last accepted one.
         reason: reason for the last rejection, as text for messages; "" before the first.
     """
 
@@ -64,8 +64,11 @@ class Guard:
         return self.config.spike_z_score is None
 
     def _refusal(self, loss: float, grad_norm: float) -> str | None:
-        """Return the reason to reject a step, as text for messages, or None to accept it."""
-        # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
+        """Return the reason for rejecting a step, as text for messages, or None if the step is
+        accepted.
+        """
+        # The sum of the absolute values is infinite or NaN if either value is not finite, so a
+        # single comparison covers all cases.
         if not abs(loss) + abs(grad_norm) < math.inf:
             return f"loss {loss}, gradient norm {grad_norm}: not finite"
         limit = self.config.spike_z_score
@@ -92,7 +95,9 @@ class Guard:
             raise DivergedError(f"{steps} skipped ({self.reason}); {DIVERGED_REMEDY}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered losses and norms and the count of rejections, as JSON values."""
+        """Return the remembered losses and gradient norms and the number of rejections as JSON
+        values.
+        """
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "losses": list(self._losses),
@@ -100,7 +105,8 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of `state_dict`; an empty mapping gives the state of a new guard.
+        """Restore the values returned by `state_dict`. An empty mapping restores the state of a new
+        guard.
 
         Raises:
             CheckpointError: a value has the wrong type.
@@ -113,15 +119,14 @@ class Guard:
             raise CheckpointError(f"the checkpoint's guard is damaged: {error}") from error
         self._losses = deque(losses, maxlen=self.config.spike_window)
         self._norms = deque(norms, maxlen=self.config.spike_window)
-        # The count continues, so that a resumed run gives up at the same step as an uninterrupted
-        # one.
+        # Restore the count, so that a resumed run stops at the same step as an uninterrupted one.
         self.skipped_in_a_row = skipped
 
 
 def z_score(value: float, before: deque[float]) -> float:
     """Return the number of standard deviations by which `value` exceeds the mean of the previous
-    values, or 0 if there are fewer than `FEWEST_STEPS`. The standard deviation is taken as at least
-    1% of the mean.
+    values, or 0 if there are fewer than `FEWEST_STEPS` values. If the standard deviation is below
+    1% of the mean, 1% of the mean is used instead.
     """
     if len(before) < FEWEST_STEPS:
         return 0.0
@@ -134,12 +139,12 @@ def z_score(value: float, before: deque[float]) -> float:
     return (value - mean) / deviation
 
 
-#: Factors of the loss scale after `_STEPS_BETWEEN_GROWTHS` good steps in a row, and after an
-#: overflow, as in torch.amp.GradScaler.
+#: Factors by which the loss scale is multiplied after `_STEPS_BETWEEN_GROWTHS` good steps in a row
+#: and after an overflow, as in torch.amp.GradScaler.
 _GROWTH, _BACKOFF = 2.0, 0.5
 _STEPS_BETWEEN_GROWTHS = 2000
-#: Smallest loss scale: the smallest normal fp16 number. If gradients still overflow, a lower scale
-#: does not help.
+#: Smallest loss scale, equal to the smallest normal fp16 number. If gradients still overflow at
+#: this scale, a lower scale does not help.
 _SMALLEST = 2.0**-14
 
 
@@ -148,7 +153,7 @@ class LossScaler:
     gradients are divided by it afterwards (Micikevicius et al. 2018, arXiv 1710.03740).
 
     A step whose gradients overflow is skipped, and the scale is halved. After 2,000 good steps in a
-    row the scale is doubled.
+    row, the scale is doubled.
 
     Attributes:
         scale: the loss scale, a power of two, so that scaling is exact.
@@ -168,7 +173,7 @@ class LossScaler:
             finite: True if the step's loss and gradients were finite.
 
         Raises:
-            DivergedError: the gradients are not finite at any scale down to the smallest.
+            DivergedError: the gradients are not finite even at the smallest scale.
         """
         if not finite:
             self.skipped_steps += 1
@@ -181,7 +186,8 @@ class LossScaler:
                 )
             return
         self.good_steps += 1
-        # Raised again at intervals, because small gradients underflow in fp16 if the scale is low.
+        # Raise the scale again at intervals, because small gradients underflow in fp16 if the scale
+        # is low.
         if self.good_steps == _STEPS_BETWEEN_GROWTHS:
             self.scale *= _GROWTH
             self.good_steps = 0
@@ -195,7 +201,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values of `state_dict`.
+        """Restore the values returned by `state_dict`.
 
         Raises:
             CheckpointError: a value is missing or has the wrong type.

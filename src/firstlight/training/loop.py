@@ -60,14 +60,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Duration of a run, with medians over all its steps, including steps before it was resumed.
+    """Duration and speed of a run. The medians cover all steps, including those before the run was
+    resumed.
 
     Attributes:
         seconds: duration of this call's training loop in seconds, including evaluations and saves.
         step_seconds: median duration of a step in seconds. All medians are None if there are no
             steps.
-        samples_per_second: median; a sample is a sequence of `seq_len` tokens.
-        tokens_per_second: median.
+        samples_per_second: median number of samples per second. A sample is a sequence of `seq_len`
+            tokens.
+        tokens_per_second: median number of tokens per second.
         tokens: number of tokens in the sequences of this call's steps.
     """
 
@@ -97,11 +99,12 @@ class TrainResult:
     """Result of a training run.
 
     Attributes:
-        run_folder: folder of metrics.jsonl, report.html, report.png, recipe.yaml, checkpoints/.
+        run_folder: run folder, which contains metrics.jsonl, report.html, report.png, recipe.yaml
+            and checkpoints/.
         checkpoint: folder of the last checkpoint, a Hugging Face model folder.
         step: number of completed steps, including those before the run was resumed.
         tokens_seen: number of tokens trained on in these steps.
-        train_loss: loss of the last step; None if no step was left to do, or if the step was
+        train_loss: loss of the last step; None if no steps remained, or if the last step was
             skipped because its loss was not finite.
         evaluation: last evaluation of this call; None without a validation split.
         stopped_by: reason why the run ended before its last step: a signal's name, such as
@@ -110,7 +113,7 @@ class TrainResult:
             the loss never fell or ended above the loss of guessing.
         best_checkpoint: folder of the kept checkpoint with the lowest validation loss; None if no
             kept checkpoint has a validation loss.
-        summary: time of the run.
+        summary: duration and speed of the run.
     """
 
     run_folder: Path
@@ -148,37 +151,41 @@ def train(
     """Train a model according to a recipe.
 
     Processes that were started together (`firstlight train --nproc`, torchrun, srun) train one
-    model and return the same result. From the first step on, SIGTERM, SIGINT (Ctrl-C), SIGUSR1 and
-    SIGHUP end the run after saving a checkpoint; a second signal ends it at once.
+    model together, and each of them returns the same result. After the first step, SIGTERM, SIGINT
+    (Ctrl-C), SIGUSR1 and SIGHUP end the run after saving a checkpoint. A second signal ends the run
+    immediately.
 
     Args:
         recipe: a recipe, a mapping of its values, or the path of its file.
-        resume: continue from the run folder's newest checkpoint, if there is one, as if the run had
-            not been interrupted.
-        init_from: model folder, run or hub id to start from; replaces the recipe's `model`.
+        resume: True to continue from the newest checkpoint in the run folder, if there is one, as
+            if the run had not been interrupted.
+        init_from: model folder, run folder or hub id of the model to start from, which replaces the
+            recipe's `model` section.
         new_rows: initial embedding and head rows of tokens that `init_from` lacks: "mean" of the
             old tokens' rows, or "copy:TOKEN" for a copy of an old token's rows.
-        branch_from: checkpoint of another run that this run continues with its full state, unless
-            `resume` finds a checkpoint in this run's folder. See `cooldown_recipe`.
-        on_step: called with each step's metrics in the main process. It may use the global random
-            generators of Python, numpy and torch, whose states are seeded, saved and restored.
-        progress: show the run on stderr or in a notebook; None shows it only in a notebook.
+        branch_from: checkpoint of another run, whose full state this run continues. It is ignored
+            if `resume` finds a checkpoint in this run's folder. See `cooldown_recipe`.
+        on_step: called in the main process with each step's metrics. It may use the global random
+            generators of Python, numpy and torch. Their states are seeded, saved and restored.
+        progress: True to show the progress of the run on stderr or in a notebook; None to show it
+            only in a notebook.
         forecaster: object that predicts memory and speed, such as
             `planner.plan.processes.RunForecaster`.
-        began: `time.time()` value from which `schedule.max_minutes` counts; None counts from the
-            first step.
+        began: `time.time()` value at which `schedule.max_minutes` begins; None for the first step.
         is_announced: True if the data, memory, speed and schedule have already been shown to the
             user; they are not shown again.
-        chose_compiling: True if the user did not choose the recipe's `efficiency.compile`, so that
-            the run continues without torch.compile if it fails; always True for "auto".
+        chose_compiling: True if the user did not set the recipe's `efficiency.compile` explicitly,
+            which is always assumed if it is "auto". If torch.compile fails, the run then continues
+            without it.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
-            do not match; raised before anything is written. During training: data can't be read (a
-            checkpoint is saved first), or the run folder was moved (nothing is written in its
-            place).
+            do not match. These errors are raised before any file is written. During training, they
+            are also raised if data can't be read or if the run folder was moved. In the former
+            case, a checkpoint is saved first. In the latter case, nothing is written to the old
+            path.
         RankError: another process failed.
-        DivergedError: the run diverged and `guard` can't roll back to a checkpoint.
+        DivergedError: the run diverged and can't be rolled back to a checkpoint.
         TrainingError: one row or an update does not fit in memory, or a batch has no labels.
         StorageError: a file system error. Existing checkpoints are kept.
     """
@@ -188,7 +195,7 @@ def train(
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
-        ForecastComparison(hardware) as comparison,  # before the run takes any memory
+        ForecastComparison(hardware) as comparison,  # created before the run allocates any memory
         set_up(
             recipe,
             resume,
@@ -232,7 +239,8 @@ def training_loop(
 
     Args:
         run: the run to train.
-        checkpoints: saves checkpoints, and rolls the run back to a checkpoint after a divergence.
+        checkpoints: object that saves checkpoints and rolls the run back to a checkpoint after a
+            divergence.
         stopping: receives requests to stop.
         show: called with each step's metrics after they are written to the logs.
 
@@ -240,8 +248,8 @@ def training_loop(
         DivergedError, TrainingError, CheckpointError, StorageError: see `train`.
     """
     program, engine = run.program, run.engine
-    # With several processes, a process that stopped during an evaluation would leave the others
-    # waiting.
+    # If one of several processes stopped during an evaluation, the others would wait for it
+    # forever.
     check = stopping.check if engine.world.size == 1 else lambda: None
     ahead = RunAhead(run, checkpoints, stopping)
     while run.goes_on:
@@ -253,11 +261,11 @@ def training_loop(
             ahead.drop()
             break
         try:
-            if run.state.pending is None:  # otherwise the evaluation of a step comes first
+            if run.state.pending is None:  # otherwise, the last step is not yet evaluated
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
-                while result is None:  # again with smaller micro-batches, or without compiling
+                while result is None:  # repeated with smaller micro-batches or without compiling
                     with repeated_step(run), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,
@@ -278,15 +286,16 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # during an evaluation: the step stays pending; resuming evaluates it first
+            break  # stopped during an evaluation, with which a resumed run begins
         except DataError as error:
-            # The validation split is damaged. Only the process that read the damaged part knows
-            # this, so several processes can't save a checkpoint together.
+            # The validation split is damaged. With several processes, only the process that read
+            # the damaged part gets this error, so they can't save a checkpoint together.
             if engine.world.size > 1:
                 raise
             run.unreadable = run.stopped_by = str(error)
             break
-        record = run.write_record()  # before the checkpoint, so that the logs contain its step
+        # Write the logs before the checkpoint, so that they contain its step.
+        record = run.write_record()
         try:
             show(record)
         except RunReplacedError:
@@ -300,13 +309,13 @@ class RunAhead:
     """Passes of the next step that a GPU computes while the host reads the current step's loss and
     writes its metrics. Otherwise, the GPU would wait for the host in every step.
 
-    Nothing is computed ahead if an evaluation, a checkpoint, or the end of the run may follow the
-    current step, or if the next passes depend on the current loss. Every step computes the same
-    bits with and without this.
+    Nothing is computed ahead if the current step may be followed by an evaluation, a checkpoint or
+    the end of the run, or if the next passes depend on the current loss. The results of each step
+    are bitwise identical with and without running ahead.
 
     Args:
         run: the run.
-        checkpoints: checkpoints of the run.
+        checkpoints: object that saves the run's checkpoints.
         stopping: receives requests to stop.
     """
 
@@ -315,9 +324,9 @@ class RunAhead:
         self._checkpoints, self._stopping = checkpoints, stopping
         self._passes: Passes | None = None
         program = run.program
-        # The loss scale depends on the current gradients; statistics are collected by step; random
-        # numbers would be drawn before those of `on_step`; offloaded activations of two steps would
-        # need memory at the same time.
+        # Running ahead is not possible if the loss scale depends on the current gradients, if
+        # statistics are collected per step, if random numbers would be drawn before `on_step` draws
+        # its own, or if offloaded activations of two steps would need memory at the same time.
         self._is_possible = (
             run.engine.world.size == 1
             and program.scaler is None
@@ -328,7 +337,7 @@ class RunAhead:
         )
 
     def begin(self) -> bool:
-        """Run the passes of the next step, if possible; return True if they were run."""
+        """Run the passes of the next step if possible. Return True if they were run."""
         run, program = self._run, self._run.program
         if not self._is_possible or self._is_followed():
             return False
@@ -339,7 +348,7 @@ class RunAhead:
             self._passes = run_passes(
                 program.loss_sum, program.optimizer, run.micro_batches(batches), None, run.engine
             )
-        except Exception as error:  # noqa: BLE001  (the next step runs into it again, as its own)
+        except Exception as error:  # noqa: BLE001  (the next step raises the error again)
             # Otherwise the traceback keeps the tensors of the failed passes in memory.
             traceback.clear_frames(error.__traceback__)
             program.optimizer.zero_grad()
@@ -360,21 +369,23 @@ class RunAhead:
         )
 
     def take(self) -> Passes | None:
-        """Return the passes of the current step, once; None if they were not run ahead."""
+        """Return the passes of the current step if they were run ahead, or None. They are returned
+        only once.
+        """
         passes, self._passes = self._passes, None
         self._run.program.is_ahead = False
         return passes
 
     def drop(self) -> None:
-        """Drop the passes, and put their batches back."""
+        """Discard the passes that were run ahead, and put their batches back."""
         if self.take() is not None:
             self._run.program.optimizer.zero_grad()
         self._run.put_back()
 
 
 def _has_dropout(model: Model) -> bool:
-    """Return True if training draws random numbers."""
-    # Attention and adapters store the probability itself.
+    """Return True if the model has dropout, for which training draws random numbers."""
+    # Attention layers and adapters store the dropout probability as an attribute.
     modules = list(model.modules())
     found = [module.p for module in modules if isinstance(module, nn.Dropout)]
     found += [getattr(module, "dropout", 0.0) for module in modules]
@@ -391,11 +402,11 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
 
 @contextlib.contextmanager
 def _frozen_objects() -> Iterator[Callable[[], None]]:
-    """Make Python's garbage collector ignore all objects that exist when the yielded function is
-    first called; undo this on exit.
+    """Yield a function that makes Python's garbage collector ignore all objects that exist when it
+    is first called. Undo this on exit.
 
-    After the first step, hundreds of thousands of objects (modules, the model, compiled code) live
-    until the end of the run. A full collection would scan them repeatedly while a GPU waits. If the
+    After the first step, hundreds of thousands of objects (modules, the model, compiled code) exist
+    until the end of the run. Each full collection would scan all of them while a GPU waits. If the
     caller has already frozen objects, nothing is changed.
     """
     is_callers = gc.get_freeze_count() > 0
@@ -422,13 +433,14 @@ def _watched(
     freeze: Callable[[], None],
 ) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that passes each step's metrics to the progress view, to the comparison
-    with the forecast, and to `on_step`. After each step it calls `freeze` (see `_frozen_objects`).
-    It records the compile time as soon as a settled step reveals it, unless other programs kept the
-    cores busy when the run began.
+    with the forecast, and to `on_step`. After each step, it calls `freeze` (see `_frozen_objects`).
+    After the first settled step, it records the compile time, unless other programs kept the cores
+    busy when the run began.
     """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)
-    is_busy = cores_are_busy()  # checked now, because later the run's own threads would count
+    # Checked here, because the run's own threads keep the cores busy later.
+    is_busy = cores_are_busy()
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
@@ -460,7 +472,7 @@ def _result(
         if problem is not None:
             raise DataError(f"{problem} (saved at step {run.state.step})")
     wait_for_main(run.engine, run.require_folder)
-    # Measured before the report is drawn, because plotting libraries would add to the run's memory.
+    # Measure the memory before drawing the report, because plotting libraries would add to it.
     measured = comparison.write(run.folder) if run.engine.is_main else None
     run.trackers.give_checkpoint(checkpoint_folder(run.folder, run.saved_step))
     elapsed = run.times.elapsed

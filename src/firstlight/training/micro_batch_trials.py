@@ -36,14 +36,15 @@ from firstlight.recipe import ResolvedRecipe, parse_resolved_recipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Fraction of the free memory that a trial may use on a CPU, where other programs need memory, too.
+#: Fraction of the free memory that a trial may use on a CPU. The rest is left to other programs.
 _SHARE = 0.9
 
 
 def largest_micro_batch(
     recipe: ResolvedRecipe, hardware: Hardware, tell: Callable[[str], None], processes: int = 1
 ) -> int:
-    """Return the largest micro-batch size, in rows, whose training step fits in the free memory.
+    """Return the largest micro-batch size, in rows, for which a training step fits in the free
+    memory.
 
     The trials begin with the full global batch. Each following size is the largest divisor of the
     global batch that is at most half of the previous size, so that the global batch stays the same.
@@ -68,7 +69,7 @@ def largest_micro_batch(
         )
     # The trial runs in one process, with that process's share of the batch.
     tokens = total * recipe.data.seq_len
-    # The micro-batch must also divide the smaller global batches of a ramp.
+    # The micro-batch size must also divide the smaller global batches of a ramp.
     first = (recipe.batch.ramp_start_tokens or 0) // (recipe.data.seq_len * processes)
     batch = {"global_batch_tokens": tokens, "ramp_start_tokens": None, "ramp_steps": None}
     recipe = recipe.with_keys("batch", **batch).model_copy(
@@ -89,7 +90,9 @@ def largest_micro_batch(
 
 
 def cuts(total: int) -> Iterator[int]:
-    """Yield divisors of `total`, from `total` down, each at most half of the previous one."""
+    """Yield divisors of `total` in descending order, starting with `total`. Each is the largest
+    divisor that is at most half of the previous one.
+    """
     rows = total
     while rows:
         yield rows
@@ -108,8 +111,10 @@ class Trial:
     """Measurements from a trial of two steps.
 
     Attributes:
-        peak_bytes: peak of torch's allocator on a GPU, growth of the resident memory on a CPU.
-        step_seconds: duration of the second step in seconds, scaled to all micro-batches of a step.
+        peak_bytes: peak of torch's allocator in bytes on a GPU; growth of the resident memory in
+            bytes on a CPU.
+        step_seconds: duration of the second step in seconds, scaled to the number of micro-batches
+            in a full step.
     """
 
     peak_bytes: int
@@ -118,7 +123,7 @@ class Trial:
 
 def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | None:
     """Run two steps with a micro-batch of `rows` rows in a separate process. Return None if the
-    micro-batch does not fit or a signal kills the process.
+    micro-batch does not fit or the process is killed by a signal.
 
     Args:
         recipe: recipe of one process; its micro-batch size is ignored.
@@ -134,7 +139,7 @@ def try_rows(recipe: ResolvedRecipe, hardware: Hardware, rows: int) -> Trial | N
     if "error" not in found:
         return Trial(**found)
     kind, message = found["error"]["type"], found["error"]["message"]
-    # Killed, for example by the system when memory ran out.
+    # The process may have been killed by the system because memory ran out.
     if kind in ("MemoryError", "Killed"):
         return None
     if kind == "Failed":
@@ -157,12 +162,12 @@ def trial_program(recipe: ResolvedRecipe, hardware: Hardware) -> tuple[TrainingP
     input_ids = torch.randint(recipe.model.vocab_size, shape)
     documents = references = None
     if recipe.preference is not None:
-        # One pair per row: the two halves of the row are its answers.
+        # Each row contains one pair, and its two halves are the answers.
         documents = (torch.arange(shape[1]) >= shape[1] // 2).int().expand(shape).contiguous()
         references = torch.zeros((shape[0], 2), dtype=torch.float64)
     elif recipe.data.document_masking:
         documents = torch.zeros(shape, dtype=torch.int32)
-    # Every token has a label, which is the worst case for memory with a batch of this shape.
+    # Every token has a label, because this requires the most memory for a batch of this shape.
     batch = Batch(input_ids, input_ids, input_ids.numel(), documents, references=references)
     return program, batch.to(hardware.device)
 
@@ -177,8 +182,8 @@ def try_step(recipe: ResolvedRecipe, hardware: Hardware) -> Trial:
     on_gpu = hardware.device.type == "cuda"
     level = 0 if on_gpu else psutil.Process().memory_info().rss
     program, batch = trial_program(recipe, hardware)
-    # Two micro-batches if a step has several, because the gradients of the first are in memory
-    # while the second runs.
+    # If a step has several micro-batches, run two of them: the gradients of the first are in memory
+    # while the second is processed.
     count = min(2, recipe.batch.accumulation(recipe.data.seq_len))
     seconds = 0.0
     for _ in range(2):

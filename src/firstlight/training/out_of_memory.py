@@ -1,5 +1,6 @@
-"""Recover from a failed step by repeating it: with smaller micro-batches if memory ran out, and
-without torch.compile if the compilation failed."""
+"""Recover from a failed step by repeating it with smaller micro-batches if memory ran out, or
+without torch.compile if the compilation failed.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ from firstlight.training.step import MicroBatchTooLargeError
 @contextlib.contextmanager
 def repeated_step(run: Run) -> Iterator[None]:
     """Run one attempt at a step. If memory runs out, reduce the run's micro-batch size. If
-    torch.compile fails and the user did not choose it, continue without it. Reset the random
-    states, so that the next attempt draws the same random numbers.
+    torch.compile fails and the user did not choose to compile, continue without torch.compile.
+    After a failure, reset the random states, so that the next attempt draws the same random
+    numbers.
 
     Raises:
         TrainingError: not even a single row fits in memory, memory ran out during the update, or
             torch.compile failed in a run whose recipe requires it.
     """
-    # Saved, because an attempt may draw random numbers for dropout before it fails.
+    # Save the random states, because an attempt may draw random numbers for dropout before it
+    # fails.
     random = torch_random_states()
     size = run.micro_batch_size
     step = run.state.step
@@ -51,7 +54,8 @@ def repeated_step(run: Run) -> Iterator[None]:
             _continue_uncompiled(run, error)
             restore_torch_random_states(random)
             return
-        # Memory ran out during the update, which may be partly applied: the step can't be repeated.
+        # If memory ran out during the update, the update may be partly applied, so the step can't
+        # be repeated.
         if not is_out_of_memory(error):
             raise
         raise TrainingError(
@@ -80,8 +84,8 @@ def _continue_uncompiled(run: Run, error: Exception) -> None:
     Raises:
         TrainingError: the user chose to compile, or the step can't be repeated.
     """
-    problem = _short(str(error).split("\n\n")[0])  # without torch's advice on its variables
-    # Other processes may be waiting for this one's gradients.
+    problem = _short(str(error).split("\n\n")[0])  # without torch's advice
+    # Other processes may be waiting for the gradients of this process.
     can_repeat = run.engine.world.size == 1 and not run.program.optimizer.in_backward
     # A compiled update may be partly applied.
     can_repeat = can_repeat and not compiles_update(run.recipe.optimizer)
@@ -119,7 +123,7 @@ def _halve_micro_batch(run: Run, problem: str) -> None:
     )
     run.state.micro_batch_rows = fewer
     run.add_event("out of memory", step, micro_batch_rows=fewer, before=size)
-    # Drop router statistics and preference rewards of the failed attempt.
+    # Discard the router statistics and preference rewards of the failed attempt.
     run.program.forget_statistics()
     gc.collect()
     if run.program.hardware.device.type == "cuda":

@@ -5,13 +5,13 @@ Shape letters are those of `models/ops.py`, plus P for the pairs in a row and D 
 answers in a row. Each answer is a separate document; the chosen answer of a pair comes first.
 
 The references are the log-probabilities of the answers under the starting model. They are computed
-once and stored in
+once and stored in the file
 
     FIRSTLIGHT_CACHE (or XDG_CACHE_HOME/firstlight, or ~/.cache/firstlight) / references / KEY.json
 
-KEY is a hash of the pairs and their rows, the model's weights, and the precision and device of the
-computation. A resumed run, or another run with the same starting model, reads the file. Training
-therefore never holds a second model in memory.
+KEY is a hash of the pairs, their arrangement in rows, the model's weights, and the precision and
+device type of the computation. A resumed run, or another run with the same starting model, reads
+the file. Training therefore never keeps a second model in memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def answer_log_probs(
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view_as(labels_BT)
-    # Not scatter_add, because its order of additions varies between runs on a GPU.
+    # scatter_add is not used, because its order of additions varies between runs on a GPU.
     numbers_D1 = torch.arange(documents, device=labels_BT.device)[:, None]
     own_BDT = document_ids_BT[:, None] == numbers_D1
     return -torch.where(own_BDT, losses_BT[:, None], 0).sum(-1)
@@ -92,14 +92,14 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
 
 
 def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the DPO loss of each pair: -log(sigmoid(margin)) if there is no label smoothing. The
-    shape is that of `margins`.
+    """Return the DPO loss of each pair, in the shape of `margins`. Without label smoothing, the
+    loss is -log(sigmoid(margin)).
 
     Args:
         margins: reward of the chosen answer minus the reward of the rejected one; any shape.
         label_smoothing: see `PreferenceConfig`.
     """
-    # Not log(sigmoid(x)), which is -inf for large negative margins.
+    # log(sigmoid(x)) is not used, because it is -inf for large negative margins.
     right = -F.logsigmoid(margins)
     if not label_smoothing:
         return right
@@ -113,20 +113,20 @@ class PreferenceObjective:
         config: the recipe's section.
 
     Attributes:
-        log_probs: `answer_log_probs`; the planner replaces it with a function that also marks
-            phases.
+        log_probs: function that computes the log-probabilities, by default `answer_log_probs`. The
+            planner replaces it with a function that also marks phases.
     """
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config = config
         self.log_probs: Callable[..., Tensor] = answer_log_probs
         #: Sums since the last call to `take`, [4]: rewards of the chosen answers, rewards of the
-        #: rejected answers, number of pairs whose chosen answer has the larger reward, number of
-        #: pairs.
+        #: rejected answers, number of pairs in which the chosen answer has the larger reward,
+        #: number of pairs.
         self._sums: Tensor | None = None
 
     def __call__(self, forward: Callable[..., Tensor]) -> LossFunction:
-        """Return a loss function that computes the summed loss of a batch's pairs, [].
+        """Return a loss function that computes the sum of the losses over a batch's pairs, [].
 
         Args:
             forward: function that maps (input_ids, None, document_ids) to logits.
@@ -155,13 +155,14 @@ class PreferenceObjective:
     def _add(self, rewards_BP2: Tensor, there_BP: Tensor) -> None:
         right_BP = (rewards_BP2[..., 0] > rewards_BP2[..., 1]) & there_BP
         counts = torch.stack((right_BP.sum(), there_BP.sum())).to(rewards_BP2)
-        # Kept on the device, because reading them would make each micro-batch wait for the GPU.
+        # The sums stay on the device, because reading them would make the host wait for the GPU in
+        # each micro-batch.
         sums = torch.cat((rewards_BP2.sum((0, 1)), counts))
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self, prefix: str, *, shared: bool = False) -> dict[str, float]:
-        """Return the mean rewards of the pairs since the last call, as metrics; without pairs, an
-        empty dict.
+        """Return the mean rewards of the pairs since the last call, as metrics. Without pairs,
+        return an empty dict.
 
         Args:
             prefix: prefix of the metrics' names, such as "val".
@@ -182,12 +183,12 @@ class PreferenceObjective:
         }
 
     def forget(self) -> None:
-        """Drop the sums of an abandoned step."""
+        """Discard the sums of an abandoned step."""
         self._sums = None
 
 
-#: Version of the cache files, which is part of KEY. Increase it if the content for a given key
-#: changes. `_MAX_BYTES` limits the size of a file that is read.
+#: Version of the cache files, which is part of KEY. Increase the version if the content for a given
+#: key changes. `_MAX_BYTES` is the maximum size of a file that is read.
 _VERSION = 1
 _MAX_BYTES = 1 << 32
 
@@ -206,14 +207,14 @@ def give_references(
 
     Args:
         recipe: see `take_references`.
-        splits: the run's splits; those without preference pairs are left unchanged.
+        splits: the run's splits. Splits without preference pairs are left unchanged.
         model: the model to be trained, with its initial weights in a new run.
-        newest: the checkpoint from which the run is resumed. It names the starting model, which is
-            loaded only if the cache does not contain its references.
-        started_from: the starting model of a new run; None for a resumed run.
+        newest: the checkpoint from which the run is resumed; None for a new run. The checkpoint
+            names the starting model, which is loaded only if its references are not in the cache.
+        started_from: identity of the starting model of a new run; None for a resumed run.
 
     Raises:
-        CheckpointError: the starting model has to be loaded, but is missing or has changed.
+        CheckpointError: the starting model must be loaded, but is missing or has changed.
         ModelError, StorageError: see `take_references`.
     """
     pairs = preference_splits(splits)
@@ -245,7 +246,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
     advice = "which is needed again, because its references are not in the cache"
     try:
         folder = resolve_model_folder(name)
-        # Compare the weights, because the folder may by now contain a different model.
+        # Compare the weights, because the folder may contain a different model now.
         same = base_identity(folder) == start.get("sha256")
         loaded = load_model(folder, dtype=torch.float32, mode="sequential").model
     except (ModelError, CheckpointError) as error:
@@ -268,8 +269,8 @@ def take_references(
 ) -> None:
     """Set the references of a split, reading them from the cache or computing them with the model.
 
-    Several processes may call this concurrently: one of them computes the references, and the
-    others wait for its file.
+    Several processes may call this function concurrently. One of them computes the references, and
+    the others wait for its file.
 
     Args:
         dataset: the split whose `references` are set.
@@ -288,7 +289,8 @@ def take_references(
     found = _read(path, dataset)
     if found is None:
         make_folder(path.parent)
-        # Read again under the lock: another process may have computed them in the meantime.
+        # Read the cache again while holding the lock, because another process may have computed the
+        # references in the meantime.
         with held(path.with_suffix(".lock"), "computing the same references", False):
             found = _read(path, dataset)
             if found is None:
@@ -306,8 +308,8 @@ def _place(
         "pairs": [manifest_digest(dataset.manifest), dataset.split],
         "rows": [recipe.data.seq_len, dataset.long],
         "model": identity,
-        # Other precisions and devices round differently, which matters for rewards because they are
-        # small differences.
+        # Results in other precisions and on other devices are rounded differently. This matters
+        # because rewards are small differences between log-probabilities.
         "computed": [recipe.efficiency.precision, hardware.device.type],
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
@@ -340,8 +342,8 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 def reference_log_probs(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """Compute the log-probability in nats of each example's answer, fp64 [examples]. Examples that
-    are left out of the rows get NaN.
+    """Compute the log-probability in nats of each example's answer, fp64 [examples]. The value is
+    NaN for examples that are not in any row.
 
     Args:
         dataset: the split.

@@ -1,5 +1,5 @@
-"""Processes of a run: their rendezvous, work that only the main process does, and an early, orderly
-stop on a signal or at a time limit.
+"""Processes of a run: their rendezvous, functions that only the main process calls, and an orderly
+early stop on a signal or at a time limit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
     """Create the process group of the run if there are several processes, and destroy it on exit.
 
     Args:
-        recipe: recipe of the run, the same in all processes.
+        recipe: recipe of the run, which must be the same in all processes.
 
     Yields:
         (hardware of this process, engine that connects the processes).
@@ -58,7 +58,7 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
         if world.size == 1:
             hardware = find_hardware(recipe.run.device)
             if hardware.device.type == "cuda":
-                # Otherwise code that does not select a GPU would also use memory on the first one.
+                # Otherwise, code that does not select a GPU would also use memory on the first GPU.
                 stack.enter_context(torch.cuda.device(hardware.device))
         else:
             hardware = stack.enter_context(_join_others(recipe, world))
@@ -71,14 +71,14 @@ def run_processes(recipe: Recipe) -> Iterator[tuple[Hardware, Engine]]:
 
 @contextlib.contextmanager
 def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
-    """Create the process group of several processes; yield the hardware of this process."""
+    """Create the process group of several processes, and yield the hardware of this process."""
     name = recipe.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = own_device(world, name)
     if device.type == "cuda":
-        # Before the process group is created: NCCL uses the current device, by default the first
-        # GPU.
+        # Set the device before creating the process group, because NCCL uses the current device,
+        # which is the first GPU by default.
         torch.cuda.set_device(device)
     # Processes with different recipes would wait for each other in different collective operations.
     text = json.dumps(recipe.model_dump(), sort_keys=True)
@@ -100,8 +100,8 @@ def on_main(engine: Engine, compute: Callable[[], T]) -> T:
 
 
 def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
-    """Call a function only in the main process; return in all processes once it has finished. This
-    is a collective operation.
+    """Call a function only in the main process. All processes return after the function has
+    finished. This is a collective operation.
     """
     if engine.is_main:
         act()
@@ -109,10 +109,11 @@ def wait_for_main(engine: Engine, act: Callable[[], None]) -> None:
 
 
 def first_reason(reason: str | None) -> str | None:
-    """Return, in all processes, the stop reason of the first process that has one, or None. This is
-    a collective operation.
+    """Return the stop reason of the first process that has one, or None. All processes get the same
+    result. This is a collective operation.
     """
-    # Exchange a flag first, because this runs in every step, and only the last step needs the text.
+    # Exchange a flag first, because this function is called in every step, and the text is needed
+    # only in the last one.
     if not agree(reason is not None):
         return None
     return next((one for one in gather_objects(reason) if one is not None), None)
@@ -130,8 +131,8 @@ class StopRequestedError(Exception):
 
 
 class Stopping:
-    """Reasons to end a run early: signals and a time limit. As a context manager, it restores the
-    signal handlers.
+    """Handler of requests to end a run early, by a signal or a time limit. Used as a context
+    manager, it restores the previous signal handlers on exit.
 
     Until `watch` is called, signals have their previous effect, and the time limit is ignored.
 
@@ -152,10 +153,10 @@ class Stopping:
         self._early: str | None = None
 
     def __enter__(self) -> Stopping:
-        # Python allows only the main thread to set handlers.
+        # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None marks a handler that was not set from Python, which Python can't restore.
+                # None means that the handler was not set from Python, so Python can't restore it.
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
         return self
@@ -165,18 +166,18 @@ class Stopping:
     ) -> None:
         is_handled = bool(self._before)
         self._put_back()
-        # A signal that came too late for the training loop also ends the program that would start
-        # the next run.
+        # If a signal arrived too late for the training loop, raise it again to end the program,
+        # which might otherwise start another run.
         if isinstance(error, RunReplacedError) and is_handled and self.signal:
             signal.raise_signal(signal.Signals[self.signal])
 
     def watch(self) -> None:
         """Start treating SIGTERM, SIGINT, SIGUSR1 and SIGHUP as requests to stop, and start
-        applying the time limit. A second signal has its previous effect. An ignored signal (nohup)
-        stays ignored. Outside Python's main thread, only the time limit applies.
+        applying the time limit. A second signal has its previous effect. A signal that was ignored
+        (nohup) remains ignored. Outside Python's main thread, only the time limit applies.
 
-        Call this once a step is complete: a run that ends earlier has nothing to save, and even
-        with a time limit, every run completes at least one step.
+        Call this after the first complete step. A run that ends earlier has nothing to save, and
+        every run completes at least one step even with a time limit.
         """
         if self._watching:
             return
@@ -203,8 +204,8 @@ class Stopping:
         """Handle one of the four signals."""
         name = signal.Signals(number).name
         if not self._watching:
-            # Recorded, because an exception raised by the previous handler may be swallowed, for
-            # example in a destructor.
+            # Record the signal, because an exception raised by the previous handler may be
+            # swallowed, for example in a destructor.
             self.signal = name
             self._do(self._before[number], number, frame)
             return
@@ -216,13 +217,13 @@ class Stopping:
         if self.signal is None:
             self.signal = name
             if self._shown:
-                # Not print, because Python's streams do not allow re-entrant writes.
+                # print is not used, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
                 except OSError:  # the terminal was closed
                     silence()
             return
-        # The second signal has its previous effect, which may end the process at once.
+        # The second signal has its previous effect, which may end the process immediately.
         before = self._before[number]
         self._put_back()
         self._do(before, number, frame)

@@ -36,8 +36,8 @@ class TrainingProgram:
 
     Args:
         recipe: recipe of the run.
-        model: the model with its weights in fp32 (a frozen base model may have fewer bits). It is
-            moved to the device and modified as required by the recipe's methods.
+        model: the model with its weights in fp32; a frozen base model may have lower precision. The
+            model is moved to the device and modified as required by the recipe's methods.
         hardware: the hardware of this process.
         engine: engine that connects the run's processes, or None for a single process.
 
@@ -45,11 +45,12 @@ class TrainingProgram:
         model: the model on the device.
         optimizer: the optimizer of the model.
         dtype: dtype of the matrix products.
-        loss_sum: loss function of a batch: the sum over its valid tokens or pairs, [].
+        loss_sum: loss function of a batch, which returns the sum over its valid tokens or pairs,
+            [].
         evaluation_loss: loss function of a batch for evaluations, which is never compiled.
         scaler: loss scaler for fp16, or None in other precisions.
         preference: loss over preference pairs, or None for other data.
-        is_ahead: True while the gradients are already those of the next step, see `RunAhead`.
+        is_ahead: True while the gradients already belong to the next step; see `RunAhead`.
 
     Raises:
         ConfigError: methods can't be combined or do not work on this machine; the message names an
@@ -69,13 +70,13 @@ class TrainingProgram:
             require_same_bits(hardware)
         config = recipe.efficiency
         self.recipe, self.hardware = recipe, hardware
-        # Not moved if the engine shards the model, because the full model may not fit on the
-        # device. Also not moved if it is already there, because `nn.Module.to` would replace a
-        # planner's fake parameters.
+        # Do not move the model if the engine shards it, because the full model may not fit on the
+        # device. Do not move it either if it is already on the device, because `nn.Module.to` would
+        # replace the planner's fake parameters.
         is_there = all(p.device == hardware.device for p in model.parameters())
         self.model = model if self.engine.keeps_shards or is_there else model.to(hardware.device)
-        # Applied before the engine, because DDP and FSDP2 must wrap layers with activation
-        # checkpointing.
+        # Apply the methods before the engine, because DDP and FSDP2 must wrap layers that already
+        # have activation checkpointing.
         apply_methods(
             self.model,
             config,
@@ -86,8 +87,8 @@ class TrainingProgram:
         self.dtype = resolve_precision(config, hardware)
         initial: dict[str, Tensor] = {}
         if config.precision == "bf16_params":
-            # Keep the fp32 values, which the model loses here, as master weights. Frozen weights do
-            # not need master weights.
+            # Keep the fp32 values as master weights before casting the model. Frozen weights do not
+            # need master weights.
             trained = (p for p in self.model.named_parameters() if p[1].requires_grad)
             initial = {name: parameter.detach() for name, parameter in trained}
             self.model.cast(torch.bfloat16)
@@ -110,15 +111,16 @@ class TrainingProgram:
 
     @contextlib.contextmanager
     def stepping(self, lr_scale: float) -> Iterator[None]:
-        """Prepare one optimizer step (`train_step`): set the learning rate, training mode and
-        precision; clean up afterwards.
+        """Prepare one optimizer step (`train_step`): set the learning rate, the training mode and
+        the precision. Clean up on exit.
 
         Args:
             lr_scale: learning rate as a fraction of its peak.
         """
         self.optimizer.set_learning_rate(lr_scale)
-        # A previous evaluation may have switched dropout off and left parameters gathered. Checked
-        # first, because `train` visits all modules, and a GPU would wait for that in each step.
+        # A previous evaluation may have disabled dropout and left parameters gathered. Check the
+        # mode first, because `train` visits all modules, and a GPU would wait for that in each
+        # step.
         if not self.model.training:
             self.model.train()
         self.engine.reshard()
@@ -126,16 +128,16 @@ class TrainingProgram:
         same = same_bits(config, self.hardware, deterministic=self.recipe.run.deterministic)
         with matmul_precision(config), same:
             yield
-        # Freed now, because evaluations and saves need the memory of the gradients. If they were
-        # freed before the next step, the host would wait while a GPU is still computing the update.
+        # Free the gradients here, because evaluations and saves need their memory. This takes place
+        # while a GPU is still computing the update, so it does not delay the next step.
         if not self.is_ahead:
             self.optimizer.zero_grad()
         self._steps += 1
         if self._steps == 1:
-            # Compilation and the optimizer's first step have used memory only temporarily.
+            # Compilation and the optimizer's first step used some memory only temporarily.
             give_back_unused(self.hardware)
         every = config.empty_cache_steps
-        # Return cached blocks to the device, because they may no longer fit any tensor.
+        # Return cached blocks to the device, because their sizes may not fit any tensor.
         if every and self._steps % every == 0 and self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -182,8 +184,8 @@ class TrainingProgram:
         return statistics.take(tokens)
 
     def preference_metrics(self, prefix: str) -> dict[str, float]:
-        """Return the mean rewards of the pairs since the last call, over all processes, or {}
-        without pairs.
+        """Return the mean rewards of the pairs since the last call, over all processes, or {} if
+        there are no pairs.
 
         Args:
             prefix: prefix of the metric names, such as "val".
@@ -193,7 +195,7 @@ class TrainingProgram:
         return self.preference.take(prefix, shared=self.engine.world.size > 1)
 
     def forget_statistics(self) -> None:
-        """Drop the statistics of preference pairs and routers collected in an abandoned step."""
+        """Discard the statistics of preference pairs and routers collected in an abandoned step."""
         if self.preference is not None:
             self.preference.forget()
         if (statistics := self.model.router_statistics) is not None:

@@ -1,6 +1,6 @@
-"""Progress display of a run: its figures, its loss curve and the latest sample text.
+"""Progress display of a run, with metrics, the loss curve and the latest sample text.
 
-A terminal or a notebook shows a live view; a log gets one line per minute.
+In a terminal or a notebook, the view is updated live. In a log, one line is written per minute.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from firstlight.console import (
 )
 from firstlight.report.summary import MOSTLY_LEARNED, memory_kind
 
-#: Number of first steps of a process that the mean excludes because they allocate and compile.
+#: Number of steps at the start of a process that are excluded from the mean, because they allocate
+#: memory and compile.
 _SLOW_STEPS = 2
 
 #: Maximum height in rows of the loss curve, of the sample text with its prompt, and of the figures.
 _CURVE_ROWS = 8
 _SAMPLE_ROWS = 4
 _FIGURE_ROWS = 2
-#: Smallest terminal size at which the loss curve and more than one row of figures are shown.
+#: Minimum terminal size for showing the loss curve and more than one row of figures.
 _LEAST_COLUMNS, _LEAST_ROWS = 40, 12
 #: Width in columns of the percentage and the bar in a terminal line.
 _BAR_COLUMNS = 24
-#: Bits of the dots of a braille character, by row and column (Unicode 15, chapter 21.1).
+#: Bit of each dot in a braille character, by row and column (Unicode 15, chapter 21.1).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
@@ -55,18 +56,19 @@ class LossCurve:
         first_step, last_step: first and last step in the curve; both 0 while it is empty.
     """
 
-    #: Maximum number of means. When it would be exceeded, each two neighbours are merged.
+    #: Maximum number of means. When this number would be exceeded, neighbouring means are merged in
+    #: pairs.
     most = 512
 
     def __init__(self) -> None:
         self.first_step = self.last_step = 0
-        #: (sum, count) of each mean. Entries are always replaced as a whole, because the drawing
+        #: (sum, count) of each mean. Entries are replaced rather than modified, because the drawing
         #: thread reads the list while steps are added.
         self._parts: list[tuple[float, int]] = []
         self._steps_of_a_mean = 1
 
     def add(self, step: int, loss: float) -> None:
-        """Add a step's loss; ignore it if it is not finite."""
+        """Add a step's loss. Losses that are not finite are ignored."""
         if not math.isfinite(loss):
             return
         self.first_step, self.last_step = self.first_step or step, step
@@ -87,7 +89,7 @@ class LossCurve:
 
     @property
     def edges(self) -> tuple[float, float]:
-        """Losses at the upper and the lower edge of a plot of the means."""
+        """Losses at the upper and lower edges of a plot of the means."""
         return _edges(self.means)
 
     def drawn(self, columns: int, rows: int) -> tuple[list[str], float, float]:
@@ -109,13 +111,14 @@ class LossCurve:
             for dot in range(min(before + (y > before), y), max(before - (y < before), y) + 1):
                 cells[dot // 4][x // 2] |= _DOTS[dot % 4][x % 2]
             before = y
-        # Trailing blanks would wrap into a new line if the terminal is made narrower.
+        # Remove trailing blanks, which would wrap onto a new line if the terminal were made
+        # narrower.
         texts = ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
         return [text.rstrip() for text in texts], high, low
 
     def lines(self, columns: int, rows: int) -> Iterator[str]:
-        """Yield the curve in `rows` lines with the losses at its edges, then a line with its first
-        and last step.
+        """Yield the curve as `rows` lines, labelled with the losses at its edges, followed by a
+        line with its first and last steps.
         """
         label = 8
         drawn, high, low = self.drawn(columns - label - 1, rows)
@@ -128,15 +131,15 @@ class LossCurve:
 
 def _edges(points: list[float]) -> tuple[float, float]:
     """Return (95th percentile of the losses, lowest loss). The highest loss is not used as the
-    upper edge: a run begins at the loss of guessing, which would flatten the rest of the curve.
+    upper edge, because the high losses at the start of a run would flatten the rest of the curve.
     """
     ordered = sorted(points)
     return ordered[math.ceil(0.95 * (len(ordered) - 1))], ordered[0]
 
 
 def _resampled(values: list[float], count: int) -> list[float]:
-    """Return `count` values that follow the same curve: means of neighbours if `values` is longer,
-    linear interpolation if it is shorter.
+    """Resample a curve to `count` values. A longer curve is averaged over neighbouring values, and
+    a shorter one is linearly interpolated.
     """
     if len(values) >= count:
         edges = [round(i * len(values) / count) for i in range(count + 1)]
@@ -147,7 +150,7 @@ def _resampled(values: list[float], count: int) -> list[float]:
 
 
 class RunProgress:
-    """Figures of a run so far, and the lines that display them.
+    """Metrics and remaining time of a run, formatted as lines of text.
 
     Args:
         max_steps: function that returns the total number of steps of the run, which may change
@@ -156,10 +159,10 @@ class RunProgress:
         max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
         step_limit: function that returns the step at which a run with a time budget ends even if
-            time is left: the decided number of steps or, until that is decided, the limit on steps
-            or epochs; None for no limit.
-        is_settled: function that returns False while `max_steps` may still change; the total is
-            then not shown.
+            time remains: the decided number of steps or, until it is decided, the limit set by the
+            recipe's steps or epochs; None for no limit.
+        is_settled: function that returns False while `max_steps` may still change. The total number
+            of steps is shown only once it can't change.
 
     Attributes:
         predicted_bytes: predicted memory of the run in bytes, or None without a forecast.
@@ -199,11 +202,12 @@ class RunProgress:
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # The time since the last step includes evaluations and saves, which will happen again.
+            # The time since the last step includes evaluations and saves, because they will be
+            # repeated.
             seconds = now - self._last_at
-            # Step n has weight n in the mean, so the mean follows a machine that slows down. A mean
-            # over only the last few steps would jump at each evaluation, which takes as long as
-            # many steps.
+            # Step n has weight n in the mean, so the mean adapts to a machine that slows down. A
+            # mean over only the last few steps would jump at each evaluation, which can take as
+            # long as many steps.
             weight = 2 / (self._done - _SLOW_STEPS)
             self._mean_seconds += weight * (seconds - self._mean_seconds)
         self._last_at, self._record = now, record
@@ -226,23 +230,24 @@ class RunProgress:
     @property
     def share(self) -> float:
         """Completed fraction of the run, from 0 to 1. For a run with a time budget, the larger of
-        its fraction of the time and of the step limit.
+        the fractions of the time and of the step limit.
         """
         last = self._last_step
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # The decision can only lower the step limit, but a correction may raise it.
+        # Never return a smaller fraction than before: the decision can only lower the step limit,
+        # but a correction may raise it.
         by_time = 1 - self._budget_left / (60 * self._max_minutes)
         return max(by_steps, by_time, self._most_share)
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds to the end of the run, from the mean step time; for a run with a time
-        budget, at most the remaining time. None if neither is known, as in the first steps of a
-        resumed run that takes longer than its budget.
+        """Estimated seconds until the end of the run, based on the mean step time. For a run with a
+        time budget, at most the remaining time. None if neither is known, for example in the first
+        steps after resuming a run that exceeds its budget.
         """
-        # A run whose number of steps was decided takes all of them, even if its time is used up.
+        # A run with a decided number of steps completes all of them, even if its time is used up.
         budget_left, last = self._budget_left or None, self._last_step
         if last is None or (self._done <= _SLOW_STEPS + 1 and not self.is_done):
             return budget_left
@@ -251,13 +256,15 @@ class RunProgress:
 
     @property
     def _last_step(self) -> int | None:
-        """Step at which the run ends at the latest; None if only the time budget ends it."""
+        """Last possible step of the run; None if the run is limited only by its time budget."""
         is_by_steps = self._budget_left is None or self.is_done
         return self._max_steps() if is_by_steps else self._step_limit()
 
     @property
     def _budget_left(self) -> float | None:
-        """Remaining seconds of a run's time budget; None without one or before the first step."""
+        """Remaining seconds of a run's time budget; None without a time budget or before the first
+        step.
+        """
         used = self._record.get("elapsed_seconds")
         if used is None or self._max_minutes is None:
             return None
@@ -265,7 +272,9 @@ class RunProgress:
 
     @property
     def _seconds_over(self) -> float:
-        """Elapsed seconds of this call; for a run with a time budget, of the whole run."""
+        """Elapsed seconds of this call to `train` or, for a run with a time budget, of the whole
+        run.
+        """
         used = self._record.get("elapsed_seconds")
         if used is None:
             return self._clock() - self._begun
@@ -273,7 +282,7 @@ class RunProgress:
 
     @property
     def line(self) -> str:
-        """Figures in one line, for a log."""
+        """Metrics of the last step in one line, for a log."""
         record, seconds = self._record, self.seconds_left
         left = ""
         if seconds is not None and not self.is_done:
@@ -282,7 +291,7 @@ class RunProgress:
 
     @property
     def _step(self) -> str:
-        """Number of the last step and, if it can't change any more, the total number of steps."""
+        """Number of the last step, followed by the total number of steps if it is final."""
         step = f"step {self._record['step']:,}"
         return f"{step}/{self._max_steps():,}" if self._is_settled() else step
 
@@ -315,8 +324,8 @@ class RunProgress:
 
     @property
     def figures(self) -> list[str]:
-        """Figures of the last step as text, the most important first; before the first step, a
-        note.
+        """Metrics of the last step as text, in descending order of importance. Before the first
+        step, a note.
         """
         record = self._record
         if "train/loss" not in record:
@@ -363,15 +372,16 @@ class RunProgress:
         # At the start of training, a model generates many blank lines.
         lines = [line for line in self._sample.expandtabs(4).splitlines() if line.strip()]
         wrapped = [line[i : i + width] for line in lines for i in range(0, len(line), width)]
-        # The continuation follows the end of the prompt, so a long prompt is cut at the front.
+        # The continuation follows the end of the prompt, so a long prompt is truncated at its
+        # start.
         long = len(self._prompt) - width
         prompt = f"…{self._prompt[long + 1 :]}" if long > 0 else self._prompt
         return [*wrapped[: None if rows is None else max(rows - 1, 1)], prompt][:rows]
 
 
 def _bar(left: str, share: float, right: str, columns: int) -> str:
-    """Return a line with a progress bar in the middle, or without the bar if there is no room for
-    it.
+    """Return a line with a progress bar in the middle. The bar is omitted if there is not enough
+    room.
     """
     text = f"{left}  {share:4.0%}  "
     room = columns - 1 - len(text) - len(right) - 2
@@ -382,7 +392,7 @@ def _bar(left: str, share: float, right: str, columns: int) -> str:
 
 
 def _fitting(parts: list[str], columns: int, rows: int) -> list[str]:
-    """Return lines with as many of the first `parts` as fit into `rows` rows."""
+    """Return lines that contain as many of the first `parts` as fit into `rows` rows."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) < columns:
@@ -414,8 +424,9 @@ def _memory(record: Mapping[str, Any], planned: int | None = None) -> str:
 
 
 def _rates(record: Mapping[str, Any]) -> str:
-    """Return the tokens and sequences per second, and the tokens with a loss per second if they are
-    clearly fewer, as in conversations. Metrics of older releases lack some of these.
+    """Return the tokens and sequences per second as text. If clearly fewer tokens have a loss, as
+    in conversations, the text also includes the number of these tokens per second. Metrics written
+    by older releases may lack some of these values.
     """
     tokens = record["tokens_per_second"]
     learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))
@@ -425,15 +436,15 @@ def _rates(record: Mapping[str, Any]) -> str:
     return text if samples is None else f"{text}  {rounded(samples)} samples/s"
 
 
-#: Seconds until the first line of a log, and between the following lines.
+#: Seconds before the first line of a log, and between subsequent lines.
 _SECONDS_TO_FIRST_LINE, _SECONDS_BETWEEN_LINES = 10.0, 60.0
 #: Frames per second of the live view.
 _FRAMES_PER_SECOND = 2.0
 
 
 class View:
-    """Output that shows the progress of a run: a terminal, notebook or log. This base class shows
-    nothing.
+    """Base class for views that show the progress of a run in a terminal, notebook or log. The base
+    class itself shows nothing.
     """
 
     def open(self) -> None:
@@ -443,18 +454,20 @@ class View:
         """Show the progress of the run after a step.
 
         Args:
-            progress: the figures of the run, which include the step.
+            progress: the progress of the run, including this step.
         """
 
     def message(self, text: str) -> None:
         """Show a message line in addition to the progress."""
 
     def close(self) -> None:
-        """Draw the last state, and stop drawing."""
+        """Draw the final state, and stop drawing."""
 
 
 class _LogView(View):
-    """Writes messages, and a line with the run's figures every minute and after the last step."""
+    """Writes messages to a log, and a line with the run's metrics every minute and after the last
+    step.
+    """
 
     def __init__(self) -> None:
         self._due = time.monotonic() + _SECONDS_TO_FIRST_LINE
@@ -470,8 +483,9 @@ class _LogView(View):
 
 
 class _TerminalView(View):
-    """Draws the progress with a rich thread, in the last row of a terminal, or with the loss curve
-    and the last sample text in its last rows.
+    """Draws the progress in a terminal, using a thread of the rich library. The small view takes
+    the last row. The large view takes several rows and includes the loss curve and the last sample
+    text.
     """
 
     def __init__(self, progress: RunProgress, target: Console, *, is_large: bool) -> None:
@@ -482,8 +496,8 @@ class _TerminalView(View):
             get_renderable=(lambda: progress) if is_large else line,
             console=target,
             refresh_per_second=_FRAMES_PER_SECOND,
-            # Otherwise rich would print stdout above its rows even if stdout is redirected to a
-            # file.
+            # Otherwise, rich would print stdout above the progress even if stdout is redirected to
+            # a file.
             redirect_stdout=False,
             vertical_overflow="crop",
         )
@@ -499,7 +513,7 @@ class _TerminalView(View):
 
 
 def _view(progress: RunProgress, *, is_large: bool) -> View:
-    """Return the view that suits the process's output: notebook, terminal or log."""
+    """Return the view for the process's output, which is a notebook, a terminal or a log."""
     display, target = notebook_display(), console()
     if display is not None:
         return NotebookView(progress, display)
@@ -509,35 +523,34 @@ def _view(progress: RunProgress, *, is_large: bool) -> View:
 
 
 def sample_line(prompt: str, text: str, width: int) -> str:
-    """Return a sample text and the end of its prompt in one line of at most `width` characters,
+    """Return the end of a prompt and its sample text in one line of at most `width` characters,
     with whitespace collapsed.
     """
     most = width // 3
     end = " ".join(prompt.split())
     if len(end) > most:
         end = end[-most:]
-        # Begin at a word, if there is a space in the first half.
+        # Begin at a word if there is a space in the first half.
         first, space, rest = end.partition(" ")
         end = f"…{rest if space and 2 * len(first) < most else end}"
     return shortened(f"{end!r} -> {' '.join(text.split())!r}", width, at_space=True)
 
 
 class TrainingProgress:
-    """Shows a run to the user: steps, loss, speed, memory, remaining time, last sample text. Use it
-    as a context manager.
+    """Shows the progress of a run to the user: steps, loss, speed, memory, remaining time and the
+    last sample text. Use it as a context manager.
 
     Args:
         progress: the figures of the run.
         shown: False to show nothing at all.
-        is_large: True to draw the loss curve and the last sample text in a terminal, too, instead
-            of a single line.
+        is_large: True to draw the loss curve and the last sample text in a terminal instead of a
+            single line.
     """
 
     def __init__(self, progress: RunProgress, *, shown: bool, is_large: bool = False) -> None:
         self._progress = progress
         self._view = _view(progress, is_large=is_large) if shown else View()
-        # A notebook and a large view draw the sample text themselves; the other views show it as a
-        # message.
+        # A notebook and a large view include the sample text. The other views show it as a message.
         draws = NotebookView if not is_large else (NotebookView, _TerminalView)
         self._shows_samples = shown and not isinstance(self._view, draws)
         self._sampled_step = -1
@@ -554,7 +567,7 @@ class TrainingProgress:
             self._view.close()
 
     def predict_memory(self, predicted_bytes: int | None) -> None:
-        """Show the predicted memory, in bytes, next to the measured memory; None shows no
+        """Show the predicted memory, in bytes, next to the measured memory. None shows no
         prediction.
         """
         self._progress.predicted_bytes = predicted_bytes
@@ -565,8 +578,8 @@ class TrainingProgress:
         self._view.step(self._progress)
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show the model's continuation `text` of a prompt. A view that shows it as a message shows
-        only the first prompt of each step.
+        """Show a prompt and the model's continuation `text`. In views that show samples as
+        messages, only the first sample of each step is shown.
         """
         self._progress.sample(step, prompt, text)
         if self._shows_samples and step != self._sampled_step:
@@ -581,7 +594,7 @@ class TrainingProgress:
 
 #: Seconds between two updates of the output.
 _SECONDS_BETWEEN_UPDATES = 1.0
-#: Line width in characters, and width and height of the loss curve in pixels.
+#: Line width in characters, then width and height of the loss curve in pixels.
 _COLUMNS = 110
 _WIDTH = 640
 _HEIGHT = 150
@@ -590,7 +603,8 @@ _MOST_MESSAGES = 40
 
 
 class NotebookView(View):
-    """Progress of a run as a single output of a notebook cell, with the run's messages above it.
+    """Shows the progress of a run in a notebook, as a single output of the cell with the run's
+    messages above the figures.
 
     Args:
         progress: the figures of the run.
@@ -608,7 +622,9 @@ class NotebookView(View):
         self._handle = self._display(self._content(), raw=True, display_id=True)
 
     def step(self, progress: RunProgress) -> None:
-        """Show the progress after a step: at most once per second, and after the last step."""
+        """Show the progress after a step, at most once per second, and always after the last
+        step.
+        """
         if time.monotonic() >= self._due or progress.is_done:
             self._update()
 
@@ -618,7 +634,7 @@ class NotebookView(View):
         self._update()
 
     def close(self) -> None:
-        """Draw the last state."""
+        """Draw the final state."""
         self._update()
 
     def _update(self) -> None:
@@ -627,8 +643,8 @@ class NotebookView(View):
             self._handle.update(self._content(), raw=True)
 
     def _content(self) -> dict[str, str]:
-        """Return the output keyed by MIME type, as text and as HTML; the notebook picks the richest
-        type it supports.
+        """Return the output as text and as HTML, keyed by MIME type. The notebook displays the
+        richest type that it supports.
         """
         first, figures, *_ = self._progress.lines(_COLUMNS, 3)
         plain = [*self._messages, first, figures, *self._progress.sample_lines(_COLUMNS)]

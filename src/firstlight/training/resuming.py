@@ -1,4 +1,4 @@
-"""Resume a run from a checkpoint, checking which settings have changed."""
+"""Resume a run from a checkpoint, and check for changed settings."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ from firstlight.training.starting_model import changed_keys, read_start
 from firstlight.training.state import TrainState, restore
 from firstlight.training.time_budget import length_of
 
-#: Keys of the `optimizer` section on which the tensors of the optimizer's state depend.
+#: Keys of the `optimizer` section that determine the tensors of the optimizer's state.
 _STATE_KEYS: Sequence[str] = ("name", "eight_bit_library", "embeddings_in_32_bits")
 
-#: Default values for keys that are missing in checkpoints of older versions.
+#: Values of keys that are missing from checkpoints of older versions.
 _BEFORE_THE_KEY = {"embeddings_in_32_bits": False, "adafactor_variant": "torch"}
 
-#: Entries of the data's identity that must not change, mapped to the value of an absent entry.
+#: Entries of the data's identity that must not change, mapped to the values assumed if they are
+#: absent.
 _KEPT_OF_DATA = {
     **dict.fromkeys(("seq_len", "mix", "long", "manifest_sha256", "tokenizer_sha256")),
     "row_alignment": "stream",
 }
 
 
-#: Maximum difference between two learning rates that causes no warning, as a fraction of the higher
+#: Maximum difference between two learning rates without a warning, as a fraction of the higher
 #: rate.
 _SAME_RATE = 0.01
 
 
 def take_up(run: Run, folder: Path) -> None:
-    """Restore a run to the state of a checkpoint.
+    """Restore the state of a run from a checkpoint.
 
     Args:
         run: the run.
@@ -78,8 +79,8 @@ def take_up(run: Run, folder: Path) -> None:
     _require_same_seed(folder, before, run)
     run.take_up(checkpoint)
     run.init_from = saved.get("init_from")
-    # If the user has changed the micro-batch size, it is tried even if the old size was reduced
-    # when memory ran out.
+    # If the user has changed the micro-batch size, try the new size even if the old one was reduced
+    # because memory ran out.
     if before.get("batch", {}).get("micro_batch_size") != run.recipe.batch.micro_batch_size:
         run.state.micro_batch_rows = 0
     if run.recipe.batch.rows % run.micro_batch_size:
@@ -93,13 +94,14 @@ def take_up(run: Run, folder: Path) -> None:
     run.tell(
         f"{'branching off' if is_branch else 'resuming from'} {folder} (step {run.state.step})"
     )
-    # A warning rather than an error: the checkpoint is compatible, and the change may be intended.
+    # Show a warning rather than raise an error, because the checkpoint is compatible and the change
+    # may be intended.
     changed = [
         f"{section}.{key}"
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # A key that an older version lacked is not a change.
+        # A key that did not exist in an older version has not changed.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -118,12 +120,12 @@ def take_up(run: Run, folder: Path) -> None:
 
 
 def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Compare the next step's learning rate under the checkpoint's schedule and under the run's
-    schedule. Return a message if they differ, for example in a cosine run that is extended, or None
-    if they are equal.
+    """Compare the learning rates of the next step in the checkpoint's schedule and in the run's
+    schedule. Return a message if they differ, for example because a run with a cosine schedule is
+    extended, or None if they are nearly equal.
 
     Args:
-        run: the run, set to the checkpoint.
+        run: the run, restored from the checkpoint.
         before: the recipe in the checkpoint.
         saved: the trainer state of the checkpoint.
     """
@@ -145,13 +147,13 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # a checkpoint of an older version, or with another batch
+        return None  # a checkpoint of an older version or with a different batch size
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
         return None
     keeps = ""
-    # With a minimum of 0, further steps would not learn anything.
+    # With a minimum learning rate of 0, further steps of the old schedule would not learn anything.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
     # A warm-up given as a fraction of the run would change with the new length.
     falls = falls and config.warmup_ratio is None
@@ -166,8 +168,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
 
 
 def continue_schedule(run: Run, init_from: str | Path | None) -> None:
-    """Initialise a new run from another run's checkpoint, for `schedule.resume`: weights, moments,
-    random states and schedule step. The data starts at its first row.
+    """Initialise a new run for `schedule.resume` with the weights, moments, random states and
+    schedule step of another run's checkpoint. The data starts at its first row.
 
     Args:
         run: the new run.
@@ -193,7 +195,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{init_from} does not contain optimizer state, which schedule.resume needs: pass "
                 "a run or one of its checkpoints, or remove schedule.resume"
             )
-        checkpoint = load_checkpoint(folder, verify=False)  # verified when it was found
+        checkpoint = load_checkpoint(folder, verify=False)  # verified when it was selected
         keys = _STATE_KEYS
         if run.recipe.optimizer.name == "adafactor":
             keys = (*keys, "adafactor_variant")
@@ -204,17 +206,17 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"with optimizer.{key} {before}, not {now}: restore that value, or remove "
                 "schedule.resume"
             )
-        # Restores the full state; parts that belong only to the other run are dropped below.
+        # Restore the full state. Parts that belong only to the other run are dropped below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
-    # max_steps counts from the beginning of the schedule, which is in the other run.
+    # max_steps counts from the start of the schedule, which began in the other run.
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume continues at step {found.step} of {init_from}, but "
             f"schedule.max_steps is {run.max_steps}, counted from the start of that run: raise it"
         )
-    # Without the other run's data position, events and best loss.
+    # Drop the other run's data position, events and best loss.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )
@@ -222,8 +224,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe in a checkpoint, with `optimizer.embeddings_in_32_bits` set to null unless
-    the optimizer is 8-bit. Older versions wrote false.
+    """Return the recipe in a checkpoint in its current form. For optimizers that are not 8-bit,
+    older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current version writes
+    null.
     """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))
@@ -268,8 +271,8 @@ def shared_newest(
     branch_from: Path | None,
     tell: Callable[[str], None],
 ) -> Path | None:
-    """Return the checkpoint from which all processes continue: the run's newest checkpoint, or the
-    checkpoint to branch off from, or None for a new run.
+    """Return the checkpoint from which all processes continue. It is the run's newest checkpoint or
+    the checkpoint to branch off from. Return None for a new run.
 
     Args:
         engine: the engine of the run.
@@ -279,8 +282,8 @@ def shared_newest(
         tell: called with each message to the user.
 
     Raises:
-        CheckpointError: the run folder contains checkpoints, but `resume` is False; a checkpoint
-            belongs to another run or is about to be deleted; or a process does not see it.
+        CheckpointError: the run folder contains checkpoints but `resume` is False, a checkpoint
+            belongs to another run or was deleted, or a process can't access it.
     """
 
     def find() -> str | None:
@@ -291,7 +294,8 @@ def shared_newest(
         return str(newest)
 
     found = on_main(engine, find)
-    # Otherwise each machine would write its shards of the checkpoints to its own disk.
+    # Without a shared file system, each machine would write its shards of the checkpoints to its
+    # own disk.
     if found is not None and not Path(found).is_dir():
         raise CheckpointError(
             f"rank {engine.world.rank} can't access {found}: set run.dir to a folder in a file "
@@ -301,10 +305,10 @@ def shared_newest(
 
 
 def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dict[str, Any]:
-    """Return the resolved recipe of the run being resumed, whose values for "auto" keys are kept,
-    or {} if there is none.
+    """Return the resolved recipe of the run being resumed, or {} if there is none. The resumed run
+    keeps this recipe's values for "auto" keys.
 
-    A run that was killed before its first checkpoint has left its recipe as a file.
+    If the run was killed before its first checkpoint, the recipe is read from the run folder.
     """
     if newest is not None:
         found: dict[str, Any] = load_trainer_state(newest).get("recipe", {})
@@ -319,7 +323,8 @@ def decided_before(recipe: Recipe, newest: Path | None, run_folder: Path) -> dic
         now.global_batch_tokens,
         now.ramp_start_tokens,
     )
-    # A different global batch must be split into micro-batches differently.
+    # A different global batch may require a different micro-batch size, so the batch section is not
+    # kept.
     return before.model_dump(exclude=None if same else {"batch"})
 
 
@@ -348,7 +353,7 @@ def _newest_checkpoint(
                 "and is ignored"
             )
     for problem in problems:
-        # A damaged checkpoint costs the steps since the previous checkpoint, but not the run.
+        # If a checkpoint is damaged, only the steps since the previous checkpoint are lost.
         tell(f"warning: {problem}: an older checkpoint is used")
     if newest is None and branch_from is not None:
         return branch_from

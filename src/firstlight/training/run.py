@@ -1,4 +1,4 @@
-"""The `Run` class: the parts of a run, its state, and the metrics of its steps."""
+"""The `Run` class, which contains the parts of a run, its state and the metrics of its steps."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: Corrections of the number of steps by less than this fraction are not shown to the user.
+#: Fraction of the number of steps below which a correction is not shown to the user.
 _SMALL_CORRECTION = 0.05
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read for a step.
+    """Data read for a step.
 
     Attributes:
         batches: micro-batches of the step.
-        began: time at which reading began, by `time.perf_counter`.
-        seconds: duration of reading.
+        began: time at which reading began, as a value of `time.perf_counter`.
+        seconds: duration of reading in seconds.
         rows: number of rows read for all steps up to this one.
     """
 
@@ -72,8 +72,8 @@ class _Read:
 
 @dataclass
 class Run:
-    """A run that has been set up and checked; the training loop, evaluations and saves operate on
-    it.
+    """Run that has been set up and checked. The training loop, evaluations and saves operate on
+    this object.
 
     Attributes:
         recipe: the resolved recipe of the run.
@@ -86,20 +86,21 @@ class Run:
         init_from: model folder, run or hub id from which the run started; None for a new model.
         base: the frozen base model of a run with `lora`; None for other runs.
         tell: called with each message to the user.
-        branch_from: checkpoint of another run that this run continues, with that run's data order
-            and random states, until this run has written a checkpoint.
+        branch_from: checkpoint of another run from which this run branches off, keeping the data
+            order and random states; None for other runs, including runs resumed from their own
+            checkpoint.
         held: the main process's lock on the run folder; None in other processes.
         advise: function that returns the reason why memory ran out and a remedy, or None. Without a
-            forecaster it always returns None.
+            forecaster, it always returns None.
         state: progress of the run, saved with each checkpoint.
-        saved_step: step of this run's newest checkpoint, or -1.
+        saved_step: step of this run's newest checkpoint, or -1 if there is none.
         unsaved: True if the state has changed since the newest checkpoint.
-        evaluation: last evaluation of this call.
-        last_record: metrics of this call's last step.
+        evaluation: last evaluation during this call to `train`.
+        last_record: metrics of the last step of this call to `train`.
         samples: sample texts of the current step, as lines of samples.jsonl.
-        unreadable: message of the error that stopped the reading of data, or None.
+        unreadable: message of the error raised while reading data, or None.
         stopped_by: reason for ending before the last step, or None.
-        save_stall_seconds: seconds for which training waited in the last save.
+        save_stall_seconds: seconds for which training waited for the last save.
         times: durations of the loop's steps, evaluations and saves.
         budget: the time budget, or None for runs without one.
         generation: content of generation_config.json of the model from which the run started.
@@ -146,12 +147,13 @@ class Run:
             self.times = self.budget.times
         self.schedule = self._resolved_schedule()
         self.data_identity = data_identity(recipe, self.dataset, self.tokenizer)
-        # Computed for the full model, since a process may hold only a shard or a stage of it.
+        # Computed for the full model, because a process may hold only a shard or a stage of the
+        # model.
         self._flops_per_token = train_flops_per_token(
             meta_model(self.program.model.config), self.seq_len, frozen=recipe.lora is not None
         )
         self._gpu = GpuMonitor(self.program.hardware.device)
-        #: What was read for the current step, and for the next one if it was read early.
+        #: Data read for the current step, and for the next step if it was read early.
         self._read: _Read | None = None
         self._read_early: _Read | None = None
         self._unused: list[Batch] = []
@@ -178,19 +180,19 @@ class Run:
 
     @property
     def max_steps(self) -> int:
-        """Total number of steps of the run; for a run with a time budget, a prediction until it is
-        decided.
+        """Total number of steps of the run. For a run with a time budget, this is a prediction
+        until the number is decided.
         """
         return self.schedule.max_steps
 
     @property
     def goes_on(self) -> bool:
-        """True if a step or an evaluation remains to be done."""
+        """True if steps or an evaluation remain."""
         return self.state.pending is not None or self.has_steps_left
 
     @property
     def has_steps_left(self) -> bool:
-        """True if steps are left."""
+        """True if steps remain."""
         return self.schedule.is_open or self.state.step < self.max_steps
 
     def is_last(self, step: int) -> bool:
@@ -198,15 +200,16 @@ class Run:
         return step == self.max_steps and not self.schedule.is_open
 
     def is_due(self, every_steps: int) -> bool:
-        """Return True if a periodic action (every `every_steps` steps and at the end) is due
-        now."""
-        # Always due at the end, so that the last weights are evaluated and saved.
+        """Return True if an action that is repeated every `every_steps` steps is due after the
+        current step.
+        """
+        # Every action is due at the end, so that the final weights are evaluated and saved.
         at_end = self.is_last(self.state.step)
         return at_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
     @property
     def ends_epoch(self) -> bool:
-        """Return True if the last step used the last row of an epoch of the training split."""
+        """True if the last step used the last row of an epoch of the training split."""
         if self.state.step == 0:
             return False
         rows, seen = self.dataset.num_rows(self.seq_len), self.rows_read
@@ -214,7 +217,9 @@ class Run:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per forward pass: the recipe's number, or fewer if memory has run out."""
+        """Number of sequences per forward pass: the recipe's value, or a smaller one if memory has
+        run out.
+        """
         return self.state.micro_batch_rows or self.recipe.batch.rows
 
     @property
@@ -231,24 +236,25 @@ class Run:
 
     @property
     def logged_step(self) -> int:
-        """Last step whose lines belong in the logs, or -1."""
-        # If this run has no checkpoint, existing lines belong to an earlier attempt.
+        """Last step that belongs in the logs, or -1 if there is none."""
+        # If this run has no checkpoint, existing lines in the logs belong to an earlier attempt.
         return -1 if self.saved_step < 0 else self.state.step - (self.state.pending is not None)
 
     def take_up(self, checkpoint: Checkpoint) -> None:
-        """Restore the run to a checkpoint: weights, moments, random states and counters.
+        """Restore the run's weights, moments, random states and counters from a checkpoint.
 
         Raises:
             CheckpointError: the checkpoint does not fit the run.
         """
         self.state = restore(checkpoint, self.program)
-        # Restored, so that a resumed run detects spikes from the same steps as an uninterrupted
-        # one.
+        # Restore the guard, so that a resumed run detects spikes at the same steps as an
+        # uninterrupted one.
         self.guard.load_state_dict(checkpoint.trainer_state.get("guard", {}))
         self.saved_step, self.unsaved = self.state.step, False
 
     def require_folder(self) -> None:
-        """Raise an error if the run folder no longer belongs to this run; call this before writing.
+        """Raise an error if the run folder no longer belongs to this run. Call this before writing
+        to it.
 
         Raises:
             CheckpointError: the folder was moved, removed or taken over by another run.
@@ -257,22 +263,22 @@ class Run:
             self.held.require()
 
     def take_length(self) -> None:
-        """Set the schedule to the length in `budget`, and write that length to disk. This is a
+        """Update the schedule to the length in `budget`, and write the length to disk. This is a
         collective operation.
         """
         self.schedule = self._resolved_schedule()
         wait_for_main(self.engine, self.write_budget)
 
     def write_budget(self) -> None:
-        """Write the length of a run with a time budget and its used time to disk. Do nothing for
-        other runs.
+        """Write the length and the used time of a run with a time budget to disk. For other runs,
+        do nothing.
         """
         if self.budget is not None:
             self.require_folder()
             self.budget.write(self.folder)
 
     def predict_length(self, tokens_per_second: float | None) -> None:
-        """Predict the number of steps of a new run with a time budget. Do nothing for other runs.
+        """Predict the number of steps of a new run with a time budget. For other runs, do nothing.
 
         Args:
             tokens_per_second: predicted total speed of all processes; None keeps the rough
@@ -281,8 +287,8 @@ class Run:
         budget = self.budget
         if budget is None or not budget.is_new:
             return
-        # All processes use the main process's speed. With different lengths, some would end while
-        # others wait for them.
+        # All processes use the main process's speed. If they had different lengths, some would end
+        # while others still wait for them.
         rate = on_main(self.engine, lambda: tokens_per_second)
         if rate is not None:
             steps = predicted_steps(budget.seconds / 60, rate, self.batch, self.seq_len)
@@ -290,13 +296,14 @@ class Run:
             self.take_length()
 
     def decide_length(self) -> None:
-        """Decide the number of steps of a run with a time budget before its next step, or correct
-        it, if either is due.
+        """Decide or correct the number of steps of a run with a time budget, if this is due before
+        the next step.
 
-        All processes use the main process's number, which is on disk before any of them continues.
+        All processes use the main process's number, which is written to disk before any of them
+        continues.
 
         Raises:
-            StorageError: the decision can't be written.
+            StorageError: the number can't be written to disk.
         """
         budget, step = self.budget, self.state.step
         if budget is None or self.state.pending is not None or not budget.is_due(step):
@@ -317,7 +324,7 @@ class Run:
             return
         self.take_length()
         if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # recorded in length.json
+            return  # a small correction is only recorded in length.json
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
@@ -326,12 +333,12 @@ class Run:
         self.bar.message(f"step {step}: the run will have {counted(steps, 'step')}{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Return the evaluations and saves of the run, each with the duration of its last
-        occurrence, or with a guess if there was none.
+        """Return the evaluations and saves of the run. The duration of each is that of its last
+        occurrence, or an estimate if it has not occurred yet.
 
         Args:
-            sequence_seconds: seconds per sequence in a step, from which the duration of the first
-                evaluation is guessed.
+            sequence_seconds: seconds per sequence in a training step, from which the duration of
+                the first evaluation is estimated.
         """
         evaluation, checkpoint = self.recipe.evaluation, self.recipe.checkpoint
         found = self.times.seconds
@@ -347,16 +354,17 @@ class Run:
         if evaluation.samples_at == "evaluation":
             seconds += samples
         save, last_save = self.save_seconds
-        # If the best checkpoint is kept, an evaluation may be followed by a save.
+        # If the best checkpoint is kept, a save may follow an evaluation.
         keeps_best = self.validation is not None and checkpoint.keep_best and checkpoint.every_steps
-        # The last evaluation and save are timed separately, because the run must end in time: no
-        # save of the best checkpoint follows this evaluation, and the run waits for this save.
+        # The last evaluation and save have separate durations: the last evaluation is not followed
+        # by an extra save of the best checkpoint, and the run waits until the last save is on disk.
         periodic = [
             Periodic(evaluation.every_steps, seconds + (save if keeps_best else 0.0), seconds),
             Periodic(self._steps_between_saves(sequence_seconds), save, last_save),
         ]
         if checkpoint.average_last:
-            # After the last save, checkpoints are read, and their average is evaluated and saved.
+            # After the last save, the checkpoints are read, and their average is evaluated and
+            # saved.
             average = found.get("evaluation", guess) + checkpoint.average_last * self._write_seconds
             periodic.append(Periodic(0, 0.0, average))
         if evaluation.samples_at == "epoch":
@@ -369,15 +377,17 @@ class Run:
 
     @property
     def _write_seconds(self) -> float:
-        """Seconds to write a checkpoint, predicted from a file written at the start or guessed."""
+        """Estimated seconds for writing a checkpoint, based on a file written at the start of the
+        run if there was one.
+        """
         if "file" in self.times.seconds:
             return self.times.seconds["file"] * self.checkpoint_bytes / PROBE_BYTES
         return self.checkpoint_bytes / WRITTEN_PER_SECOND
 
     @property
     def save_seconds(self) -> tuple[float, float]:
-        """Seconds for which training waits for a save, and for the save after the last step: those
-        of the last save, or a guess.
+        """Seconds for which training waits for a regular save and for the save after the last step.
+        Both are based on the last save, or estimated if there was none.
         """
         if "save" in self.times.seconds:
             save = self.times.seconds["save"]
@@ -389,8 +399,8 @@ class Run:
 
     @property
     def save_interval(self) -> float | None:
-        """Maximum seconds between two checkpoints; None without a limit, as in runs without a time
-        budget and in runs that save only at the end.
+        """Maximum seconds between two checkpoints. None for runs without a time budget and for runs
+        that save only at the end.
         """
         if self.budget is None or not self.recipe.checkpoint.every_steps:
             return None
@@ -405,24 +415,25 @@ class Run:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint's tensors in bytes."""
+        """Size of a checkpoint's tensors in bytes."""
         optimizer = self.program.optimizer
         return checkpoint_bytes(optimizer.num_parameters, optimizer.state_bytes)
 
     @property
     def _evaluated_sequences(self) -> int:
-        """Return the number of sequences in an evaluation."""
+        """Number of sequences in an evaluation."""
         config, train_rows = self.recipe.evaluation, self.dataset.num_rows(self.seq_len)
         held_out = 0 if self.validation is None else self.validation.num_rows(self.seq_len)
         return min(held_out, config.max_rows or train_rows) + min(train_rows, config.train_rows)
 
-    # A step: its batches are read and used, and its metrics are written
+    # Steps: read batches, update the state and write metrics
 
     def read_batches(self) -> list[Batch]:
-        """Read the micro-batches of the next step, or none if a step awaits its evaluation.
+        """Read the micro-batches of the next step. Return an empty list if the last step still has
+        to be evaluated.
 
-        An error is not raised but stored in `unreadable`, so that the processes of a run can end
-        together.
+        Errors are stored in `unreadable` instead of being raised, so that all processes of a run
+        can end together.
         """
         if self.state.pending is not None or self.unreadable is not None:
             return []
@@ -437,16 +448,16 @@ class Run:
         return self._read_early.batches
 
     def put_back(self) -> None:
-        """Undo `read_early`: the batches belong to the next steps, whose number of batches may
-        differ."""
+        """Undo `read_early`. The batches are then used for the following steps, which may have a
+        different number of batches.
+        """
         if self._read_early is not None:
             self._unused = self._read_early.batches + self._unused
             self._read_early = None
 
     def _next_read(self) -> _Read:
         began, batches = time.perf_counter(), list[Batch]()
-        # All batches are read first, so that no micro-batch of a step is used if another one can't
-        # be read.
+        # Read all batches of the step first, so that none of them is used if one can't be read.
         try:
             for _ in range(self.micro_batches_of(self.state.step)):
                 batches.append(self._unused.pop(0) if self._unused else self.loader.next_batch())
@@ -462,15 +473,14 @@ class Run:
         return self.loader.rows_seen if self._read is None else self._read.rows
 
     def micro_batches_of(self, step: int) -> int:
-        """Return the number of batches that this process takes from the loader for a step (0 is the
-        first).
+        """Return the number of batches that this process reads from the loader for a step. The
+        first step is 0.
         """
         return self.batch.at(step) // (self.recipe.batch.rows * self.engine.size)
 
     def await_first_evaluation(self) -> None:
-        """Make the loop evaluate a new run's model before its first step, as step 0, if the recipe
-        asks for it. The loss is a baseline for later losses; it is computed even if the run has no
-        steps.
+        """Make the training loop evaluate a new run's model before the first step, as step 0, if
+        the recipe requires this or the run has no steps. The loss is a baseline for later losses.
         """
         config, is_new = self.recipe.evaluation, self.state.step == 0 and self.saved_step < 0
         evaluates = config.on_start and config.every_steps > 0
@@ -479,10 +489,10 @@ class Run:
             self.state.pending = {"step": 0, "tokens_seen": 0, "epoch": 0.0}
 
     def begin_step(self) -> float:
-        """Increment the step counter, and enable gradient clipping unless the step is in a warm-up
-        without clipping. Return the step's learning rate as a fraction of the peak.
+        """Increment the step counter, and enable gradient clipping unless the step belongs to a
+        warm-up without clipping. Return the step's learning rate as a fraction of the peak.
         """
-        # The first step is step 0 of the schedule but step 1 of the metrics.
+        # The schedule counts steps from 0, but the metrics count them from 1.
         lr_scale = self.schedule.lr_scale(self.state.step)
         config, optimizer = self.recipe.optimizer, self.program.optimizer
         is_warm = self.state.step >= self.schedule.warmup_steps or not config.clip_after_warmup
@@ -516,14 +526,15 @@ class Run:
         state.tokens_seen += result.tokens
         state.skipped = result.skipped
         state.skipped_steps += result.skipped
-        # Updated only at the end of a step, so that the rows of an interrupted step are read again.
+        # Update the count only at the end of a step, so that the rows of an interrupted step are
+        # read again.
         state.rows_seen = self.rows_read
         record = self._metrics(result, lr_scale, seconds)
         self.times.count(self.batch.at(state.step - 1))
-        # None replaces infinity and NaN, which JSON does not support and which a skipped step may
-        # have.
+        # A skipped step may have infinite or NaN values. Replace them with None, because JSON does
+        # not support them.
         state.pending = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        # The wait for a save appears in the metrics of the following step.
+        # The time spent waiting for a save is part of the following step's metrics.
         self.save_stall_seconds, self.unsaved = 0.0, True
         self.guard.require_fit()
 
@@ -533,13 +544,15 @@ class Run:
         state = self.state
         hardware = self.program.hardware
         sequences = self.batch.at(state.step - 1)
-        # Counts all tokens of the sequences, as MFU does, including those without a loss.
+        # Count all tokens of the sequences, including those without a loss, as is usual for the
+        # MFU.
         tokens_per_second = sequences * self.seq_len / seconds
-        # Sum over all devices, including devices that share sequences (tensor parallelism, stages).
+        # Sum over all devices, including those that share sequences (tensor parallelism, pipeline
+        # stages).
         peak = peak_flops(hardware.device, program.dtype) * self.engine.world.size
         router = program.router_metrics(result.tokens)
-        # Without the routers' loss, so that train/loss is comparable with val/loss. A z-loss is
-        # included.
+        # Exclude the routers' auxiliary loss, so that train/loss is comparable with val/loss. A
+        # z-loss is included.
         auxiliary = (
             router.get("moe/router_loss", 0.0) * program.model.config.router_loss_coefficient
         )
@@ -558,7 +571,8 @@ class Run:
             "memory_bytes": peak_memory_bytes(hardware.device),
             **self._gpu.read(),
             "seconds": seconds,
-            # Longer than the step if the data was read while the previous step was computed.
+            # Reading may have taken longer than the step if the data was read during the previous
+            # step.
             "data_wait_seconds": 0.0 if self._read is None else min(self._read.seconds, seconds),
             "save_stall_seconds": self.save_stall_seconds,
             "skipped_steps": state.skipped_steps,
@@ -571,7 +585,9 @@ class Run:
         }
 
     def write_record(self) -> dict[str, Any]:
-        """Write the step's complete metrics and sample texts to the logs; return the metrics."""
+        """Write the step's complete metrics and sample texts to the logs, and return the
+        metrics.
+        """
         record = self.state.pending
         assert record is not None
         # Another run may have replaced this folder.
@@ -579,7 +595,7 @@ class Run:
         if self.budget is not None:
             record["elapsed_seconds"] = self.budget.seconds_used
         self.logs.write_step(record, self.samples)
-        # After writing, since trackers read the logs.
+        # Check the trackers after writing, because they read the logs.
         self.trackers.check()
         self.last_record = record
         self.samples = []
@@ -590,6 +606,7 @@ class Run:
     def add_event(self, event: str, step: int, **details: Any) -> None:
         """Add a line to the run's events."""
         self.require_folder()
-        # Kept in the state and therefore in checkpoints, from which resuming restores the file.
+        # Events are part of the state and of each checkpoint, from which a resumed run restores the
+        # file.
         self.state.events.append({"step": step, "event": event, **details})
         self.logs.write_events(self.state.events)

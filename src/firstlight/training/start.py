@@ -1,7 +1,7 @@
-"""Set up a run: check the recipe, data, model and disk; build or load the parts of the run; prepare
-its folder; predict its memory and length; and record the start.
+"""Set up a run. Check the recipe, data, model and disk, build or load the parts of the run, prepare
+its folder, predict its memory and length, and record the start.
 
-Invalid runs are rejected here, before they take any time or write any file.
+Invalid runs are rejected here, before they spend any time on training or write any files.
 """
 
 from __future__ import annotations
@@ -101,18 +101,18 @@ def set_up(
     shown: bool,
     is_announced: bool = False,
 ) -> Iterator[Run]:
-    """Lock the run folder and yield the run of a recipe, ready for its next step.
+    """Lock the run folder, and yield the run of a recipe, ready for its next step.
 
     Args:
         recipe, resume, init_from, new_rows, branch_from: see `train`.
         hardware: the hardware of this process.
         engine: the engine that connects the processes of the run.
-        shown: show messages to the user, from the main process.
+        shown: True to show messages to the user from the main process.
         is_announced: True if the data has already been described to the user.
 
     Raises:
         ConfigError, DataError, ModelError, CheckpointError, StorageError: the recipe, data, model,
-            checkpoint or disk is unsuitable for the run; nothing has been written.
+            checkpoint or disk is unsuitable for the run. Nothing has been written.
     """
     if new_rows != "mean" and not new_rows.startswith("copy:"):
         raise ConfigError(
@@ -123,11 +123,12 @@ def set_up(
         raise ConfigError("--new-rows requires --init-from with the model to start from")
     if branch_from is not None and init_from is not None:
         raise ConfigError("branch_from and init_from both set the weights: remove init_from")
-    # YAML does not expand ~: without this, ~/runs would be created in a folder named ~.
+    # YAML does not expand ~, so without `expanduser` a run in ~/runs would be written to a folder
+    # named ~.
     folder = Path(recipe.run.dir or "runs/run").expanduser()
     tell = say if shown and engine.is_main else lambda _: None
-    # Lock the folder before looking for a checkpoint. Otherwise two processes that resume at the
-    # same time would both continue from the same checkpoint.
+    # Lock the folder before looking for a checkpoint. Otherwise, two processes that resume at the
+    # same time could both continue from the same checkpoint.
     with held(folder) if engine.is_main else contextlib.nullcontext() as held_folder:
         branch = None if branch_from is None else Path(branch_from)
         newest = shared_newest(engine, folder, resume, branch, tell=tell)
@@ -165,13 +166,13 @@ def _assembled(
     tell: Callable[[str], None],
     is_announced: bool,
 ) -> Run:
-    """Assemble the run in `folder`, resuming from its newest checkpoint if there is one.
+    """Assemble the run in `folder`, and restore it from its newest checkpoint if there is one.
 
     Args:
         newest: checkpoint from which the run is resumed or branches off; None for a new run.
         earlier: the resolved recipe of a resumed run; an empty mapping for a new run.
         tell: called with each message to the user.
-        is_announced: do not describe the data.
+        is_announced: True to omit the description of the data.
     """
     require_trackers(recipe.run.trackers)
     start = newest or init_from
@@ -221,13 +222,14 @@ def _assembled(
         if widths is not None:
             tell(f"note: {widths}")
     program = TrainingProgram(resolved, model, hardware, engine)
-    # From here on, random numbers are used for dropout, which must differ between ranks.
+    # From here on, random numbers are used only for dropout, which must differ between ranks.
     torch.manual_seed(resolved.run.seed + engine.rank)
     origin = None if init_from is None else str(init_from)
     if origin is not None and not is_hub_id(origin):
-        # If the working directory changes, a relative path could be mistaken for a hub id.
+        # Store an absolute path, because a relative path could be mistaken for a hub id in another
+        # working directory.
         origin = os.path.abspath(Path(origin).expanduser())
-    # An earlier attempt that left no checkpoint has also used up part of the time budget.
+    # An earlier attempt has used part of the time budget even if it left no checkpoint.
     resumed = newest is not None or bool(earlier)
     rows = dataset.num_rows(resolved.data.seq_len)
     budget = budget_of(resolved, program, folder, newest, rows_per_epoch=rows, resumed=resumed)
@@ -266,8 +268,8 @@ def _open_data(
         start: the model or checkpoint from which the run starts; None for a new model.
 
     Raises:
-        DataError: see `open_splits`; also raised if the tokenizer is not the one that made the
-            shards.
+        DataError: see `open_splits`. Also raised if the shards were prepared with a different
+            tokenizer.
     """
     # One process per machine verifies the data for all processes on that machine.
     verify = recipe.data.verify and engine.world.local_rank == 0
@@ -278,7 +280,7 @@ def _open_data(
         progress=tell is say,
     )
     tokenizer = Tokenizer.from_pretrained(dataset.folder)
-    # Shards hold token ids, which another tokenizer would decode to different text.
+    # Shards contain token ids, which a different tokenizer would decode to different text.
     if (tokenizer.fingerprint, tokenizer.vocab_size) != (
         dataset.manifest["tokenizer_sha256"],
         dataset.vocab_size,
@@ -291,7 +293,7 @@ def _open_data(
 
 
 def _seed(recipe: Recipe) -> None:
-    # Also seed the generators of Python and numpy, from which `on_step` may draw.
+    # Also seed the generators of Python and numpy, because `on_step` may use them.
     torch.manual_seed(recipe.run.seed)
     random.seed(recipe.run.seed)
     np.random.seed(recipe.run.seed % 2**32)
@@ -300,8 +302,8 @@ def _seed(recipe: Recipe) -> None:
 def _resolved(
     recipe: Recipe, facts: Facts, engine: Engine, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """Return the recipe with all open keys resolved. The main process decides for all processes,
-    because it may have to measure, and measurements may differ between processes.
+    """Return the recipe with all open keys resolved. The main process resolves them for all
+    processes, because some keys require measurements, which may differ between processes.
     """
     if engine.world.size == 1:
         return resolve(recipe, facts, tell)
@@ -312,8 +314,8 @@ def _resolved(
 def _require_rows(
     recipe: Recipe, model: ModelConfig, splits: Sequence[Corpus], tell: Callable[[str], None]
 ) -> None:
-    """Raise an error if a split does not fill a row or a micro-batch does not fit in memory. Report
-    a description of the splits, the first of which is the training split.
+    """Raise an error if a split does not fill a row or a micro-batch does not fit in memory.
+    Otherwise, show a description of the splits. The first split is the training split.
 
     Raises:
         ConfigError: a micro-batch needs more memory than the machine has.
@@ -324,8 +326,8 @@ def _require_rows(
         if split is splits[0] or split.has_examples:
             split.require_row(seq_len)
     rows, memory = recipe.batch.micro_batch_size or DEFAULT_ROWS, psutil.virtual_memory().total
-    # Counts only input ids and labels, 8 bytes each. Checked early, because reading a batch that
-    # can't fit takes long.
+    # Count only input ids and labels, 8 bytes each. Check this early, because reading a batch that
+    # does not fit takes a long time.
     if rows != "auto" and 16 * rows * seq_len > memory:
         raise ConfigError(
             f"batch.micro_batch_size {rows} with {seq_len} tokens per sequence does not fit into "
@@ -339,7 +341,7 @@ def _require_rows(
 def _require_fitting_prompts(
     recipe: Recipe, model: ModelConfig, tokenizer: Tokenizer, *, answered: bool
 ) -> None:
-    """Raise an error if a sample prompt is too long; it would otherwise end the run at the first
+    """Raise an error if a sample prompt is too long. Otherwise, the run would fail at its first
     evaluation.
 
     Args:
@@ -354,7 +356,8 @@ def _require_fitting_prompts(
         if answered and prompt.strip():
             message = {"role": "user", "content": prompt}
             count = len(tokenizer.encode_chat([message], add_generation_prompt=True))
-            # A conversation reserves these tokens for the answer: see `ChatSession.answer_room`.
+            # In a conversation, these tokens are reserved for the answer; see
+            # `ChatSession.answer_room`.
             limit -= min(recipe.evaluation.sample_tokens, max(context // 4, 1)) - 1
         if count >= limit:
             raise ConfigError(
@@ -364,7 +367,7 @@ def _require_fitting_prompts(
 
 
 def _require_disk(run: Run) -> None:
-    """Raise an error if the run's checkpoints can't be written or will not fit on the disk.
+    """Raise an error if the run's checkpoints can't be written or do not fit on the disk.
 
     Raises:
         StorageError: the folder of checkpoints is not writable, or the disk has too little free
@@ -377,20 +380,20 @@ def _require_disk(run: Run) -> None:
     # A run with a time budget may have more steps than predicted, so assume at least one is left.
     left = max(run.max_steps - run.state.step, 1 if run.schedule.is_open else 0)
     saves = math.ceil(left / every) if every else 1
-    # The trunk's checkpoint is copied into the run folder first.
+    # The trunk's checkpoint is also copied into the run folder.
     saves += run.branch_from is not None
     kept = config.keep_last
     if run.validation is not None and config.keep_best and every:
         kept += config.keep_best
         saves += left // (run.recipe.evaluation.every_steps or max(run.max_steps, 1))
-        # The best checkpoint may lie between regular ones. The regular checkpoints to be averaged
-        # are kept as well.
+        # The best checkpoint may be saved between regular ones. The regular checkpoints to be
+        # averaged are kept in addition to it.
         kept += config.average_last
     if config.keep_every:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
     # A new checkpoint is written before the oldest one is deleted. A run with a time budget also
-    # saves between the steps counted above.
+    # saves checkpoints at other steps than those counted above.
     needed = one * (min(saves, kept + 1) if run.save_interval is None else kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)
@@ -414,7 +417,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
 
     Args:
         run: the run.
-        shown: show the progress to the user, from the main process.
+        shown: True to show the progress to the user from the main process.
     """
     wait_for_main(run.engine, lambda: _make_folder_ready(run))
     data = run.recipe.data
@@ -430,7 +433,8 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
             rank=run.engine.rank,
             world_size=run.engine.size,
             workers=data.workers,
-            # Prefetch at least the batches of one step, which are all read at its beginning.
+            # Prefetch at least the batches of one step, because they are all read at the start of
+            # the step.
             prefetch=max(data.prefetch, run.micro_batches_of(run.max_steps)),
             pin_memory=on_gpu if data.pin_memory is None else data.pin_memory,
         ) as run.loader,
@@ -442,7 +446,7 @@ def open_run(run: Run, *, shown: bool) -> Iterator[None]:
 
 
 def _make_progress(run: Run) -> RunProgress:
-    # A run whose length is not yet decided continues beyond its predicted number of steps.
+    # Until its length is decided, a run may continue beyond its predicted number of steps.
     def steps() -> int:
         return max(run.max_steps, run.state.step + run.schedule.is_open)
 
@@ -459,8 +463,8 @@ def _make_progress(run: Run) -> RunProgress:
 
 
 def _make_folder_ready(run: Run) -> None:
-    """Prepare the run folder: claim it, delete temporary files of a killed run, copy the checkpoint
-    from which the run branches off, and write the recipe and the run's length.
+    """Prepare the run folder: claim the folder, delete temporary files left by a killed run, copy
+    the checkpoint from which the run branches off, and write the recipe and the run's length.
     """
     run_id = None
     if run.held is not None:
@@ -469,22 +473,22 @@ def _make_folder_ready(run: Run) -> None:
             run.tell(warning)
         run.held.claim()
         run_id = run.held.run_id
-    # Temporary files of a killed process. No other process uses them, because this one holds the
-    # lock.
+    # Delete temporary files left by a killed process. No other process uses them, because this
+    # process holds the lock.
     for folder in (run.folder, run.folder / CHECKPOINTS):
         remove_leftovers(folder)
-    # Copied before the recipe is written: if only the recipe existed, resuming would start from
-    # scratch.
+    # Copy the checkpoint before writing the recipe. If only the recipe existed, a resumed run would
+    # start from scratch.
     if run.branch_from is not None:
         with reading_checkpoint(run.branch_from):
             copy_checkpoint(run.branch_from, run.folder, run_id)
-    # The resolved recipe is written now in case the run is killed before its first checkpoint. A
-    # file with the same values is left unchanged, to keep its comments.
+    # Write the resolved recipe here in case the run is killed before its first checkpoint. A file
+    # with the same values is left unchanged to preserve its comments.
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
-    # Done before the logs drop the lines of steps after the checkpoint, because the time of those
-    # steps counts as used.
+    # Write the length before the logs drop the lines after the checkpoint's step, because the time
+    # of those steps has been used.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:
@@ -530,19 +534,19 @@ def begin_run(
     *,
     is_announced: bool = False,
 ) -> None:
-    """Predict the memory, speed and length of a run, and record its start. Do nothing if the run is
-    complete.
+    """Predict the memory, speed and length of a run, and record its start. If the run is complete,
+    do nothing.
 
     Args:
         run: the run, inside `open_run`.
-        forecaster: predicts memory and speed; None to skip the prediction.
-        comparison: receives the forecast and compares it with the measurements.
+        forecaster: object that predicts memory and speed; None to skip the prediction.
+        comparison: object that receives the forecast and compares it with the measurements.
         is_announced: True to omit the messages about memory, speed and schedule.
     """
     run.await_first_evaluation()
     if not run.goes_on:
         return
-    # Only in the main process, because a prediction takes seconds.
+    # Predict only in the main process, because a prediction takes seconds.
     if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
@@ -558,8 +562,8 @@ def begin_run(
 
 
 def _expert_code_bytes(recipe: ResolvedRecipe, hardware: Hardware) -> int:
-    """Return the size in bytes of the code that oneDNN compiles on a CPU for the experts' matrix
-    products; 0 for other models and precisions.
+    """Return the size in bytes of the code that oneDNN compiles on a CPU for the matrix products of
+    experts. Return 0 for models without experts, other precisions and other devices.
     """
     model = recipe.model
     if hardware.device.type != "cpu" or not model.expert_count:
@@ -587,7 +591,7 @@ def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -
 
 def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
     """Call the forecaster and return its result. If it raises an error, show a message and return
-    None: a failed forecast must not end a run.
+    None, because a failed forecast must not end a run.
     """
     try:
         return question()
@@ -598,8 +602,8 @@ def _asked(question: Callable[[], T], tell: Callable[[str], None]) -> T | None:
 
 
 def _record_start(run: Run) -> None:
-    """Append a line for this start to starts.jsonl, or begin a new file if the run has no
-    checkpoint.
+    """Append a line for this start to starts.jsonl. If the run has no checkpoint, begin a new
+    file.
     """
     path = Path(run.folder) / STARTS_NAME
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
@@ -641,8 +645,8 @@ def _add_adapters(
     tell: Callable[[str], None],
 ) -> None:
     """Add the adapters of the `lora` section, if there is one, and set the references of preference
-    pairs. The references come from the starting model: without new adapters, but with adapters that
-    are trained further.
+    pairs. The references are computed with the starting model, which includes adapters that are
+    trained further, but not new ones.
     """
     if first.adapter:
         attach(model, resolved, hardware, first.adapter)
@@ -663,7 +667,7 @@ def _add_adapters(
 
 def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
     """Return the trained parameters and their kinds, keyed by name, in their full shapes. Without
-    LoRA they are on the meta device, because an engine may hold only shards.
+    LoRA, they are on the meta device, because an engine may store only shards of them.
     """
     model: nn.Module = run.program.model
     if run.recipe.lora is None:
@@ -672,7 +676,7 @@ def _trained(run: Run) -> tuple[dict[str, Tensor], dict[str, Kind]]:
 
 
 def _describe_start(run: Run) -> Iterator[str]:
-    """Yield lines that describe the length of the run, and the learning rate and weight decay of
+    """Yield lines that describe the length of the run and the learning rate and weight decay of
     each parameter role.
     """
     schedule = run.schedule
@@ -701,7 +705,7 @@ def _describe_start(run: Run) -> Iterator[str]:
 
 def _machine(hardware: Hardware) -> dict[str, Any]:
     """Return the hardware and software versions as JSON values."""
-    # Not platform.platform(), which starts a subprocess.
+    # platform.platform() is not used, because it starts a subprocess.
     system = os.uname()
     return {
         "device": str(hardware.device),

@@ -1,7 +1,8 @@
-"""Provide the model at the start of a run: a new model, a checkpoint's model or the model of
---init-from.
+"""Provide the model at the start of a run, which is a new model, the model of a checkpoint or the
+model passed with --init-from.
 
-A run with `lora` trains adapters of a frozen base model. Its checkpoints only name the base model.
+A run with `lora` trains adapters of a frozen base model. Its checkpoints contain only the name of
+the base model, not its weights.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from firstlight.weights.loading import (
     nonfinite_tensor,
 )
 
-#: Keys of the `model` section that may change the model of --init-from: they set its positions.
+#: Keys of the `model` section that may change the --init-from model. They configure its positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 
@@ -80,7 +81,7 @@ def with_positions(
     Raises:
         ConfigError: the model does not support these positions.
     """
-    # model_type is ignored, because a section that does not set it has the default.
+    # Ignore model_type, because it has a default value if the section does not set it.
     names = set() if recipe.model is None else _written_keys(recipe.model) - {"model_type"}
     changes = {name: getattr(recipe.model, name) for name in sorted(names)}
     is_same = all(getattr(config, name, None) == value for name, value in changes.items())
@@ -109,7 +110,7 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     """Return the keys, as `model.KEY`, whose values in the recipe differ from those in `config`."""
     if recipe.model is None:
         return []
-    # Only keys that the recipe sets: a default contradicts nothing.
+    # Compare only keys that the recipe sets, because a default is not a contradiction.
     found = changed_keys(recipe.model.model_dump(), config.model_dump())
     given = _written_keys(recipe.model) - ({"vocab_size"} if not recipe.model.vocab_size else set())
     if not given <= _POSITION_KEYS | {"model_type"}:
@@ -120,7 +121,9 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
 
 
 def _written_keys(model: ModelConfig) -> set[str]:
-    """Return the keys that a recipe's `model` section sets, without those derived by validation."""
+    """Return the keys that a recipe's `model` section sets, excluding those derived by
+    validation.
+    """
     usual = type(model).model_validate({"model_type": model.model_type})
     filled = usual.model_fields_set - {"model_type"}
     return {
@@ -131,7 +134,9 @@ def _written_keys(model: ModelConfig) -> set[str]:
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ, sorted. A missing key is treated as None."""
+    """Return the keys whose values differ between two mappings, in sorted order. A missing key is
+    treated as None.
+    """
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
@@ -146,7 +151,7 @@ class ModelIdentity:
 
     Attributes:
         name: the folder or hub id of the model.
-        sha256: hash of the model's weights, see `base_identity`.
+        sha256: hash of the model's weights; see `base_identity`.
     """
 
     name: str
@@ -158,8 +163,9 @@ class LoraBase(ModelIdentity):
     """Base model of a run with `lora`.
 
     Attributes:
-        lora: the `lora` section if the starting model provided or completed it (an adapter that is
-            trained further, or new tokens); None to use the recipe's section.
+        lora: the `lora` section of the run, if it differs from the recipe's section because an
+            adapter is trained further or because tokens were added; None to use the recipe's
+            section.
     """
 
     lora: dict[str, Any] | None = None
@@ -171,11 +177,11 @@ class FirstModel:
 
     Attributes:
         config: config of the trained model.
-        model: the model with the weights of --init-from, or the base model of a resumed run with
-            `lora`; None if `new_model` creates it.
-        identity: identity of the model from which a new run on preference pairs started; otherwise
-            None.
-        base: the base model of a run with `lora`; otherwise None.
+        model: the --init-from model with its weights, or the base model of a resumed run with
+            `lora`; None if `new_model` creates the model.
+        identity: identity of the starting model of a new run on preference pairs; None for other
+            runs.
+        base: the base model of a run with `lora`; None for other runs.
         adapter: values of the --init-from adapter that is trained further; empty for new adapters.
         generation: content of the model's generation_config.json.
     """
@@ -188,7 +194,7 @@ class FirstModel:
     generation: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """Return the recipe, with the `lora` section of `base` if `base` has one."""
+        """Return the recipe. If `base` has a `lora` section, it replaces the recipe's section."""
         if self.base is None or self.base.lora is None:
             return recipe
         return recipe.model_copy(update={"lora": LoraConfig.model_validate(self.base.lora)})
@@ -205,8 +211,8 @@ def first_model(
     engine: Engine,
     tell: Callable[[str], None],
 ) -> FirstModel:
-    """Return the model at the start of a run, as far as it can be known before the recipe is
-    resolved.
+    """Return the model at the start of a run. A new model has only a config, because its weights
+    depend on the resolved recipe.
 
     Args:
         recipe, engine: recipe and engine of the run.
@@ -255,7 +261,7 @@ def first_model(
             recipe, tokenizer, folder, init_from, new_rows=new_rows, pairs=pairs, tell=tell
         )
         identity, base = None, None
-        # Hashed here, so that the hash belongs to the files that were read.
+        # Compute the hash here, so that it matches the files that were read.
         if pairs:
             identity = ModelIdentity(base_name(init_from, folder), base_identity(folder))
         if recipe.lora is not None:
@@ -278,25 +284,25 @@ def first_model(
 
 
 def new_model(recipe: ResolvedRecipe, engine: Engine, *, has_weights: bool) -> Model:
-    """Create the model of a resolved recipe, with new weights.
+    """Create the model of a resolved recipe.
 
     Args:
         recipe: recipe of the run.
         engine: engine of the run.
-        has_weights: True if a checkpoint provides the weights, so that they need not be
+        has_weights: True if the weights are loaded from a checkpoint and do not have to be
             initialised.
     """
     multiple = recipe.efficiency.vocab_multiple
     if has_weights:
         return engine.new_model(recipe.model, multiple)
-    # Generated on the CPU, so that the initial weights are the same on all devices.
+    # Generate random numbers on the CPU, so that the initial weights are the same on all devices.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     return engine.new_model(recipe.model, multiple, generator=generator, init=recipe.init)
 
 
 def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T]) -> T:
-    """Read the model to start from. All processes read the checkpoint that is newest from the main
-    process's view, and fail if it is deleted.
+    """Read the model to start from. All processes read the checkpoint that the main process
+    considers the newest, and fail if that checkpoint is deleted.
 
     Args:
         init_from: see `train`.
@@ -307,7 +313,7 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
         return read_model_folder(init_from, read)
 
     def found() -> str | None:
-        # Only for local folders: each machine caches hub models separately.
+        # Share the path only for local folders, because each machine caches hub models separately.
         is_here = Path(init_from).expanduser().is_dir()
         return str(resolve_model_folder(init_from)) if is_here else None
 
@@ -318,8 +324,8 @@ def read_start(init_from: str | Path, engine: Engine, read: Callable[[Path], T])
 
 
 def resumed_base(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -> FirstModel:
-    """Load the base model of a resumed run, with its weights. If the starting model provided the
-    run's `lora` section, only dropout and quantisation are read from the recipe's section.
+    """Load the base model of a resumed run, with its weights. If the run has a saved `lora`
+    section, only dropout and quantisation are read from the recipe's section.
 
     Raises:
         CheckpointError: the run had no `lora` section, or its base model is missing or has changed.
@@ -366,21 +372,21 @@ def attach(
     hardware: Hardware,
     values: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Add the adapters of the recipe's `lora` section to the model, and freeze its other weights.
-    Do nothing if there is no such section.
+    """Add the adapters of the recipe's `lora` section to the model, and freeze all other weights.
+    Without such a section, do nothing.
 
-    Frozen matrices are stored in the dtype of the matrix products; with precision bf16_params, so
-    are the other frozen weights.
+    Frozen matrices are stored in the dtype of the matrix products. With precision bf16_params, the
+    other frozen weights are stored in this dtype too.
 
     Args:
-        model: the model; changed in place.
+        model: the model, which is changed in place.
         recipe: recipe of the run.
         hardware: the device that the model will be moved to.
         values: values of the adapters, see `fill_adapter`; empty for new adapters.
 
     Raises:
-        ConfigError: a target can't be adapted, or 4-bit weights don't work on this machine.
-        MissingDependencyError: 4-bit weights need bitsandbytes.
+        ConfigError: a target can't be adapted, or 4-bit weights are not supported on this machine.
+        MissingDependencyError: bitsandbytes, which 4-bit weights require, is not installed.
     """
     if recipe.lora is None:
         return
@@ -392,14 +398,15 @@ def attach(
         "fp8": torch.bfloat16,
         "fp16": torch.float16,
     }.get(recipe.efficiency.precision)
-    # A separate generator, so that the adapters do not depend on earlier random numbers.
+    # Use a separate generator, so that the adapters do not depend on earlier random numbers.
     generator = torch.Generator().manual_seed(recipe.run.seed)
     add_lora(model, recipe.lora, generator, frozen_dtype=frozen)
     if values:
         fill_adapter(model, values, "the adapter of --init-from")
     if recipe.efficiency.precision == "bf16_params":
-        # Cast here and not in the program: while the model is moved, an fp32 embedding and head
-        # would take more device memory than training the 4-bit weights needs.
+        # Cast here rather than in the training program. Otherwise, an fp32 embedding and head would
+        # be moved to the device first, where they would take more memory than training with 4-bit
+        # weights.
         model.cast(torch.bfloat16, frozen=True)
 
 
@@ -431,20 +438,20 @@ def _require_memory(config: ModelConfig, share: float) -> None:
 
     Args:
         config: config of the model.
-        share: fraction of the model that this machine's processes hold together.
+        share: fraction of the model that is stored by the processes of this machine together.
 
     Raises:
-        ConfigError: the weights are larger than the memory, or than torch can represent.
+        ConfigError: the weights do not fit in memory, or their sizes exceed the limits of torch.
     """
-    # Checked before the model is created: the system may kill a process that allocates too much,
-    # without an error message.
+    # Check this before creating the model, because the system may kill a process that allocates too
+    # much memory without an error message.
     memory = psutil.virtual_memory().total
     try:
         needed = 4 * sum(parameter.numel() for parameter in meta_model(config).parameters())
     # torch raises these errors for sizes that exceed 64 bits.
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ConfigError(f"model: these sizes are impossible: {error}; lower them") from error
-    # With pipeline stages, this machine's processes hold only a fraction of the model.
+    # With pipeline stages, the processes of this machine store only a fraction of the model.
     needed = int(needed * share)
     if needed > memory:
         raise ConfigError(
@@ -468,7 +475,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
     config = read_config(newest)
     multiple = saved_vocab_multiple(newest, state)
     try:
-        # The manifest proves that the files are unchanged, but not that they are consistent.
+        # The manifest verifies that the files are unchanged, but not that they match each other.
         if is_sharded_checkpoint(newest):
             fitting_model(config, newest, multiple)
         else:
@@ -485,7 +492,7 @@ def _resumed_config(recipe: Recipe, newest: Path, tell: Callable[[str], None]) -
             "again"
         )
     names = contradictions(recipe, config)
-    # A run that began with --init-from has that model's config, regardless of the recipe.
+    # A run that started from --init-from uses the config of that model, regardless of the recipe.
     if names and started_from is None:
         raise CheckpointError(
             f"{newest} can't be resumed with another model: {', '.join(names)} changed: set the "
@@ -506,9 +513,9 @@ def _starting_model(
     pairs: bool,
     tell: Callable[[str], None],
 ) -> tuple[LoadedModel, LoraConfig | None]:
-    """Return the --init-from model in `folder`, with new rows for tokens that only the data's
-    tokenizer has, and the run's `lora` section. With `lora`, an adapter in `folder` is kept
-    separate from its base model and provides the section.
+    """Return the --init-from model in `folder` and the `lora` section of the run. The model gets
+    new rows for tokens that only the data's tokenizer has. With `lora`, an adapter in `folder` is
+    not merged into its base model, and the section is taken from the adapter.
 
     Raises:
         ConfigError, DataError, ModelError: the model, tokenizer and recipe do not match.
@@ -549,7 +556,7 @@ def _starting_model(
                 "convert "
                 f"{init_from} --to hf --out DIR`, and start from DIR"
             )
-        # A tokenizer may have tokens for which its model lacks rows.
+        # A tokenizer may have more tokens than its model has rows.
         before = min(old.vocab_size, loaded.model.config.vocab_size)
         copied_from = _copied_token(new_rows, old)
         if copied_from is not None and copied_from >= before:
@@ -577,8 +584,8 @@ def _continued(
     recipe's dropout and quantization.
 
     Raises:
-        ConfigError: without the embedding tables that it includes, the adapter does not fit the
-            base model.
+        ConfigError: the adapter's files replace an embedding or head of the base model that is not
+            trained.
     """
     if adapter.changes_base:
         raise ConfigError(
@@ -592,13 +599,17 @@ def _continued(
 
 
 def continued_lora(lora: LoraConfig, found: LoraConfig, tell: Callable[[str], None]) -> LoraConfig:
-    """Return the settings of an existing adapter with the dropout and quantisation that the
-    recipe's `lora` section sets. The section's other keys that differ are named in a warning."""
+    """Return the settings of an existing adapter, with dropout and quantisation from the recipe's
+    `lora` section if it sets them. If other keys of the section differ from the adapter's, show a
+    warning that names them.
+    """
     own = {key: getattr(lora, key) for key in {"dropout", "quantize"} & lora.model_fields_set}
     found = found.model_copy(update=own)
     others = [k for k in sorted(lora.model_fields_set) if getattr(lora, k) != getattr(found, k)]
     if _token_ids(lora) <= _token_ids(found):
-        # Rows may have been added when the run started, and files name their tables in full.
+        # If the adapter covers all of the recipe's tokens, this key is not reported. It may differ
+        # because tokens were added when the run started, or because adapter files contain full
+        # table names.
         others = [key for key in others if key != "trainable_token_indices"]
     if others:
         tell(f"warning: ignored: {', '.join(f'lora.{key}' for key in others)}")

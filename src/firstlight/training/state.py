@@ -1,4 +1,4 @@
-"""Save and restore the state of a run in its checkpoints, so that a resumed run equals an
+"""Save and restore the state of a run in its checkpoints, so that a resumed run is identical to an
 uninterrupted one.
 """
 
@@ -32,10 +32,12 @@ _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """Return the states of torch's random generators, which dropout uses: uint8 [n] per device."""
+    """Return the states of torch's random generators, which are used for dropout, as uint8 [n] for
+    each device.
+    """
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
-    # Only if CUDA is in use: reading a state would otherwise create a CUDA context of hundreds of
-    # MB.
+    # Read the states of GPUs only if CUDA is already in use, because reading a state would create a
+    # CUDA context of hundreds of MB.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states |= {f"{RNG_PREFIX}cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     return states
@@ -55,11 +57,12 @@ def restore_torch_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def states_of_ranks(engine: Engine) -> dict[str, Tensor]:
-    """Return `torch_random_states` of every `engine.rank`. This is a collective operation.
+    """Return the results of `torch_random_states` for all ranks (`engine.rank`). This is a
+    collective operation.
 
-    Rank 0 uses the names of `torch_random_states`; other ranks include the rank in the name.
-    Processes that share the same sequences (tensor parallelism, pipeline stages) share one rank and
-    have the same states.
+    The states of rank 0 have the names used by `torch_random_states`. The names of other states
+    include the rank. Processes that share the same sequences (tensor parallelism, pipeline stages)
+    share one rank and have the same states.
     """
     own = torch_random_states()
     if engine.size == 1:
@@ -94,7 +97,7 @@ def _rank_name(name: str, rank: int) -> str:
 
 def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, step: int) -> None:
     """Restore the states of this rank's torch generators. If a run is resumed with more processes,
-    a rank without a saved state gets a new seed.
+    a rank without a saved state seeds its generators instead.
 
     Args:
         states: the checkpoint's tensors, see `states_of_ranks`.
@@ -109,15 +112,16 @@ def restore_own_states(states: Mapping[str, Tensor], program: TrainingProgram, s
         if name.startswith(prefix) and not name.removeprefix(prefix).startswith("rank")
     }
     if rank and f"{RNG_PREFIX}cpu" not in own:
-        # The seed depends on the step, so that the numbers of earlier steps are not drawn again.
+        # The seed depends on the step, so that the random numbers of earlier steps are not
+        # repeated.
         torch.manual_seed(program.recipe.run.seed + rank + (step << 32))
         return
     restore_torch_random_states(own)
 
 
 def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the states of Python's and numpy's global generators. Training does not draw from
-    them, but `on_step` may.
+    """Return the states of Python's and numpy's global generators. Training does not use them, but
+    `on_step` may.
 
     Returns:
         (words of the states as int64 tensors, the rest of the states as JSON values).
@@ -127,7 +131,7 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # otherwise the user has set a different generator
+    if numpy["bit_generator"] == "MT19937":  # otherwise, the user has set a different generator
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {
@@ -151,17 +155,18 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
     if "python" in rest:
         python = tuple(words[f"{RNG_PREFIX}python"].tolist())
         found = rest["python"]
-        # Checked here, since Python would raise an error only when a number is drawn.
+        # Check the value here, because Python would raise an error only when a number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        # An all-zero state yields zeros forever. The last entry is a position, not a word.
+        # A generator with an all-zero state returns only zeros. The last entry is a position, not a
+        # word of the state.
         if not any(python[:-1]):
             raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))
     if "numpy" in rest:
         keys = words[f"{RNG_PREFIX}numpy"]
         found = rest["numpy"]
-        # With an all-zero state numpy can loop forever, and with a wrong position it reads out of
+        # With an all-zero state, numpy can loop forever. With an invalid position, it reads out of
         # bounds.
         if len(keys) != _NUMPY_WORDS or (keys >> 32).any() or not keys.any():
             raise ValueError(f"numpy's state is not {_NUMPY_WORDS} words of 32 bits")
@@ -171,9 +176,9 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *legacy))
 
 
-#: Largest count in a valid trainer state: floats represent every integer up to it.
+#: Largest count in a valid trainer state, up to which floats represent every integer exactly.
 _MOST_COUNTED = 2**53
-#: Numeric keys that every step's metrics have, in all versions.
+#: Numeric keys that the metrics of every step contain in all versions.
 _RECORDED = ("learning_rate", "tokens_per_second", "memory_bytes")
 
 
@@ -187,13 +192,14 @@ class TrainState:
         rows_seen: number of data rows used so far, including those of rolled-back steps.
         skipped: True if the last step was skipped.
         skipped_steps: number of skipped steps so far.
-        micro_batch_rows: reduced micro-batch size after memory ran out, smaller than the recipe's;
-            0 to use the recipe's.
-        val_loss: validation loss after this step; None if it was not measured.
-        best_val_loss: lowest validation loss after a step so far; None before the first.
-        pending: this step's metrics until they are complete and written, for example before an
-            evaluation; otherwise None.
-        events: lines of events.jsonl in order: divergences, rollbacks, out-of-memory events.
+        micro_batch_rows: micro-batch size in rows, reduced after memory ran out; 0 to use the
+            recipe's value.
+        val_loss: validation loss after the last step; None if it was not measured.
+        best_val_loss: lowest validation loss measured after any step; None before the first one.
+        pending: metrics of the last step while they are incomplete, for example before its
+            evaluation; None after they are written.
+        events: lines of events.jsonl in order, such as divergences, rollbacks and out-of-memory
+            events.
     """
 
     step: int = 0
@@ -216,7 +222,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         CheckpointError: the checkpoint does not match the model or optimizer, or is incomplete.
     """
     state = _saved_state(checkpoint.trainer_state)
-    # If every step so far was skipped, no moments exist yet.
+    # If all steps were skipped, there are no moments yet.
     has_moments = state.skipped_steps < state.step
     folder = checkpoint.sharded_folder
     if folder is None:
@@ -249,7 +255,7 @@ def restore(checkpoint: Checkpoint, program: TrainingProgram) -> TrainState:
         raise CheckpointError(
             f"the checkpoint's random-number states are damaged: {error}".splitlines()[0]
         ) from error
-    # Only checkpoints of fp16 runs have a loss scale.
+    # Only checkpoints of fp16 runs contain a loss scale.
     if program.scaler is not None and saved.get("loss_scale") is not None:
         program.scaler.load_state_dict(saved["loss_scale"])
     return state
@@ -262,7 +268,7 @@ def _restore_tensors(
     elsewhere = program.engine.absent_parameters(program.model)
     if program.recipe.lora is not None:
         try:
-            # Modules that are fully trained may have master weights.
+            # Fully trained modules may have master weights.
             with (
                 program.optimizer.master_weights(changed=True),
                 full_parameters(program.model, changed=True),
@@ -278,7 +284,7 @@ def _restore_tensors(
         for name, tensor in checkpoint.optimizer.items()
         if name not in randoms and name.rpartition(".")[0] not in elsewhere
     }
-    # If the checkpoint has no moments and none are expected, the optimizer's state stays empty.
+    # If the checkpoint has no moments and none are expected, the optimizer's state remains empty.
     if moments or has_moments:
         program.optimizer.load_state_tensors(moments)
     return randoms
@@ -288,7 +294,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
     """Return the run's state, read from a checkpoint's trainer state.
 
     Raises:
-        CheckpointError: a key is missing, or a value is impossible.
+        CheckpointError: a key is missing, or a value is invalid.
     """
     try:
         state = TrainState(
@@ -309,7 +315,7 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
         raise CheckpointError(f"trainer_state.json is damaged: {error}") from error
     for name in ("step", "tokens_seen", "rows_seen", "skipped_steps", "micro_batch_rows"):
         count = getattr(state, name)
-        # Not isinstance, which would accept JSON's true as an int.
+        # isinstance is not used, because it would accept JSON's true as an int.
         if type(count) is not int or not 0 <= count <= _MOST_COUNTED:
             raise CheckpointError(f"trainer_state.json is damaged: {name} is {count!r:.100}")
     if state.skipped_steps > state.step:
@@ -331,13 +337,13 @@ def _saved_state(saved: Mapping[str, Any]) -> TrainState:
 
 
 def _is_event(line: Any) -> bool:
-    """Return True if a value is a line of events.jsonl, with the keys that readers need."""
+    """Return True if a value is a line of events.jsonl with all keys that readers require."""
     is_named = isinstance(line, dict) and isinstance(line.get("event"), str)
     return is_named and type(line.get("step")) is int
 
 
 def _is_record(pending: Any, step: int) -> bool:
-    """Return True if a value contains the metrics of `step`, with the keys that readers need."""
+    """Return True if a value contains the metrics of `step` with all keys that readers require."""
     return (
         isinstance(pending, dict)
         and pending.get("step") == step
@@ -351,7 +357,7 @@ def _is_record(pending: Any, step: int) -> bool:
 
 
 def set_weights(program: TrainingProgram, weights: Mapping[str, Tensor]) -> None:
-    """Set the weights and master weights of a program's model to those of a checkpoint.
+    """Copy weights from a checkpoint into the parameters and master weights of a program's model.
 
     Args:
         program: the program.

@@ -1,4 +1,4 @@
-"""One optimizer step, for any loss function, optimizer and number of micro-batches."""
+"""A single optimizer step for any loss function, optimizer and number of micro-batches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from firstlight.training.guard import DivergedError, LossScaler
 
 
 class MicroBatchTooLargeError(MemoryError):
-    """Raised when memory runs out before the update. Parameters and moments are unchanged, and
-    gradients are freed.
+    """Raised when memory runs out before the update. Parameters and moments are unchanged, and the
+    gradients have been freed.
     """
 
 
@@ -29,13 +29,13 @@ class StepResult:
     """Measurements of one step.
 
     Attributes:
-        loss: mean loss before the update, over the step's valid tokens (cross-entropy in nats) or
-            preference pairs. For models with experts, it includes the load-balancing loss times its
-            coefficient.
+        loss: mean loss before the update over the step's valid tokens (cross-entropy in nats) or
+            preference pairs. For models with experts, the load-balancing loss times its coefficient
+            is included.
         grad_norm: L2 norm of the gradient before clipping.
         tokens: number of valid tokens in all processes.
-        skipped: True if the step was rejected or scaled gradients overflowed; parameters and
-            moments are then unchanged.
+        skipped: True if the step was rejected or the scaled gradients overflowed. In this case,
+            parameters and moments are unchanged.
     """
 
     loss: float
@@ -46,7 +46,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes over the micro-batches of one step, not clipped and not applied.
+    """Result of the forward and backward passes over the micro-batches of one step, before gradient
+    clipping and the update.
 
     Attributes:
         loss_sum: summed loss, [], on the device.
@@ -84,24 +85,26 @@ def train_step(
         optimizer: the optimizer.
         batches: this process's micro-batches, each `[micro_batch, seq_len]`, on the device.
         scaler: the fp16 loss scaler, or None to leave the loss unscaled.
-        accepts: called with the loss and gradient norm before the update; the update is skipped if
-            it returns False. Not called for a step that the scaler skips.
-        engine: the engine that connects several processes, all of which get the same result; None
-            for a single process.
+        accepts: called with the loss and gradient norm before the update. If it returns False, the
+            update is skipped. It is not called for a step that the scaler skips.
+        engine: the engine that connects several processes; None for a single process. All processes
+            get the same result.
         skips_only_infinite: True if `accepts` returns True for every finite step. A GPU then
             applies the update while the host waits for the loss and gradient norm, and `accepts` is
             called afterwards.
-        passes: passes over the batches that have already been run; None runs them.
-        run_ahead: called when a GPU has been given the whole step, before the host waits for its
-            loss. It may run the passes of the next step, and returns True if it has.
+        passes: result of the passes over the batches if they have already been run; None to run
+            them.
+        run_ahead: called after all work of the step has been submitted to a GPU and before the host
+            waits for the loss. It may run the passes of the next step, and returns True if it did.
 
     Raises:
         DivergedError: the loss or gradient is not finite, and neither `scaler` nor `accepts` can
-            skip the step. Parameters are unchanged, except by updates in the backward pass.
-        MicroBatchTooLargeError: memory ran out in a forward or backward pass; the step can be
+            skip the step. Parameters are unchanged, unless the backward pass updates them.
+        MicroBatchTooLargeError: memory ran out in a forward or backward pass. The step can be
             repeated with smaller micro-batches. If the backward pass updates parameters, the
             original error is raised instead.
-        TrainingError: the global batch has no labels, or memory ran out while other processes wait.
+        TrainingError: the global batch has no labels, or memory ran out in one of several
+            processes.
     """
     engine = engine or one_process()
     if passes is None:
@@ -120,7 +123,7 @@ def train_step(
         is_ahead = False
         if is_begun:
             numbers = torch.stack((loss.double(), norm.double()))
-            # The same test as in `_update`, on the GPU.
+            # The same check as in `_update`, but on the GPU.
             optimizer.step(found_inf=(~numbers.isfinite().all()).float())
             read = numbers.tolist if run_ahead is None else download(numbers)
             is_ahead = run_ahead is not None and run_ahead()
@@ -129,8 +132,8 @@ def train_step(
             mean, length = float(loss), float(norm)
         result = StepResult(mean, length, passes.tokens)
         return _update(optimizer, result, scaler, accepts, is_begun=is_begun, is_ahead=is_ahead)
-    # Outside the except block, because the error's traceback keeps the tensors of the passes in
-    # memory.
+    # Raise the error outside the except block, where the traceback would keep the tensors of the
+    # passes in memory.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 
@@ -142,8 +145,9 @@ def run_passes(
     scaler: LossScaler | None,
     engine: Engine,
 ) -> Passes:
-    """Run the forward and backward passes of one step. For arguments and errors see `train_step`.
-    Gradients of an earlier step are dropped."""
+    """Run the forward and backward passes of one step. Gradients of an earlier step are discarded.
+    For arguments and errors, see `train_step`.
+    """
     batches = list(batches)
     counts = engine.sums(
         sum(batch.num_valid for batch in batches), sum(batch.num_terms for batch in batches)
@@ -165,14 +169,14 @@ def run_passes(
                 scaled = loss * engine.loss_factor / (terms / scale)
                 engine.backward(scaled)
             optimizer.accumulate()
-            # Cloned, because CUDA graphs write the next loss to the same memory.
+            # Clone the loss, because CUDA graphs write the next loss to the same memory.
             total = loss.detach().clone() if total is None else total + loss.detach()
-            del loss, scaled  # frees the graph before the next pass or the update
+            del loss, scaled  # free the graph before the next pass or the update
         assert total is not None
         return Passes(total, tokens, terms, scale)
     except (RuntimeError, MemoryError) as error:
         problem = _repeatable_problem(error, optimizer, engine)
-    # Outside the except block, as in `train_step`.
+    # Raise the error outside the except block, as in `train_step`.
     optimizer.zero_grad()
     raise MicroBatchTooLargeError(problem)
 
@@ -186,16 +190,18 @@ def _update(
     is_begun: bool = False,
     is_ahead: bool = False,
 ) -> StepResult:
-    """Apply the update if loss and gradient norm are accepted; return `result` with `skipped` set.
-    See `train_step`.
+    """Apply the update if the loss and gradient norm are accepted. Return `result` with `skipped`
+    set. See `train_step`.
 
     Args:
-        is_begun: True if the update is already applied, unless loss or norm is not finite.
-        is_ahead: True if the gradients are already those of the next step, which are kept.
+        is_begun: True if the update has already been submitted to a GPU, which applies it unless
+            the loss or norm is not finite.
+        is_ahead: True if the gradients already belong to the next step and must be kept.
     """
-    # inf - inf and 0 * inf are NaN: one comparison finds every non-finite value.
+    # The sum of the absolute values is infinite or NaN if either value is not finite, so a single
+    # comparison covers all cases.
     finite = abs(result.loss) + abs(result.grad_norm) < math.inf
-    # An overflow of scaled gradients is caused by the loss scale, so the guard ignores it.
+    # The loss scale causes overflows of scaled gradients, so they are not passed to the guard.
     if scaler is not None and not finite:
         accepted = False
     else:
@@ -219,10 +225,12 @@ def _update(
 
 
 def _repeatable_problem(error: Exception, optimizer: Optimizer, engine: Engine) -> str:
-    """Return the message of an out-of-memory error after which the step can be repeated; raise any
-    other error."""
-    # With updates in the backward pass, some may have been applied. With several processes, others
-    # may be waiting for this one's gradients. In both cases the step can't be repeated.
+    """Return the message of an out-of-memory error if the step can be repeated. Raise any other
+    error.
+    """
+    # If the backward pass updates parameters, some updates may have been applied. With several
+    # processes, others may be waiting for the gradients of this process. In both cases, the step
+    # can't be repeated.
     if optimizer.in_backward or not is_out_of_memory(error):
         raise error
     if not engine.can_repeat_step:

@@ -1,9 +1,9 @@
-"""Runs with a time budget in minutes: the number of steps is derived from the duration of steps,
+"""Runs with a time budget in minutes, whose number of steps is derived from the durations of steps,
 evaluations and saves.
 
 The number of steps is predicted at the start, decided when the learning rate begins to depend on
-it, and corrected if the speed changes afterwards. A decision is written to disk before a learning
-rate depends on it, so that a resumed run has the same number of steps.
+it, and corrected if the speed changes afterwards. The decided number is written to disk before a
+learning rate depends on it, so that a resumed run has the same number of steps.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop other than steps that take time: the first generated text of a
-#: process, two more texts of `PROBE_TOKENS` tokens, a file of `PROBE_BYTES`, sample texts, loss
-#: evaluations, task evaluations, saves.
+#: Timed parts of the training loop other than steps: generating the first text of a process and two
+#: more texts of `PROBE_TOKENS` tokens, writing a file of `PROBE_BYTES`, sample texts, loss
+#: evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
 
-#: Guesses for quantities that have not been measured yet: duration of a sequence in an evaluation
-#: as a fraction of its duration in a step, and bytes of a checkpoint written and verified per
-#: second.
+#: Estimates used before measurements exist: the duration of a sequence in an evaluation as a
+#: fraction of its duration in a step, and the bytes of a checkpoint that are written and verified
+#: per second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
 #: Lengths in tokens of the two texts from which the duration of the first sample texts is
-#: predicted. Two lengths are needed because each text has a fixed cost: the weights are copied for
-#: it.
+#: predicted. Two lengths are needed to separate the time per token from the fixed cost of each
+#: text, for which the weights are copied.
 PROBE_TOKENS = (1, 9)
 
 #: Size in bytes of the file from which the duration of the first checkpoint is predicted.
@@ -61,7 +61,8 @@ PROBE_BYTES = 1 << 26
 
 
 def sampled_token_seconds(token_seconds: float) -> float:
-    """Guess the seconds per generated token; generating a token reads all weights.
+    """Estimate the seconds per generated token, before any text has been generated. Generating a
+    token requires reading all weights.
 
     Args:
         token_seconds: seconds per token in a training step.
@@ -69,9 +70,10 @@ def sampled_token_seconds(token_seconds: float) -> float:
     return max(0.005, 10 * token_seconds)
 
 
-#: A run with a time budget saves a checkpoint after this fraction of its time, and at least this
-#: often in seconds, even if `checkpoint.every_steps` is larger: a number of steps takes more or
-#: less time than planned. If saves are slow, they take at most SAVE_SHARE of the time.
+#: Maximum time between two checkpoints of a run with a time budget, as a fraction of the budget and
+#: in seconds. The smaller value applies. The limit bounds the lost work even if
+#: `checkpoint.every_steps` steps take longer than planned. If saves are slow, the interval is
+#: increased so that they take at most SAVE_SHARE of the time.
 LOST_SHARE, MOST_LOST_SECONDS = 1 / 6, 600.0
 SAVE_SHARE = 0.05
 
@@ -86,24 +88,26 @@ def save_interval(seconds: float, save_seconds: float) -> float:
     return max(min(LOST_SHARE * seconds, MOST_LOST_SECONDS), save_seconds / SAVE_SHARE)
 
 
-#: Number of slow steps at the start of a process: they allocate memory and compile. Later steps are
-#: called settled steps.
+#: Number of steps at the start of a process that are slower because they allocate memory and
+#: compile. Later steps are called settled steps.
 _SLOW_STEPS = 2
 
-#: Number of settled steps whose times are remembered.
+#: Maximum number of settled steps whose times are stored.
 _MOST_STEPS = 10_000
 
 
 class LoopTimes:
-    """Durations in this process of the training loop's steps and of its other parts.
+    """Durations of the steps and other parts of the training loop, measured in this process.
 
     Args:
         clock: monotonic clock in seconds.
 
     Attributes:
-        steps: (sequences, seconds) of the latest settled steps, including waits for data and logs.
-        slow_steps: (sequences, seconds) of the first steps, including waits for data and logs.
-        settled_steps: number of all settled steps.
+        steps: (sequences, seconds) of each of the latest settled steps, including waits for data
+            and logs.
+        slow_steps: (sequences, seconds) of each of the first steps, including waits for data and
+            logs.
+        settled_steps: total number of settled steps.
         settled_seconds: total seconds of all settled steps.
         seconds: seconds of the last occurrence of each part; parts that have not occurred are
             absent.
@@ -129,9 +133,9 @@ class LoopTimes:
 
     @property
     def compile_seconds(self) -> float:
-        """Difference in seconds between the duration of the first steps and of the same number of
-        settled steps. At least one settled step is required. In a compiled run, this is the compile
-        time.
+        """Difference in seconds between the durations of the first steps and of the same number of
+        settled steps. For a compiled run, this is the compile time. At least one settled step is
+        required.
         """
         each = statistics.median(seconds / sequences for sequences, seconds in self.steps)
         return sum(max(seconds - each * sequences, 0.0) for sequences, seconds in self.slow_steps)
@@ -142,10 +146,12 @@ class LoopTimes:
         if self._begun is None:
             self._begun = now
         if self._sequences:
-            # Measured from one beginning to the next. This includes waits for data and logs, but
-            # not the other parts, which are timed separately.
+            # Measure from the beginning of one step to the beginning of the next. This includes
+            # waits for data and logs, but not the other parts of the loop, which are timed
+            # separately.
             seconds = now - self._step_began - self._apart
-            # The first steps compile, allocate memory and read files that are not cached yet.
+            # The first steps compile, allocate memory and read files that the system has not cached
+            # yet.
             if len(self.slow_steps) < _SLOW_STEPS:
                 self.slow_steps.append((self._sequences, seconds))
             else:
@@ -157,49 +163,56 @@ class LoopTimes:
         self._sequences = 0
 
     def count(self, sequences: int) -> None:
-        """Set the number of sequences of the current step, which makes the step count."""
+        """Set the number of sequences in the current step. A step without this call is not
+        timed.
+        """
         self._sequences = sequences
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Time work that is not part of a step and is measured separately."""
+        """Measure the duration of a part of the loop, which is excluded from the step's
+        duration.
+        """
         began = self._clock()
         try:
             yield
         finally:  # an evaluation may end in a rollback, after which the run continues
             taken = self._clock() - began
             self._apart += taken
-        # Not reached by interrupted work, whose duration does not predict the next one.
+        # Not reached if the work was interrupted, because its duration does not predict the next
+        # one.
         self.seconds[name] = taken
 
 
-#: Maximum seconds in a line of a log, about a thousand years; a larger number indicates damage.
+#: Maximum plausible seconds in a line of a log, about a thousand years. A larger number indicates a
+#: damaged line.
 _MOST_SECONDS = 3e10
 
-#: Minimum number of settled steps before a decision, and minimum duration of these steps in
-#: seconds. In short runs, the minimum duration is a fraction of the run's duration.
+#: Minimum number of settled steps before the number of steps is decided, and minimum total duration
+#: of these steps in seconds. In short runs, the minimum duration is a fraction of the time budget.
 _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: Fraction of the remaining time after which fewer settled steps are enough, for runs with a few
-#: slow steps.
+#: Fraction of the remaining time after which fewer settled steps are sufficient, for runs that
+#: consist of a few long steps.
 _ENOUGH_SHARE = 0.2
 
-#: Fraction of the run's step limit (`max_steps`, `epochs`) after which its length may be decided
-#: even if the steps were too fast to reach the minimum numbers above. Such a run ends at its step
-#: limit, long before its time is up.
+#: Fraction of the run's step limit (`max_steps`, `epochs`) after which the number of steps may be
+#: decided even if the steps were too fast to reach the minimums above. Such a run ends at its step
+#: limit, long before its time is used up.
 _QUICK_SHARE = 0.2
 
-#: Number of times per run at which the number of steps is predicted, to see whether it must be
+#: Number of times per run at which the number of steps is predicted to check whether it must be
 #: decided.
 _CHECKS = 500
 
 #: Fraction of the remaining steps after which a decided number of steps is checked again, and
-#: fraction of the run's time by which the run may miss its end without a correction. In a
-#: simulation, machines that became three times slower or faster during the decay missed the end by
-#: 2%. With checks after half of the steps, they missed it by 20%. With checks after an eighth of
-#: the steps, the number was corrected up to twice as often.
+#: fraction of the time budget by which the predicted end of the run may differ from the budget
+#: without a correction. In simulations of machines that became three times slower or faster during
+#: the decay, runs missed the budget by 2%. With checks after half of the remaining steps, they
+#: missed it by 20%. With checks after an eighth of them, the number of steps was corrected up to
+#: twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 
@@ -209,12 +222,12 @@ _LONGEST = 2**40
 
 @dataclass(frozen=True)
 class Periodic:
-    """Work that a run repeats, such as evaluations or saves.
+    """Work that is repeated during a run, such as evaluations or saves.
 
     Attributes:
-        every_steps: number of steps between occurrences; 0 if it occurs only at the end.
-        seconds: duration of each occurrence before the end of the run, in seconds.
-        last_seconds: duration of the occurrence after the last step, in seconds.
+        every_steps: number of steps between occurrences; 0 if the work is done only at the end.
+        seconds: duration in seconds of each occurrence before the end of the run.
+        last_seconds: duration in seconds of the occurrence after the last step.
     """
 
     every_steps: int
@@ -238,8 +251,8 @@ def steps_in_time(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> int:
-    """Return the largest number of steps, at least 1, that fit into a given time, including
-    evaluations and saves between and after them.
+    """Return the largest number of steps that fit into a given time, including the evaluations and
+    saves between and after them. The result is at least 1.
 
     Args:
         seconds: available time in seconds.
@@ -263,8 +276,8 @@ def seconds_of_steps(
     batch: BatchSchedule,
     periodic: Sequence[Periodic],
 ) -> float:
-    """Return the seconds of the `steps` steps that follow `step`, including evaluations and saves
-    between and after them. For the other arguments see `steps_in_time`.
+    """Return the duration in seconds of the `steps` steps that follow `step`, including the
+    evaluations and saves between and after them. For the other arguments, see `steps_in_time`.
     """
     training = sequence_seconds * (batch.before(step + steps) - batch.before(step))
     return training + sum(one.total(step, steps) for one in periodic)
@@ -273,12 +286,12 @@ def seconds_of_steps(
 def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> float:
     """Return the mean seconds per sequence in a step, over the last steps.
 
-    The mean covers half of the time to be predicted, but at most half of the time so far. It
-    therefore adapts quickly to a machine that has become slower, and excludes the start of a run,
-    when processors are still cool and fast.
+    The mean covers a period half as long as the time to be predicted, but at most half of the time
+    so far. The mean therefore adapts quickly if a machine becomes slower, and excludes the start of
+    a run, when processors are still cool and fast.
 
-    A step longer than twice the median is counted as twice the median, because a machine that
-    stalled once is not expected to stall again.
+    The duration of a step is limited to twice the median, because a machine that stalled once is
+    not expected to stall again.
 
     Args:
         steps: (sequences, seconds) of each step, at least one.
@@ -297,13 +310,13 @@ def mean_sequence_seconds(steps: Sequence[tuple[int, float]], ahead: float) -> f
 
 
 class TimeBudget:
-    """Time budget of a run, the time used so far, and the number of steps that fit.
+    """Time budget of a run, with the time used so far and the number of steps that fit into it.
 
     Args:
         config: the recipe's `schedule` section.
-        length: the number of steps, predicted or decided.
-        seconds_used: seconds that the training loop took in earlier processes of the run.
-        times: durations in this process.
+        length: the predicted or decided number of steps.
+        seconds_used: seconds spent in the training loop by earlier processes of the run.
+        times: durations measured in this process.
         most_steps: step limit of the run, regardless of the time; None for no limit.
         is_new: True if `length` is a first, rough prediction.
 
@@ -330,7 +343,7 @@ class TimeBudget:
         self.times = times
         self._used_before = seconds_used
         self._next_prediction = 0.0
-        #: Step at which a number of steps decided by this process is checked again.
+        #: Step at which the number of steps is checked again if this process has decided it.
         self._next_check_step: int | None = None
 
     @property
@@ -341,14 +354,14 @@ class TimeBudget:
         return self._used_before + self.times.elapsed
 
     def add_used(self, seconds: float) -> None:
-        """Count time before the first step of this process as used. A number of steps decided by an
-        earlier process is kept, so that the run ends as if it had not been stopped.
+        """Add the time before this process's first step to the used time. If an earlier process has
+        decided the number of steps, that number is kept, so that the run ends as if it had not been
+        stopped.
         """
         self._used_before += seconds
 
     def write(self, run_folder: Path) -> None:
-        """Write the length and the used seconds into the run folder, from which resuming reads
-        them.
+        """Write the length and the used seconds to the run folder, where a resumed run reads them.
 
         Raises:
             StorageError: the file can't be written.
@@ -372,11 +385,11 @@ class TimeBudget:
         return record
 
     def take(self, max_steps: int, step: int) -> None:
-        """Set the number of steps of the run, both when it is decided and each time it is checked
+        """Set the number of steps of the run, either when it is decided or when it is checked
         again.
 
         Args:
-            max_steps: number of steps of the run, changed or not.
+            max_steps: number of steps of the run, which may be unchanged.
             step: number of steps completed.
         """
         now = self.length
@@ -394,10 +407,10 @@ class TimeBudget:
         return isinstance(self.length, DecidedLength) and self._next_check_step is None
 
     def is_due(self, step: int) -> bool:
-        """Return True if the number of steps may have to be decided or corrected now. The result is
-        the same in all processes of a run.
+        """Return True if the number of steps may have to be decided or corrected at this step. The
+        result is the same in all processes of a run.
 
-        A number decided by an earlier process of a resumed run is not corrected.
+        If an earlier process of a resumed run decided the number, it is not corrected.
         """
         return not isinstance(self.length, DecidedLength) or step == self._next_check_step
 
@@ -408,8 +421,8 @@ class TimeBudget:
         batch: BatchSchedule,
         periodic: Callable[[float], Sequence[Periodic]],
     ) -> int | None:
-        """Return the number of steps of the run if it must be decided now, or None if it can be
-        decided later.
+        """Return the number of steps of the run if it must be decided at this step, or None if it
+        can be decided later.
 
         Args:
             step: number of steps completed.
@@ -419,7 +432,7 @@ class TimeBudget:
         """
         used, most = self.seconds_used, self.most_steps
         left = self.seconds - used
-        # True if the step limit requires the decision now, regardless of the time left.
+        # True if the step limit requires a decision at this step, regardless of the remaining time.
         ends = most is not None and (
             step >= _QUICK_SHARE * most
             and self._config.decides_length(step, warmup_steps, most - step)
@@ -427,7 +440,8 @@ class TimeBudget:
         is_early = used < self._next_prediction or not self._is_settled(left)
         if left > 0 and is_early and not ends:
             return None
-        # Not predicted in each step, because a prediction iterates over all remembered steps.
+        # Do not predict the number in each step, because a prediction iterates over all stored
+        # steps.
         self._next_prediction = used + self.seconds / _CHECKS
         steps = self.times.steps or self.times.slow_steps
         most_left = _LONGEST if most is None else max(most - step, 0)
@@ -442,12 +456,12 @@ class TimeBudget:
     def corrected_steps(
         self, step: int, batch: BatchSchedule, periodic: Callable[[float], Sequence[Periodic]]
     ) -> int:
-        """Return the number of steps of the run, checked again after a part of its decided steps.
-        The number changes if the run would miss the end of its time by more than 2% because the
-        machine has become slower or faster.
+        """Check the decided number of steps again, and return the number of steps of the run. The
+        number changes if the run would miss its time budget by more than 2%, because the machine
+        has become slower or faster.
 
         At least half of the remaining steps are kept, so that the learning rate does not drop
-        abruptly. For the arguments see `decided_steps`.
+        abruptly. For the arguments, see `decided_steps`.
         """
         assert isinstance(self.length, DecidedLength)
         max_steps, left = self.length.max_steps, self.seconds - self.seconds_used
@@ -462,10 +476,10 @@ class TimeBudget:
         return corrected if self.most_steps is None else min(corrected, self.most_steps)
 
     def _is_settled(self, left: float) -> bool:
-        """Return True if enough steps were measured to predict the duration of further steps.
+        """Return True if enough steps have been measured to predict the duration of further steps.
 
         Args:
-            left: seconds that the run has left.
+            left: remaining seconds of the run.
         """
         count, seconds = self.times.settled_steps, self.times.settled_seconds
         enough = min(_FEWEST_SHARE * self.seconds, _FEWEST_SECONDS)
@@ -481,16 +495,16 @@ def predicted_steps(
     """
     sequences = 60 * max_minutes * tokens_per_second / seq_len
     none: Sequence[Periodic] = ()
-    # At one second per sequence, the number of sequences equals the time.
+    # With one second per sequence, the number of sequences equals the time in seconds.
     return steps_in_time(sequences, 0, 1.0, batch, periodic=none)
 
 
 def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recorded length of a run and its used seconds, as JSON values.
+    """Return the recorded length and used seconds of a run as JSON values.
 
     Args:
-        run_folder: the run folder. Its file takes precedence because it is newer than any
-            checkpoint.
+        run_folder: the run folder. Its length file takes precedence over checkpoints because it is
+            newer.
         saved: the trainer state of the checkpoint from which the run is resumed; empty without a
             checkpoint.
 
@@ -499,10 +513,11 @@ def recorded_length(run_folder: Path, saved: Mapping[str, Any]) -> dict[str, Any
     """
     record = read_length(run_folder) or dict(saved.get("length") or {})
     used = [float(record.pop("seconds_used", 0.0))]
-    # A run that began with a length in steps did not record elapsed_seconds: use the sum of its
-    # steps.
+    # A run that began without a time budget did not record elapsed_seconds. In this case, use the
+    # total duration of its steps.
     steps_took = 0.0
-    lines, _ = sound_json_lines(run_folder / METRICS_NAME)  # errors are reported when opening logs
+    # Errors in the file are reported when the logs are opened.
+    lines, _ = sound_json_lines(run_folder / METRICS_NAME)
     for line in lines:
         steps_took += _seconds(line.get("seconds"))
         used.append(_seconds(line.get("elapsed_seconds")))
@@ -517,7 +532,7 @@ def _seconds(value: object) -> float:
 
 
 def length_of(record: Mapping[str, Any]) -> PredictedLength:
-    """Return the number of steps recorded in a `TimeBudget.record`.
+    """Return the number of steps stored in a `TimeBudget.record`.
 
     Raises:
         CheckpointError: the record lacks a key.
@@ -544,8 +559,8 @@ def budget_of(
     *,
     resumed: bool,
 ) -> TimeBudget | None:
-    """Return the time budget of a run, with its recorded number of steps if it is resumed, or None
-    for runs without a time budget.
+    """Return the time budget of a run, or None for runs without a time budget. A resumed run keeps
+    its recorded number of steps.
 
     Args:
         recipe: recipe of the run.
@@ -569,10 +584,12 @@ def budget_of(
         record: dict[str, Any] = {"seconds_used": 0.0}
         if resumed and (newest is None or newest.parent.parent.resolve() == folder.resolve()):
             record = recorded_length(folder, {} if newest is None else load_trainer_state(newest))
-        # A recorded number of steps is valid only for the same minutes and the same step limit.
+        # A recorded number of steps is valid only if the time budget and the step limit are
+        # unchanged.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # A new run, or a resumed run with a different time budget, whose used seconds are kept.
+        # This is a new run or a resumed run with a different time budget. A resumed run keeps its
+        # used seconds.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}
@@ -589,7 +606,7 @@ def budget_of(
 
 
 def _usual_tokens_per_second(recipe: ResolvedRecipe, program: TrainingProgram) -> float:
-    """Predict the speed roughly from the usual MFU, for runs without a forecast."""
+    """Roughly predict the speed from a typical MFU, for runs without a forecast."""
     peak = peak_flops(program.hardware.device, program.dtype) * program.engine.world.size
     model = meta_model(program.model.config)
     flops = train_flops_per_token(model, recipe.data.seq_len, frozen=recipe.lora is not None)

@@ -1,9 +1,10 @@
-"""Trackers of a run. Each tracker has a thread that follows the run's logs and passes new steps to
-the client of the tracker's library: TensorBoard, Weights & Biases, MLflow or trackio.
+"""Trackers of a run: TensorBoard, Weights & Biases, MLflow and trackio. Each tracker has a thread
+that follows the run's logs and passes new steps to the tracker's library.
 
-The logs are the queue between the training loop and the trackers: the loop never waits for a
-tracker, and a slow tracker does not lose steps. A tracker that fails is reported once and dropped.
-Data leaves the machine only if the library's environment variables ask for it.
+The logs are the queue between the training loop and the trackers. The loop never waits for a
+tracker, and a slow tracker does not miss any steps. If a tracker fails, the failure is reported
+once, and the tracker is dropped. Data leaves the machine only if the library's environment
+variables enable this.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from firstlight.recipe.load import yaml_text
 from firstlight.run_log.names import HTML_NAME, METRICS_NAME, REPORT_NAME, SAMPLES_NAME
 from firstlight.run_log.reader import LineFollower, StepFollower
 
-#: Project name (in MLflow, experiment) of runs, unless an environment variable sets another.
+#: Project name of runs (experiment name in MLflow), unless an environment variable sets a different
+#: one.
 PROJECT = "firstlight"
 
 #: Metrics of a step, and the sample texts generated after it.
@@ -43,9 +45,9 @@ class Tracker(Protocol):
     """Interface of a tracker. Each method may raise any error of the tracker's library.
 
     Attributes:
-        is_mirror: True if the tracker mirrors the run's logs: it is reopened at each start of the
-            run and after each rollback to an earlier step, and then receives all steps in the logs
-            again. False if it receives each step once.
+        is_mirror: True if the tracker mirrors the run's logs. Such a tracker is reopened at each
+            start of the run and after each rollback, and then receives all steps in the logs again.
+            False if the tracker receives each step once.
     """
 
     is_mirror: bool
@@ -59,7 +61,7 @@ class Tracker(Protocol):
             config: the resolved recipe.
 
         Returns:
-            The tracker's id of the run, which is needed to resume it.
+            The tracker's id of the run, which is required for resuming the run.
         """
 
     def write(self, steps: Sequence[Step]) -> None:
@@ -76,7 +78,7 @@ class Tracker(Protocol):
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a step's metrics, without the step."""
+    """Return the finite numbers among a step's metrics, except the step number."""
     return {
         key: value
         for key, value in record.items()
@@ -85,15 +87,15 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_text(sample: Mapping[str, Any]) -> str:
-    """Return a sample's prompt and continuation, with lone surrogates, which a log may contain,
+    """Return a sample's prompt and continuation. Lone surrogates, which a log may contain, are
     replaced.
     """
     return f"{sample.get('prompt', '')}{sample.get('text', '')}".encode(errors="replace").decode()
 
 
 def fenced(text: str) -> str:
-    """Return text as a Markdown code block whose fence is longer than any run of backticks in the
-    text.
+    """Return text as a Markdown code block with a fence that is longer than any run of backticks in
+    the text.
     """
     fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
     return f"{fence}\n{text}\n{fence}"
@@ -106,9 +108,9 @@ TENSORBOARD_NAME = "tensorboard"
 class TensorboardTracker:
     """TensorBoard event file in the `tensorboard/` folder of the run folder.
 
-    Scalars are fp32. The sample texts of a step are named `samples/0`, `samples/1` and so on. The
-    wall time of an event is the start of the run plus the training time up to the event, without
-    pauses before the run was resumed.
+    Scalars are stored in fp32. The sample texts of a step are named `samples/0`, `samples/1` and so
+    on. The wall time of an event is the start time of the run plus the training time up to the
+    event. Pauses between a stop and a resumption are excluded.
     """
 
     is_mirror = True
@@ -125,8 +127,8 @@ class TensorboardTracker:
         place.mkdir(exist_ok=True)
         earlier = sorted(place.glob("events.out.tfevents.[0-9]*.[0-9]*.firstlight"))
         for path in earlier:
-            # Emptied rather than deleted: at the end of a file, an open TensorBoard continues with
-            # the next file, but not if the file has been deleted.
+            # Truncate the file rather than delete it. A running TensorBoard continues with the next
+            # file when it reaches the end of a file, but not if that file has been deleted.
             if path.is_file() and not path.is_symlink():
                 os.truncate(path, 0)
         began, number = str(int(time.time())), 0
@@ -138,7 +140,7 @@ class TensorboardTracker:
         self._records = RecordWriter(self._file)
         self._seconds = float(began)
         self._add(Event(file_version="brain.Event:2"))
-        # Makes TensorBoard drop the steps in earlier files of the run.
+        # Make TensorBoard drop the steps in earlier files of the run.
         self._add(Event(session_log=SessionLog(status=SessionLog.START)))
         recipe = yaml_text(dict(config))
         self._add(Event(summary=text_pb("recipe", fenced(recipe))))
@@ -173,7 +175,7 @@ class TensorboardTracker:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a library, and restore them on exit."""
+    """Set environment variables for a library, and restore their previous values on exit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -196,8 +198,8 @@ class WandbTracker:
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        # Not settings of a run: without these variables, wandb prints messages about artifacts and
-        # sends error reports.
+        # These variables have no equivalent among the settings of a run. Without them, wandb prints
+        # messages about artifacts and sends error reports.
         variables = {"WANDB_SILENT": os.environ.get("WANDB_SILENT", "true")}
         if mode != "online":
             variables["WANDB_ERROR_REPORTING"] = "false"
@@ -212,7 +214,7 @@ class WandbTracker:
                 dir=os.environ.get("WANDB_DIR", str(folder)),
                 config=dict(config),
                 mode=mode,
-                # Otherwise a run of the caller would be ended.
+                # Otherwise, a run that the caller has opened would be ended.
                 reinit="create_new",
                 resume="allow",
                 settings=wandb.Settings(console="off"),
@@ -241,8 +243,8 @@ class WandbTracker:
         self._run.finish(exit_code=int(failed))
 
 
-#: Characters that MLflow does not allow in metric names; its limits on metrics and parameters per
-#: call, and on the length of a parameter's value.
+#: Characters that MLflow does not allow in metric names, and its limits on the number of metrics
+#: and parameters per call and on the length of a parameter's value.
 _MLFLOW_NAME = re.compile(r"[^\w\-. :/]")
 _MLFLOW_METRICS = 1000
 _MLFLOW_PARAMETERS = 100
@@ -257,9 +259,9 @@ class MlflowTracker:
     is_mirror = False
 
     def open(self, run_id: str | None, folder: Path, config: Mapping[str, Any]) -> str:
-        # If a folder mlruns/ of an earlier version exists, MLflow selects that file store, but
-        # rejects it without MLFLOW_ALLOW_FILE_STORE. It reads both variables when it is imported
-        # and creates its store.
+        # If a folder mlruns/ of an earlier version exists, MLflow selects it as a file store, but
+        # rejects it unless MLFLOW_ALLOW_FILE_STORE is set. MLflow reads both variables when it is
+        # imported and when it creates its store.
         names = "MLFLOW_DISABLE_TELEMETRY", "MLFLOW_ALLOW_FILE_STORE"
         with _environment({name: os.environ.get(name, "true") for name in names}):
             from mlflow import MlflowClient
@@ -358,8 +360,8 @@ class TrackioTracker:
 
 @contextlib.contextmanager
 def _hub_offline() -> Iterator[None]:
-    """Prevent requests to the Hugging Face hub, from which trackio would request the user's
-    name.
+    """Prevent requests to the Hugging Face hub. Otherwise, trackio would request the user's name
+    from it.
     """
     from huggingface_hub import constants
 
@@ -381,9 +383,10 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 TRACKERS_NAME = "trackers"
 
-#: Seconds that a tracker may take after the end of a run, without and with a checkpoint to store.
+#: Maximum seconds that a tracker may take after the end of a run, without and with a checkpoint to
+#: store.
 _SECONDS, _SECONDS_WITH_CHECKPOINT = 60.0, 900.0
-#: Seconds of waiting for a tracker before a message is shown.
+#: Seconds to wait for a tracker before showing a message.
 _SECONDS_UNSAID = 3.0
 #: Seconds between two readings of the run's logs.
 _SECONDS_BETWEEN = 1.0
@@ -392,8 +395,9 @@ _STEPS_AT_ONCE = 50
 #: Maximum number of characters of an error in a message.
 _MAX_ERROR = 500
 
-#: Names of trackers that were still running when their run ended. Exit hooks and threads of their
-#: libraries may hang, too, so the command line ends this process without waiting for them.
+#: Names of trackers that had not finished when the run stopped waiting for them. Exit hooks and
+#: threads of their libraries may also hang, so the command line ends this process without waiting
+#: for them.
 GIVEN_UP: set[str] = set()
 
 
@@ -434,8 +438,8 @@ class TrackerProgress:
 
     Attributes:
         run_id: the tracker's id of the run, or None before the run is opened.
-        begun: last step that was about to be written to the tracker, or -1.
-        done: last step that was written to the tracker, or -1.
+        begun: last step for which a write to the tracker was started, or -1.
+        done: last step for which the write to the tracker was completed, or -1.
     """
 
     run_id: str | None = None
@@ -444,8 +448,8 @@ class TrackerProgress:
 
 
 def read_progress(path: Path) -> TrackerProgress:
-    """Read the progress from a tracker's state file. Each of its lines is an object with fields of
-    `TrackerProgress`.
+    """Read the progress from a tracker's state file. Each line of the file is a JSON object with
+    fields of `TrackerProgress`.
     """
     follower, found = LineFollower(path), TrackerProgress()
     for line in follower.new()[0]:
@@ -458,8 +462,9 @@ _KEYS = {one.name for one in dataclasses.fields(TrackerProgress)}
 
 
 class _TrackerThread(threading.Thread):
-    """Follows the logs of a run for one tracker. It is a daemon thread, so that Python does not
-    wait for it if the tracker hangs; for exit hooks and threads of the library, see `GIVEN_UP`.
+    """Thread that follows the logs of a run for one tracker. It is a daemon thread, so that Python
+    does not wait for it if the tracker hangs. For the exit hooks and threads of the library, see
+    `GIVEN_UP`.
 
     Args:
         name: name of the tracker, as in `run.trackers`.
@@ -480,7 +485,9 @@ class _TrackerThread(threading.Thread):
         self._is_new = is_new
 
     def run(self) -> None:
-        """Pass the run's steps on until `run_is_over` is set; set `error` if the tracker fails."""
+        """Pass the run's steps to the tracker until `run_is_over` is set. If the tracker fails, set
+        `error`.
+        """
         try:
             self._follow(LIBRARIES[self.name]())
         except BaseException as error:  # noqa: BLE001 -- a tracker must not end the run
@@ -503,13 +510,13 @@ class _TrackerThread(threading.Thread):
                 is_over = self.run_is_over.wait(_SECONDS_BETWEEN)
                 steps = follower.new()
                 if tracker.is_mirror and steps and steps[0][0]["step"] <= begun:
-                    # The logs were rewritten, because the run rolled back to a checkpoint.
+                    # The logs have been rewritten, because the run rolled back to a checkpoint.
                     tracker.open(run_id, folder, self._config)
                     begun = -1
                 for part in _parts(steps, begun):
                     begun = part[-1][0]["step"]
-                    # Recorded before the steps are written: if this process is killed in between,
-                    # the tracker lacks these steps, but does not contain any step twice.
+                    # Record the step before the write. If this process is killed in between, the
+                    # tracker lacks these steps, but does not contain any step twice.
                     _note(state, begun=begun)
                     tracker.write(part)
                     _note(state, done=begun)
@@ -522,9 +529,9 @@ def _note(state: FileIO, **values: object) -> None:
 
 
 def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
-    """Yield the steps after `begun` in lists of at most 50, without steps that do not increase. A
-    resumed run repeats the steps after its checkpoint; they are skipped, so that no step is in a
-    tracker twice.
+    """Yield the steps after `begun` in lists of at most 50 steps. A resumed run repeats the steps
+    after its checkpoint. The repeated steps are skipped, so that a tracker does not contain any
+    step twice.
     """
     rising: list[Step] = []
     for step in steps:
@@ -536,9 +543,9 @@ def _parts(steps: Sequence[Step], begun: int) -> Iterator[list[Step]]:
 
 
 class _OwnStdout:
-    """sys.stdout for the thread that creates this object. Other threads, in which the trackers'
-    libraries print messages, write to stderr instead, so that their messages do not mix with
-    results on stdout.
+    """Replacement for sys.stdout that writes to stdout only in the thread that creates this object.
+    In other threads, it writes to stderr, so that messages printed by the trackers' libraries are
+    not mixed with results on stdout.
     """
 
     def __init__(self) -> None:
@@ -550,15 +557,15 @@ class _OwnStdout:
 
 
 class Trackers:
-    """Trackers of a run. As a context manager, it waits on exit until each tracker has received all
-    steps, or gives up on it after a time limit.
+    """Trackers of a run. Used as a context manager, it waits on exit until each tracker has
+    received all steps. After a time limit, it stops waiting.
 
     Args:
         names: names of the trackers, as in `run.trackers`; empty except in the main process.
         folder: the run folder, which contains the logs.
         config: the resolved recipe.
         tell: called with each message to the user.
-        is_new: True to begin new runs in the trackers, for a run that starts at its first step.
+        is_new: True to begin new runs in the trackers, because the run starts at its first step.
         with_checkpoint: True to store the run's last checkpoint in the trackers.
     """
 
@@ -593,30 +600,30 @@ class Trackers:
     ) -> None:
         for thread in self._threads:
             thread.has_failed_run = error is not None
-            # Set for all trackers before waiting for the first, so that they finish at the same
-            # time.
+            # Notify all trackers before waiting for the first one, so that they finish
+            # concurrently.
             thread.run_is_over.set()
         with self._redirected:
             try:
                 self._wait()
-            finally:  # even if Ctrl-C ends the waiting
+            finally:  # even if Ctrl-C interrupts the wait
                 GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:
-        """Set the checkpoint that the trackers store, if the recipe asks them to store one."""
+        """Set the checkpoint for the trackers to store, if the recipe enables this."""
         if self._with_checkpoint:
             for thread in self._threads:
                 thread.checkpoint = checkpoint.resolve()
 
     def check(self) -> None:
-        """Report each tracker that has failed, once."""
+        """Report each failed tracker once."""
         for thread in self._threads:
             if thread.error is not None and thread.name not in self._reported:
                 self._reported.add(thread.name)
                 self._tell(f"warning: {thread.name} has failed: {thread.error} ({_has(thread)})")
 
     def _wait(self) -> None:
-        """Wait for the trackers to end, and give up on trackers that take too long."""
+        """Wait for the trackers to finish, and abandon those that take too long."""
         with_checkpoint = any(thread.checkpoint is not None for thread in self._threads)
         limit = _SECONDS_WITH_CHECKPOINT if with_checkpoint else _SECONDS
         began = time.monotonic()
@@ -632,8 +639,8 @@ class Trackers:
         self.check()
 
     def _running_at(self, end: float) -> list[_TrackerThread]:
-        """Return the trackers that are still running at a given time. Return earlier if there are
-        none.
+        """Return the trackers that are still running at a given time. Return earlier if all
+        trackers have finished.
         """
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
@@ -641,7 +648,7 @@ class Trackers:
 
 
 def _has(thread: _TrackerThread) -> str:
-    """Describe which steps a tracker has received, as text for messages."""
+    """Describe the steps that a tracker has received, as text for messages."""
     done = read_progress(thread.state).done
     steps = "no step" if done < 0 else f"the steps up to {done:,}"
     return f"it has {steps}; --resume adds the others"

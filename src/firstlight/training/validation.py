@@ -33,14 +33,16 @@ from firstlight.training.time_budget import PROBE_BYTES, PROBE_TOKENS
 
 
 def evaluate(run: Run, check: Callable[[], None]) -> None:
-    """Run the evaluations that are due after this step: losses, sample texts, task scores. Before
-    the first step only losses are evaluated, unless the run has no steps. In a run with a time
-    budget, the first evaluation of a process first generates a text of two tokens, and a second
-    short text if no sample texts follow. These texts are discarded.
+    """Run the evaluations of losses, sample texts and tasks that are due after this step. Before
+    the first step, only losses are evaluated, unless the run has no steps.
+
+    In a run with a time budget, the first evaluation of a process also generates a text of two
+    tokens as a warm-up. If no sample texts are due, it then generates two more short texts, from
+    which the duration of sample texts is predicted. All of these texts are discarded.
 
     Args:
-        run: the run. Metrics are added to `state.pending`, texts to `samples`.
-        check: called between batches and between parts of a text; may raise an error.
+        run: the run. Metrics are added to `state.pending`, and texts to `samples`.
+        check: called between batches and between parts of a text. It may raise an error.
 
     Raises:
         DivergedError: a loss or the model's output is not finite.
@@ -60,8 +62,8 @@ def evaluate(run: Run, check: Callable[[], None]) -> None:
         and run.budget is not None
         and prompts
     ):
-        # A process's first text includes the time of first allocations and imports. The times used
-        # to decide the number of steps must exclude it.
+        # The duration of a process's first text includes initial allocations and imports. Measure
+        # it separately, because it must not affect the decided number of steps.
         with run.times.part("first text"):
             _sample(run, prompts[0], 2, check)
         if not samples_due:
@@ -112,12 +114,13 @@ def _sample(run: Run, prompt: str, tokens: int, check: Callable[[], None]) -> st
         DivergedError: the model's output is not finite.
     """
     program = run.program
-    # All evaluations use the same seed, so that texts differ only because of the model's weights.
+    # Use the same seed in all evaluations, so that differences between texts are caused only by the
+    # weights.
     sampling = SamplingConfig(tokens, run.recipe.evaluation.temperature, top_k=50, seed=0)
     loaded, text = _loaded(program.model, run.tokenizer, run.folder), ""
     try:
         with autocast(program.hardware.device, program.dtype), _any_attention(program):
-            # After training on conversations, a prompt is a message to answer; a blank prompt is
+            # A model trained on conversations answers the prompt as a message. A blank prompt is
             # continued as text.
             if run.dataset.has_examples and prompt.strip():
                 pieces = ChatSession(loaded, settings=sampling).answer(prompt)
@@ -154,7 +157,8 @@ def _validate(run: Run, check: Callable[[], None]) -> None:
 def _take_validation(
     run: Run, found: Evaluation, by_corpus: Mapping[str, Evaluation]
 ) -> dict[str, float]:
-    """Set an evaluation as the run's latest one, show it, and return its metrics.
+    """Set an evaluation as the run's latest evaluation, show it to the user, and return its
+    metrics.
 
     Args:
         run: the run.
@@ -170,7 +174,7 @@ def _take_validation(
     if best is not None and found.loss > best:
         rows = f"{rows}, lowest so far {best:.4f}"
     if preferred:
-        # The loss over preference pairs has neither a perplexity nor bits per byte.
+        # Perplexity and bits per byte are not defined for the loss over preference pairs.
         run.evaluation = replace(found, perplexity=math.nan, bits_per_byte=math.nan)
         run.bar.message(
             f"step {state.step}: val/loss {found.loss:.4f}, "
@@ -194,7 +198,8 @@ def _score(run: Run, check: Callable[[], None]) -> None:
     """Score the model on the tasks of the recipe's `evaluation` section."""
     program, record = run.program, _record(run)
     loaded = _loaded(program.model, run.tokenizer, run.folder)
-    # More than in training, because task texts are short and nothing is stored for a backward pass.
+    # Use a larger batch than in training, because task texts are short and nothing is stored for a
+    # backward pass.
     texts = 4 * run.recipe.batch.rows
     for task in run.tasks:
         try:
@@ -208,7 +213,7 @@ def _score(run: Run, check: Callable[[], None]) -> None:
 
 
 def _record(run: Run) -> dict[str, Any]:
-    """Return the step's metrics, to which the evaluations add theirs."""
+    """Return the step's metrics, to which the evaluations add their results."""
     assert run.state.pending is not None
     return run.state.pending
 
@@ -222,8 +227,8 @@ def evaluate_dataset(
     key: str,
     max_rows: int,
 ) -> tuple[Evaluation, dict[str, Evaluation]]:
-    """Evaluate a run's model on a split of one corpus or of a mix, either on all rows or on a part
-    that is the same each time.
+    """Evaluate a run's model on a split of a corpus or of a mix. It uses either all rows or a
+    subset of rows that is the same each time.
 
     For a mix, `max_rows` applies to each corpus, and the loss is the weighted mean of the corpora's
     losses; see `mixed_evaluation`.
@@ -232,14 +237,14 @@ def evaluate_dataset(
         program: the run's program, with its model in evaluation mode.
         dataset: the split.
         seq_len: number of tokens per row.
-        check: called after each batch; may raise an error.
-        key: name of the loss in the metrics, for an error message.
-        max_rows: maximum number of rows to evaluate, spread evenly over the split; 0 means all
-            rows.
+        check: called after each batch. It may raise an error.
+        key: name of the loss in the metrics, used in an error message.
+        max_rows: maximum number of rows to evaluate, which are spread evenly over the split; 0 for
+            all rows.
 
     Returns:
-        (evaluation of the split, evaluation of each corpus in a mix, keyed by name; {} without a
-            mix).
+        (evaluation of the split, evaluations of the corpora in a mix, keyed by name). The second
+        value is {} without a mix.
 
     Raises:
         DivergedError: a loss is not finite.
@@ -255,8 +260,8 @@ def evaluate_dataset(
             device=program.hardware.device,
             document_masking=masking,
             rows=evaluation_rows(part.dataset.num_rows(seq_len), max_rows),
-            # Called between batches, so that a stop does not have to wait for the end of a long
-            # evaluation.
+            # Check between batches, so that a request to stop does not have to wait for the end of
+            # a long evaluation.
             on_rows=lambda *_: check(),
             rank=program.engine.rank,
             processes=program.engine.size,
@@ -280,18 +285,18 @@ def mixed_evaluation(
     """Combine the evaluations of the corpora in a mix.
 
     The loss is the mean of the corpora's losses weighted by `parts`, regardless of the sizes of
-    their splits: the expected loss of a token drawn from the mix, as in training. Bits per byte are
-    this loss divided by the mean number of text bytes of such a token.
+    their splits. This is the expected loss of a token drawn from the mix, as in training. Bits per
+    byte are this loss, in bits, divided by the mean number of text bytes per token of the mix.
 
     Args:
         parts: weight of each corpus.
-        found: evaluation of each corpus; all with the same split, seq_len and document_masking.
+        found: evaluation of each corpus, all with the same split, seq_len and document_masking.
         bits_a_nat: `TokenDataset.bits_a_nat` of each corpus.
     """
     total = sum(parts)
     loss = math.fsum(p * one.loss for p, one in zip(parts, found, strict=True)) / total
-    # The mean bytes per token of the mix, times ln 2 for a loss in nats. The corpora's bits per
-    # byte can't be averaged with the weights, because the weights count tokens rather than bytes.
+    # Mean bytes per token of the mix, multiplied by ln 2 because the loss is in nats. The weights
+    # can't be applied to the corpora's bits per byte, because they count tokens rather than bytes.
     bytes_a_bit = math.fsum(p / bits for p, bits in zip(parts, bits_a_nat, strict=True)) / total
     return Evaluation(
         loss=loss,
@@ -312,7 +317,7 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
     Args:
         recipe: the recipe.
-        model: the model whose context the tasks must fit; its weights are not used.
+        model: the model. The tasks must fit into its context. Its weights are not used.
         tokenizer: tokenizer of the data.
 
     Raises:
@@ -329,9 +334,9 @@ def tasks_of(recipe: Recipe, model: Model, tokenizer: Tokenizer) -> list[Task]:
 
 @contextlib.contextmanager
 def _any_attention(program: TrainingProgram) -> Iterator[None]:
-    """Make attention support texts of any length, for which cuDNN would create plans
-    (`varying_lengths`), and the masks of texts that continue a cached context, which the flash and
-    cudnn backends do not support.
+    """Use the sdpa attention backend instead of flash or cudnn. Those backends do not support the
+    masks of texts that continue a cached context, and cuDNN would create a plan for each text
+    length (see `varying_lengths`).
     """
     backend = program.recipe.efficiency.attention
     if backend not in ("flash", "cudnn"):

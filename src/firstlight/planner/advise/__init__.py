@@ -1,1 +1,1 @@
-"""Choose what to train with a budget; used by `plan --budget` and `train TEXTS`."""
+"""Choose the model and the run for a budget, for `plan --budget` and `train TEXTS`."""

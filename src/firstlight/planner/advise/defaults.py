@@ -1,12 +1,12 @@
 """Constants for choosing settings: layouts, shapes, the formula of the expected loss, and learning
 rates by optimizer and width. `plan --budget`, `train TEXTS` and fine-tuning all use them.
 
-Constants without another source were measured with models of 0.8 to 5 million parameters that were
-trained on the source code of Python's standard library (`python -m benchmarks learning`). For
-larger models they are extrapolated by the published scaling laws that are named here.
+Unless another source is given, the constants were measured with models of 0.8 to 5 million
+parameters, trained on the source code of Python's standard library (`python -m benchmarks
+learning`). For larger models, they are extrapolated with the published scaling laws cited here.
 
-Learning rates do not depend on the batch size: they were measured with batch sizes that grow with
-the length of the run, as in `model.batch_tokens`.
+Learning rates do not depend on the batch size, because they were measured with batch sizes that
+grow with the length of the run, as in `model.batch_tokens`.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ SIZES = {
 
 #: Vocabulary sizes by size of the text: (maximum bytes of text, vocabulary size). For 1 MB texts
 #: that are read four times in a few minutes, a vocabulary of 512 tokens gave 0.8% (Shakespeare)
-#: and 0.6% (WikiText-2) fewer bits per byte than 1,024. The sizes for 1.5 to 10 MB are
-#: interpolated.
+#: and 0.6% (WikiText-2) fewer bits per byte than a vocabulary of 1,024. The sizes for 1.5 to 10 MB
+#: are interpolated.
 VOCABULARIES = (
     (1.5e6, 512),
     (3e6, 1024),
@@ -89,17 +89,18 @@ BYTES_PER_TOKEN = {512: 1.9, 1024: 2.35, 2048: 2.8, 4096: 3.3, 8192: 3.7, 16384:
 
 #: Sequence lengths by width of the model: (maximum hidden_size, sequence length in tokens).
 SEQ_LENS = ((320, 256), (640, 512), (1 << 30, 1024))
-#: Runs of at least LONG_RUN_TOKENS tokens use sequences of at least LONG_SEQ_LEN tokens. Bits per
-#: byte of a 1.9M-parameter model on the standard library, with sequences of 512 and 256 tokens:
-#: 1.260 and 1.247 in a run of 3.4 million tokens, 1.085 and 1.142 in a run of 6.3 million (1.129
-#: and 1.168 with another seed).
+#: Runs of at least LONG_RUN_TOKENS tokens use sequences of at least LONG_SEQ_LEN tokens. In runs of
+#: 6.3 million tokens, a 1.9M-parameter model trained on the standard library reached 1.085 bits per
+#: byte with sequences of 512 tokens and 1.142 with sequences of 256 (1.129 and 1.168 with another
+#: seed). In runs of 3.4 million tokens, it reached 1.260 with 512 and 1.247 with 256.
 LONG_RUN_TOKENS, LONG_SEQ_LEN = 5_000_000, 512
 
-#: Tokens per step (BATCH_TOKENS) for a run of BATCH_AT_TOKENS tokens. The number grows with the
-#: square root of the run's tokens up to MOST_BATCH_TOKENS, because the gradient noise scale grows
-#: as the loss falls (McCandlish et al. 2018). In runs of 6.3 million tokens (standard library, 1.9M
-#: parameters, one run each), 4,096 tokens per step gave the same bits per byte as 2,048, and 4.2%
-#: fewer than 8,192. In runs of 3.4 million tokens, 4,096 gave 4.4% fewer bits than 2,048.
+#: BATCH_TOKENS is the number of tokens per step for a run of BATCH_AT_TOKENS tokens. The number of
+#: tokens per step grows with the square root of the run's tokens, up to MOST_BATCH_TOKENS, because
+#: the gradient noise scale grows as the loss falls (McCandlish et al. 2018). In runs of 6.3 million
+#: tokens (standard library, 1.9M parameters, one run each), 4,096 tokens per step gave the same
+#: bits per byte as 2,048, and 4.2% fewer than 8,192. In runs of 3.4 million tokens, 4,096 gave 4.4%
+#: fewer bits than 2,048.
 BATCH_TOKENS, BATCH_AT_TOKENS = 2048, 1_600_000
 MOST_BATCH_TOKENS = 524_288
 
@@ -110,24 +111,26 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 #:
 #:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA,
 #:
-#: multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER, and divided by xz's bits per character /
-#: DENSE_XZ_BITS if that is above 1.
+#: The result is multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER. If xz's bits per character
+#: exceed DENSE_XZ_BITS, it is also divided by (xz's bits per character / DENSE_XZ_BITS).
 #:
-#: Here x is the ratio of xz's bits per character on a sample of the text to those on the standard
-#: library (XZ_OF_LIBRARY); text with a ratio below 1 is not harder to learn. "parameters" counts
-#: the parameters of the layers, "characters" the characters that training reads. The n-gram bits
-#: and xz's bits are those in `ngrams.Hardness`; the n-gram bits are at least LEAST_NGRAM_BITS.
+#: Here, x is xz's bits per character on a sample of the text, divided by xz's bits per character on
+#: the standard library (XZ_OF_LIBRARY). The formula uses max(x, 1) in the last term, because text
+#: that xz compresses better than the standard library is not harder to learn. "parameters" is the
+#: number of parameters of the layers, and "characters" is the number of characters that training
+#: reads. The n-gram bits and xz's bits are those in `law.Hardness`. The n-gram bits are at least
+#: LEAST_NGRAM_BITS.
 #:
-#: ALPHA, BETA and A are close to those of Hoffmann et al. 2022. With B they were fitted to 28 runs
-#: with 0.6 to 7.6 million parameters that read 0.9 to 44 MB of the standard library, Shakespeare,
-#: WikiText-2, and Debian's documents in eight languages.
+#: ALPHA, BETA and A are close to the values in Hoffmann et al. 2022. They were fitted, together
+#: with B, to 28 runs with 0.6 to 7.6 million parameters. The runs read 0.9 to 44 MB of the standard
+#: library, Shakespeare, WikiText-2, and Debian's documents in eight languages.
 #:
 #: The other constants were determined from 149 runs of 64,000 to 1.5 million tokens on 116 texts,
 #: and from seven runs of 2 to 12.7 million tokens on the first three texts named above. The 116
 #: texts were source code in 30 languages, prose, manuals, web pages, messages, data files, tables,
-#: word lists and dictionaries. A fifth of them were in Chinese, Japanese, Korean, Arabic, Persian,
-#: Hebrew, Russian, Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer. The n-gram bits of all
-#: these texts were 0.6 to 6.4.
+#: word lists and dictionaries. A fifth of the texts were in Chinese, Japanese, Korean, Arabic,
+#: Persian, Hebrew, Russian, Greek, Hindi, Bengali, Urdu, Tamil, Telugu or Khmer. The n-gram bits of
+#: all these texts were 0.6 to 6.4.
 FLOOR = 0.66
 A = 6.5
 ALPHA = 0.27
@@ -138,10 +141,10 @@ NGRAM_BITS = 2.24
 NGRAM_POWER = 0.95
 LEAST_NGRAM_BITS = 0.1
 DENSE_XZ_BITS = 2.8
-#: Lowest and highest ratio of measured to expected bits: in 111 of the 116 runs on usual texts, and
-#: in 31 of the 33 runs on unusual texts, whose `ngrams.Hardness.long_ngram_ratio` is outside
-#: USUAL_LONG_NGRAMS. Most unusual texts are tables, sorted lists and repetitive data. In the
-#: remaining runs the ratios were 0.5 to 1.5.
+#: Lowest and highest ratio of measured to expected bits. EXPECTED_RANGE covers 111 of the 116 runs
+#: on usual texts. UNUSUAL_RANGE covers 31 of the 33 runs on unusual texts, whose
+#: `law.Hardness.long_ngram_ratio` is outside USUAL_LONG_NGRAMS. Most unusual texts are tables,
+#: sorted lists and repetitive data. In the remaining runs, the ratios were 0.5 to 1.5.
 EXPECTED_RANGE, UNUSUAL_RANGE = (0.84, 1.18), (0.6, 1.3)
 USUAL_LONG_NGRAMS = (0.78, 1.16)
 
@@ -149,33 +152,41 @@ USUAL_LONG_NGRAMS = (0.78, 1.16)
 #: text (Muennighoff et al. 2023 find four, for larger models and texts). MOST_EPOCHS: maximum
 #: number of passes. With a weight decay of 0.1 to 0.3, the held-out loss rose after 4 to 5 passes
 #: with 85,000 tokens and 9 parameters per token, and after 4 passes with 400,000 tokens and 2
-#: parameters per token, with or without dropout; at 12 passes it was much higher. With a weight
-#: decay of 3.0, six passes gave 0.2% fewer bits than four (one run each).
+#: parameters per token. This was the case with and without dropout. After 12 passes, the loss was
+#: much higher. With a weight decay of 3.0, six passes gave 0.2% fewer bits than four passes (one
+#: run each).
 GOOD_EPOCHS, MOST_EPOCHS = 2.0, 4.0
-#: If a text has fewer bytes than this, the plan warns that it is too small for learning a language.
+#: Number of bytes of text below which the plan warns that the text is too small for learning a
+#: language.
 LITTLE_TEXT = 50_000
-#: The plan reports how many bits would be saved by this many times as much text.
+#: Factor for the plan's estimate of the benefit of more text: the plan reports how many fewer bits
+#: per byte are expected with a text that is this many times as long.
 MORE_TEXT = 10.0
-#: The largest model whose expected bits are within this fraction of the lowest is chosen, because
-#: the estimates for very small models are the least certain.
-#: INDIFFERENT_SHARE: the same, as a fraction of the bits above `law.least_bits`. It matters for
-#: large models, and balances parameters and tokens about as the published laws do (Hoffmann et al.
-#: 2022: 20 tokens per parameter).
+#: Tolerances in the choice of the model. The plan chooses the largest model whose expected bits
+#: exceed the lowest expected bits by at most the tolerance, because the estimates for very small
+#: models are the least certain. INDIFFERENT is a fraction of the lowest bits. INDIFFERENT_SHARE is
+#: a fraction of the difference between the lowest bits and `law.least_bits`. The smaller of the two
+#: tolerances applies. INDIFFERENT_SHARE determines the choice of large models, where it balances
+#: parameters and tokens about as the published laws do (Hoffmann et al. 2022: 20 tokens per
+#: parameter).
 INDIFFERENT, INDIFFERENT_SHARE = 0.005, 0.03
 #: Maximum number of layer parameters per token of the text: a larger model memorises the text.
 #: After four passes over 1 MB (Shakespeare, vocabulary of 512 tokens), 15 parameters per token with
 #: a weight decay of 2.5 gave 1.1% fewer bits than 6 parameters per token with 2.0. Higher values
 #: were not measured.
 MOST_PARAMETERS_A_TOKEN = 16.0
-#: Weight decay; and weight decay for text that is read more often than `GOOD_EPOCHS`, with Muon and
-#: with other optimizers, for models with at least REPEATED_PARAMETERS layer parameters per token of
-#: the text. Below that, it is proportional to the number of parameters, because a model that is
-#: small for its text does not memorise the text. Measurements with Muon after four passes over 1 MB
-#: (Shakespeare, vocabulary of 1,024 tokens): with 7.5 parameters per token, a weight decay of 2.0
-#: gave 0.9% fewer bits than 1.0, and 3.0 gave 0.1% fewer than 2.0; with 18 parameters per token,
-#: 2.5 gave 1.9% fewer than 1.0. After four passes over the standard library with 0.25 parameters
-#: per token, 0.1 gave 5.4% fewer bits than 2.0. Values between 0.25 and 3 parameters per token are
-#: interpolated. AdamW's value was not measured again. One run each.
+#: WEIGHT_DECAY is the usual weight decay. If text is read more often than `GOOD_EPOCHS`, and the
+#: model has at least REPEATED_PARAMETERS layer parameters per token of the text, the weight decay
+#: is REPEATED_WEIGHT_DECAY with Muon and REPEATED_ADAMW_DECAY with other optimizers. With fewer
+#: parameters per token, the weight decay is proportionally lower, down to WEIGHT_DECAY, because a
+#: model that is small for its text does not memorise the text.
+#:
+#: Measurements with Muon after four passes over 1 MB (Shakespeare, vocabulary of 1,024 tokens):
+#: with 7.5 parameters per token, a weight decay of 2.0 gave 0.9% fewer bits than 1.0, and 3.0 gave
+#: 0.1% fewer than 2.0; with 18 parameters per token, 2.5 gave 1.9% fewer than 1.0. After four
+#: passes over the standard library with 0.25 parameters per token, 0.1 gave 5.4% fewer bits than
+#: 2.0. Values between 0.25 and 3 parameters per token are interpolated. AdamW's value was not
+#: remeasured. All results are from one run each.
 WEIGHT_DECAY = 0.1
 REPEATED_WEIGHT_DECAY = 2.0
 REPEATED_ADAMW_DECAY = 0.3
@@ -184,22 +195,22 @@ REPEATED_PARAMETERS = 3.0
 #: The model is chosen again if the measured speed and the speed for which it was chosen differ by
 #: more than this factor.
 OTHER_SPEED = 1.5
-#: A run is reported to end early, because of its limit of passes, if it takes less than this
-#: fraction of the available time.
+#: Fraction of the available time. If a run takes less than this fraction because of its limit of
+#: passes, the plan reports that the run ends early.
 EARLY = 0.8
 #: Expected seconds that a command spends on work other than training and preparing the text:
-#: imports, measuring the machine's speed, the first evaluation and the report. Second constant:
-#: bytes of text that are read and prepared per second. 1.1 MB (Shakespeare) took 11 s in total on 2
-#: cores.
+#: imports, measuring the machine's speed, the first evaluation and the report. PREPARED_PER_SECOND
+#: is the number of bytes of text that are read and prepared per second. With 1.1 MB of text
+#: (Shakespeare) on 2 cores, the other work and the preparation together took 11 s.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
-#: Bytes of text that are always prepared. For longer texts, all the text that the run reads is
-#: prepared if that is more.
+#: Minimum number of bytes of text to prepare, or the entire text if it is shorter. A run that reads
+#: more text prepares as much as it needs.
 PREPARED_BYTES = 64 << 20
 #: Usual fraction of the run's time spent on evaluations, sample texts and checkpoints together.
 EVALUATION_SHARE = 0.06
-#: (evaluations after steps, sample texts per evaluation, tokens per sample text, maximum fraction
-#: of the run's time). The first entry that stays below its fraction is used, or the last entry if
-#: none does.
+#: (number of evaluations besides the one before the first step, sample texts per evaluation, tokens
+#: per sample text, maximum fraction of the run's time). The first entry whose evaluations fit in
+#: its fraction is used, or the last entry if none fit.
 PARTS = (
     (4, 3, 64, EVALUATION_SHARE),
     (2, 3, 64, 0.1),
@@ -207,14 +218,14 @@ PARTS = (
     (1, 1, 64, 0.1),
     (1, 1, 32, 0.1),
 )
-#: Maximum number of checkpoints of a run without a time budget, and of one that its limit of passes
-#: ends early; see also `training.time_budget.save_interval`.
+#: Maximum number of checkpoints of a run without a time budget, and of a run that ends early
+#: because of its limit of passes. See also `training.time_budget.save_interval`.
 MOST_SAVES = 6
 #: Fraction of the evaluation time (`EVALUATION_SHARE` or the value in `PARTS`) that is spent on
 #: computing the validation loss.
 LOSS_SHARE = 2 / 3
-#: Usual minimum number of rows per evaluation; and if time is short, minimum numbers of rows and
-#: tokens.
+#: USUAL_ROWS is the usual minimum number of rows per evaluation. If time is short, the minimum is
+#: LEAST_ROWS rows and LEAST_EVALUATED tokens.
 USUAL_ROWS = 16
 LEAST_ROWS, LEAST_EVALUATED = 2, 2048
 #: A budget is accepted if it allows at least this many steps, or as many as the data allows.
@@ -222,12 +233,13 @@ LEAST_STEPS = 8
 
 #: `lora.rank` and `lora.alpha`.
 ADAPTER_RANK, ADAPTER_ALPHA = 16, 32.0
-#: Maximum number of passes over at least MANY_CHATS conversations, and over fewer conversations.
+#: Maximum number of passes over the conversations: CHAT_EPOCHS if there are at least MANY_CHATS
+#: conversations, CHAT_EPOCHS_OF_FEW if there are fewer.
 CHAT_EPOCHS = 3.0
 CHAT_EPOCHS_OF_FEW = 10.0
 MANY_CHATS = 1000
 #: Preference pairs (DPO): learning rate as a multiple of the rate for conversations, and maximum
-#: number of passes. Higher rates make all answers less likely, the preferred ones too.
+#: number of passes. Higher rates make all answers less likely, including the preferred answers.
 PAIR_MULTIPLE, PAIR_EPOCHS = 0.05, 3.0
 #: Number of steps of a short fine-tuning run, and maximum tokens per step.
 TUNING_STEPS, MOST_TUNING_BATCH = 200, 32_768
@@ -250,16 +262,16 @@ NEW_MODEL_RATES: dict[str, dict[str, float]] = {
     "lion": {"learning_rate": 4e-4},
     "adafactor": {"learning_rate": 1e-2},
 }
-#: Fine-tuning all weights: AdamW's learning rate TUNING_RATE for a hidden_size of TUNING_WIDTH. The
-#: rate is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was the
-#: best of 7e-4, 2e-3 and 5e-3.
+#: Fine-tuning all weights: TUNING_RATE is AdamW's learning rate for a hidden_size of TUNING_WIDTH.
+#: The rate is inversely proportional to the width (Yang et al. 2022). For a width of 64, 2e-3 was
+#: the best of 7e-4, 2e-3 and 5e-3.
 TUNING_RATE, TUNING_WIDTH = 5e-5, 2000
-#: Fine-tuning: learning rates of optimizers as multiples of AdamW's. Lion's multiple is the same as
-#: for new models.
+#: Fine-tuning: learning rate of each optimizer as a multiple of AdamW's learning rate. Lion's
+#: multiple is the same as for new models.
 TUNING_MULTIPLES = {"adamw": 1.0, "adamw8bit": 1.0, "paged_adamw8bit": 1.0, "lion": 0.2}
-#: Fine-tuning adapters: learning rate at TUNING_WIDTH as a multiple of TUNING_RATE, and exponent of
-#: its dependence on the inverse width (Schulman et al. 2025, "LoRA Without Regret", fitted to Llama
-#: models with at least 1 billion parameters).
+#: Fine-tuning adapters: the learning rate is ADAPTER_MULTIPLE times TUNING_RATE for a hidden_size
+#: of TUNING_WIDTH, and proportional to width^-ADAPTER_POWER (Schulman et al. 2025, "LoRA Without
+#: Regret", fitted to Llama models with at least 1 billion parameters).
 ADAPTER_MULTIPLE, ADAPTER_POWER = 10.0, 0.781
 
 
@@ -273,13 +285,14 @@ def new_model_rates(
     Args:
         name: name of the optimizer.
         hidden_size: width of the model.
-        given: keys of the `optimizer` section set by the user. Their rates are for this model, or
-            for the width of `tuned_width` if the user has set it.
+        given: keys of the `optimizer` section set by the user. Learning rates among them apply to
+            this model, or to the width `tuned_width` if the user has set that key.
 
     Raises:
         ConfigError: no rate is known for the optimizer, and none is set.
     """
-    # Imported here, because it imports torch, and `train TEXTS` must print its first line before.
+    # Imported here, because it imports torch, and `train TEXTS` must print its first line before
+    # torch is loaded.
     from firstlight.optim.config import OPTIMIZERS, OptimizerConfig
 
     given = given or {}
@@ -295,8 +308,8 @@ def new_model_rates(
         config = OptimizerConfig(**measured).for_width(width)
         keys = [*NEW_MODEL_RATES[name]]
         if follows_width and name != "muon":
-            # Only the rate of matrices changes; these keys preserve the rates of embeddings and
-            # vectors.
+            # Only the learning rate of matrices changes with the width. These keys preserve the
+            # rates of embeddings and vectors.
             keys += ["embedding_lr_multiple", "vector_lr_multiple"]
         rates = {key: float(f"{getattr(config, key):.3g}") for key in keys}
     return {**rates, "tuned_width": width} if follows_width else rates

@@ -1,5 +1,5 @@
-"""The law of the expected loss, and the facts about machine, text and model that determine the
-choice of a model."""
+"""The scaling law of the expected loss, and the facts about the machine, the text and the model
+that determine the choice of a model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ class MachineFacts:
         rates: (training FLOPs per token, tokens per second) of some models, smallest first.
         usable_bytes: memory that a run may use, in bytes.
         origin: text with the source of the rates, for the user.
-        compiler: torch.compile on this machine; None if it does not support this device.
+        compiler: properties of torch.compile on this machine; None if torch.compile does not
+            support this device.
         steps: (training FLOPs per token, seconds of a step with few tokens) of some models,
-            smallest first. On a GPU, such a step takes as long as launching its kernels. Empty on a
-            CPU, where a step with few tokens is short. `steps` and `rates` are measured without
-            torch.compile.
+            smallest first. On a GPU, such a step takes as long as launching its kernels. The list
+            is empty for a CPU, on which a step with few tokens is short. Both `steps` and `rates`
+            are measured without torch.compile.
         is_busy: True if other programs kept the cores busy while the speed was measured.
     """
 
@@ -89,8 +90,8 @@ class MachineFacts:
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Interpolate linearly at `place` between points (place, value) sorted by place. Beyond the
-    points, extrapolate, but never with a negative slope."""
+    """Interpolate linearly at `place` between points (place, value), which are sorted by place.
+    Beyond the first and last point, extrapolate. The slope is never negative."""
     index = next((i for i, (one, _) in enumerate(points[1:-1], 1) if one > place), -1)
     (low, first), (high, second) = points[index - 1], points[index]
     return first + max((second - first) / (high - low), 0.0) * (place - low)
@@ -98,17 +99,18 @@ def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
 
 @dataclass(frozen=True)
 class Hardness:
-    """How hard a text is to learn.
+    """Measures of how hard a text is to learn.
 
     Attributes:
         xz_bits_per_byte: bits per byte of the sample's training text compressed by xz.
-        ngram_bits_per_character: bits per character on the sample's held-out text of an n-gram
-            model with contexts of three characters, trained on the sample's training text; at least
-            `defaults.LEAST_NGRAM_BITS`.
+        ngram_bits_per_character: bits per character of an n-gram model on the sample's held-out
+            text; at least `defaults.LEAST_NGRAM_BITS`. The model uses contexts of three characters
+            and is trained on the sample's training text.
         long_ngram_ratio: bits per character of an n-gram model with contexts of eight characters,
             divided by `ngram_bits_per_character`.
-        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz, measured on
-            the sample or, once the text is prepared, on all of it; 8 if unknown.
+        held_out_xz_bits_per_byte: bits per byte of the held-out text compressed by xz; 8 if
+            unknown. Measured on the sample or, once the text is prepared, on all of the held-out
+            text.
     """
 
     xz_bits_per_byte: float
@@ -129,7 +131,7 @@ class TextFacts:
         vocab_size: vocabulary size of the tokenizer.
         train_tokens: number of tokens in the training split.
         bytes_per_token: mean UTF-8 bytes of text per token.
-        hardness: how hard the text is to learn.
+        hardness: difficulty of learning the text.
         val_tokens: number of tokens in the validation split.
         bytes_per_character: mean UTF-8 bytes of text per character.
     """
@@ -143,9 +145,9 @@ class TextFacts:
 
     @property
     def is_unusual(self) -> bool:
-        """True for text whose loss is harder to predict, because longer contexts help an n-gram
-        model much more than usual, or even harm it. Most such texts are tables, sorted lists and
-        repetitive data."""
+        """True for text whose loss is harder to predict, because longer contexts improve an n-gram
+        model much more than usual, or even make it worse. Most of these texts are tables, sorted
+        lists and repetitive data."""
         low, high = defaults.USUAL_LONG_NGRAMS
         return not low <= self.hardness.long_ngram_ratio <= high
 
@@ -193,7 +195,7 @@ class ModelSize:
 
     @property
     def flops_per_token(self) -> float:
-        """Training FLOPs per token: six per weight of a matrix product, plus the FLOPs of
+        """Training FLOPs per token: six for each weight used in a matrix product, plus the FLOPs of
         attention."""
         products = self.layer_parameters + self.vocab_size * self.hidden_size
         attention = self.num_hidden_layers * self.hidden_size * self.seq_len
@@ -231,12 +233,12 @@ def expected_bits(parameters: float, read: float, text: TextFacts) -> float:
     relative = xz / defaults.XZ_OF_LIBRARY
     bits: float = defaults.FLOOR * math.pow(relative, defaults.FLOOR_POWER)
     bits += defaults.A / parameters**defaults.ALPHA
-    # Without this lower limit of 1, the easiest texts would be estimated as the hardest.
+    # Without the lower limit of 1, the expected bits of the easiest texts would be the highest.
     bits += defaults.B / max(relative, 1.0) / characters**defaults.BETA
     ngrams = text.hardness.ngram_bits_per_character / defaults.NGRAM_BITS
     bits *= math.pow(ngrams, defaults.NGRAM_POWER)
     bits /= max(xz / defaults.DENSE_XZ_BITS, 1.0)
-    # Guessing a byte costs 8 bits.
+    # A uniform guess among the 256 byte values costs 8 bits.
     return min(bits / size, 8.0)
 
 
@@ -262,7 +264,8 @@ def longer_text(text: TextFacts, factor: float, *, keeps_vocabulary: bool) -> Te
     Args:
         text: facts about the text.
         factor: a number above 1.
-        keeps_vocabulary: False uses the vocabulary that is usual for the longer text.
+        keeps_vocabulary: True to keep the text's vocabulary size; False to use the usual size for
+            the longer text.
     """
     whole = factor * (text.train_tokens + text.val_tokens) * text.bytes_per_token
     size = text.vocab_size

@@ -29,15 +29,15 @@ from firstlight.planner.advise.law import (
 if TYPE_CHECKING:
     from firstlight.models import ModelConfig
 
-#: Minimum number of steps of a run: shorter runs use a smaller batch, because warm-up and decay of
-#: the learning rate need some steps.
+#: Minimum number of steps of a run. If a run would have fewer steps, a smaller batch is used,
+#: because the warm-up and decay of the learning rate require some steps.
 _FEWEST_STEPS = 100
 
 
 def batch_tokens(tokens: float, seq_len: int) -> int:
     """Return the number of tokens per step: a power of two that grows with the square root of the
-    run's tokens, smaller if the run would have fewer than `_FEWEST_STEPS` steps, and at least one
-    sequence."""
+    run's tokens. The number is smaller if the run would otherwise have fewer than `_FEWEST_STEPS`
+    steps, but at least one sequence."""
     wanted = defaults.BATCH_TOKENS * math.sqrt(max(tokens, 1.0) / defaults.BATCH_AT_TOKENS)
     wanted = min(max(wanted, defaults.BATCH_TOKENS), defaults.MOST_BATCH_TOKENS)
     batch = 1 << round(math.log2(wanted))
@@ -71,8 +71,7 @@ def batch_and_rate(
     modes: Sequence[Compiling],
     steps: int | None = None,
 ) -> tuple[int, float, Compiling]:
-    """Return a run's tokens per step and tokens per second, and the fastest compilation mode for
-    it.
+    """Return a run's tokens per step, its tokens per second, and its fastest compilation mode.
 
     The batch size depends on the run's tokens, the tokens on the speed, and the speed on the batch
     size.
@@ -87,8 +86,8 @@ def batch_and_rate(
 
     def found(mode: Compiling) -> tuple[int, float]:
         reached = rate(math.inf, mode)
-        # The batch grows with the square root of the tokens, so the second iteration hardly changes
-        # it.
+        # Two iterations are enough: the batch grows only with the square root of the tokens, so the
+        # second iteration hardly changes it.
         for _ in range(2):
             batch = batch_for(tokens_at(reached, mode))
             reached = rate(batch, mode)
@@ -132,8 +131,9 @@ def best_model(
     """Return the best of the candidates that are not too large for their text.
 
     With a time budget, this is the largest model whose expected loss is close to the lowest. With a
-    given number of tokens or steps, the largest model would always have the lowest loss; the result
-    is then the largest model that would also be chosen for the time that it needs for these tokens.
+    given number of tokens or steps, the largest model would always have the lowest loss. In this
+    case, the result is the largest model that would also be the best for a time budget equal to the
+    duration of its own run.
 
     Args:
         candidates: models that fit in memory, smallest first.
@@ -170,7 +170,7 @@ class Suggestion:
     Attributes:
         config: config of the model.
         parameters: number of the model's parameters.
-        active_parameters: number of parameters used per token: fewer than `parameters` in a mixture
+        active_parameters: number of parameters used per token; lower than `parameters` in a mixture
             of experts.
         layer_parameters: number of active parameters in the layers' matrices.
         flops: training FLOPs per token.
@@ -245,7 +245,8 @@ def suggest(
             compilation.
 
     Raises:
-        ConfigError: not even the smallest model fits, or not exactly one budget is given.
+        ConfigError: the smallest model does not fit, or not exactly one of `seconds` and `tokens`
+            is set.
     """
     if (seconds is None) is (tokens is None):
         raise ConfigError("the budget must be either a time or a number of tokens: set one of them")
@@ -278,8 +279,9 @@ def suggest(
 
 
 def _without_run(config: ModelConfig, seq_len: int) -> Suggestion:
-    """Return a model whose run is not known yet."""
-    # Imported here, because it imports torch, and `train TEXTS` must print its first line before.
+    """Return a suggestion for a model whose run is not known yet."""
+    # Imported here, because it imports torch, and `train TEXTS` must print its first line before
+    # torch is loaded.
     from firstlight.models.accounting import count_parameters, meta_model, train_flops_per_token
 
     model = meta_model(config)
@@ -364,12 +366,13 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
     """Yield models of the same family in other sizes, smallest first.
 
     All other keys keep the model's values: head dimension, tied or untied head, numbers of experts,
-    context length. MLP and expert sizes stay proportional to the width, and the number of key-value
-    heads stays proportional to the number of heads.
+    and context length. MLP and expert sizes stay proportional to the width, and the number of
+    key-value heads stays proportional to the number of heads.
 
     Args:
-        cuts: number of processes that must share the key-value heads evenly. Their number is then
-            the valid number nearest to the usual one, or the usual number if none is valid.
+        cuts: number of processes that must share the key-value heads evenly. The number of
+            key-value heads is then the valid number nearest to the usual number, or the usual
+            number if no number is valid.
 
     Raises:
         ConfigError: the family does not support any of these sizes with the model's other keys.
@@ -380,7 +383,8 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
         try:
             config = _resized(model, hidden, layers, cuts)
         except ValidationError as error:
-            # For example, a model with experts in every tenth layer can't have fewer layers.
+            # For example, a model with experts in every tenth layer can't have fewer than ten
+            # layers.
             problem = str(error.errors()[0]["msg"])
             continue
         ladder[config.hidden_size, layers] = config
@@ -390,8 +394,8 @@ def model_ladder(model: ModelConfig, *, cuts: int = 1) -> Iterator[ModelConfig]:
 
 
 def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelConfig:
-    """Return the model with about this width and exactly this number of layers; arguments as in
-    `model_ladder`.
+    """Return the model with about this width and exactly this number of layers. For the other
+    arguments, see `model_ladder`.
 
     Raises:
         ValidationError: the model's other keys are invalid with these sizes.
@@ -401,7 +405,7 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
     depth = model.num_hidden_layers
     heads = model.num_attention_heads
     count = max(round(hidden * heads / width), 1)
-    # The nearest multiple of the head dimension.
+    # Round the width to the nearest multiple of the head dimension.
     hidden = hidden if width % heads else count * width // heads
     changes = {
         "hidden_size": hidden,
@@ -429,7 +433,7 @@ def _resized(model: ModelConfig, hidden: int, layers: int, cuts: int) -> ModelCo
         each = values["linear_num_value_heads"] // keys
         changes["linear_num_value_heads"] = each * changes["linear_num_key_heads"]
     for key in ("layer_types", "no_rope_layers"):
-        # Lists of layers are mostly repetitions of a pattern.
+        # Lists with one entry per layer usually repeat a pattern.
         listed = values.get(key)
         changes[key] = listed and [listed[i % depth] for i in range(layers)]
     known = {key: value for key, value in changes.items() if key in values}

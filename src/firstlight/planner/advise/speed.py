@@ -1,4 +1,5 @@
-"""The speed of a machine for new models: timed on this machine, predicted for others."""
+"""The training speed of new models on a machine: timed on this machine, predicted for other
+machines."""
 
 from __future__ import annotations
 
@@ -19,23 +20,24 @@ from firstlight.planner.plan.machine import Machine, resolve_for
 from firstlight.planner.speed.throughput import time_step
 from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe
 
-#: (hidden_size, num_hidden_layers) of the models whose speed is measured or predicted, by kind of
-#: device; and their vocabulary size.
+#: (hidden_size, num_hidden_layers) of the models whose speed is measured, by kind of device, and of
+#: those whose speed is predicted. _VOCABULARY is their vocabulary size.
 _TIMED_SHAPES = {"cpu": ((128, 4), (320, 6)), "cuda": ((192, 4), (768, 12))}
 _PREDICTED_SHAPES = ((192, 4), (512, 8), (1024, 16))
 _VOCABULARY = 4096
-#: Tokens per measured step on a CPU. With half as many, a token takes up to 1.4 times as long,
-#: because the update takes a larger share of the step.
+#: Tokens per measured step on a CPU. With half as many tokens, the time per token is up to 1.4
+#: times as long, because the update takes a larger share of the step.
 _TIMED_TOKENS = defaults.BATCH_TOKENS
-#: (free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger model take
-#: 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
+#: (minimum free bytes of a GPU, tokens of a measured step). In bf16, 32,768 tokens of the larger
+#: model take 22 GiB, and 8,192 take 7 GiB; other precisions take up to twice as much.
 _TOKENS_OF_MEMORY = ((48 << 30, 32_768), (16 << 30, 8192), (6 << 30, 2048))
 #: Origins of a speed, as shown to the user.
 MEASURED, PREDICTED = "measured here", "predicted by the planner"
 
 
 def new_model_speed(machine: Machine) -> MachineFacts:
-    """Return a machine's speed for new models: timed on this machine, predicted for other machines.
+    """Return a machine's training speed for new models: timed on this machine, predicted for other
+    machines.
 
     Raises:
         ConfigError: the GPU's speed is not known.
@@ -59,8 +61,9 @@ def new_model_speed(machine: Machine) -> MachineFacts:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    # If a smaller model is slower than a larger one, because of kernel launches or noise, it gets
-    # the larger one's rate: `MachineFacts` needs rates that do not increase with size.
+    # Because of kernel launches or noise, a smaller model may be slower than a larger one. It then
+    # gets the larger model's rate, because `MachineFacts` requires rates that do not increase with
+    # size.
     rates, steps = known
     rates = [
         (flops, max(rate, *(r for _, r in rates[i:]))) for i, (flops, rate) in enumerate(rates)
@@ -113,8 +116,8 @@ def _speeds(
 
 
 def _timed_tokens(machine: Machine) -> int:
-    """Return the tokens of a measured step with many tokens, or 0 if the machine's speed can't be
-    measured, because it is another machine or an Apple GPU, or its memory is in use."""
+    """Return the number of tokens of a measured step with many tokens. Return 0 if the speed can't
+    be measured: for another machine, for an Apple GPU, or if the GPU has too little free memory."""
     kind = machine.target.kind
     if not machine.is_here or kind not in _TIMED_SHAPES:
         return 0
@@ -147,7 +150,8 @@ def _speed_recipe(shape: ModelSize, tokens: int) -> Recipe:
 
 
 def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Add values by `section.key` to the sections `values` (section -> key -> value)."""
+    """Return a copy of recipe sections (section -> key -> value) to which the values in `more`,
+    keyed by `section.key`, are added."""
     found = {section: dict(keys) for section, keys in values.items()}
     for name, value in more.items():
         section, _, key = name.partition(".")
@@ -156,7 +160,8 @@ def nested(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def timed_rate(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Return the tokens per second of steps with one micro-batch, timed on this machine."""
+    """Return the tokens per second of a recipe with one micro-batch per step, timed on this
+    machine."""
     seconds = time_step(recipe, machine.hardware).seconds(1)
     return recipe.batch.rows * recipe.data.seq_len / seconds
 

@@ -1,2 +1,2 @@
-"""Predict the memory of a training step, an evaluation or a generation, from a trace that allocates
-no memory."""
+"""Predict the memory of a training step, an evaluation or a generation from a trace, without
+allocating that memory."""

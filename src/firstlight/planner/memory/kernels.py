@@ -2,7 +2,7 @@
 
 A trace on fake CPU tensors sees shapes, but not the memory that a kernel allocates internally
 (`workspace_bytes`). Each kernel that allocates memory has a separate function with a test.
-`program.py` handles the GPU kernels for which autograd saves other tensors than on a CPU.
+`program.py` models the GPU kernels for which autograd saves different tensors than on a CPU.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _firstlight: Any = torch.ops.firstlight
 #: (shape, dtype) of a tensor, as in an operator's key.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
-#: Operator on lists -> number of lists of equal length that its inputs concatenate.
+#: Operator on tensor lists -> number of lists in its inputs, which are concatenated. All lists of a
+#: call have the same length.
 LISTS = {"_fused_adamw_": 5, "_foreach_mul_": 1, "_foreach_add_": 1, "_foreach_copy_": 2}
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One kind of operator call; calls with equal attributes are the same `Operator`.
+    """A kind of operator call. Calls with equal attributes share one `Operator`.
 
     Attributes:
         name: torch's name, such as "aten.mm.default".
@@ -81,14 +82,14 @@ def total_bytes(layouts: Iterable[Layout]) -> int:
 
 
 def _products(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of the scores, queries times keys [batch, heads, tokens, size], divided by
-    the head dimension."""
+    """Return the FLOPs of the product of queries and keys, both [batch, heads, tokens, head_dim],
+    divided by the head dimension."""
     return 2 * query.shape[:3].numel() * key.shape[2]
 
 
 def _blockwise_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one of the two products, in which a block of queries sees the keys up to
-    its last query."""
+    """Return the FLOPs of one of the two products of blockwise attention. Each block of queries
+    attends to the keys up to the position of its last query."""
     batch, heads, new, size = query.shape
     scores = sum((end - start) * seen for start, end, seen in blocks_of(new, key.shape[2]))
     return 2 * batch * heads * size * scores
@@ -96,7 +97,7 @@ def _blockwise_flops(query: Tensor, key: Tensor) -> int:
 
 _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 #: FLOPs of operators that torch's counter omits or, in torch 2.11, rejects with grouped heads. As
-#: in torch's counter, fused attention computes all scores, even with a causal mask.
+#: in torch's counter, all scores of fused attention are counted, even with a causal mask.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys(
         (getattr(_aten, f"_scaled_dot_product_{name}") for name in _FUSED),
@@ -107,7 +108,7 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
         (getattr(_aten, f"_scaled_dot_product_{name}_backward") for name in _FUSED),
         lambda _, q, k, v, *__: _products(q, k) * (3 * k.shape[3] + 2 * v.shape[3]),
     ),
-    # Each row by the weight of its expert, [experts, out, in].
+    # Each row is multiplied by the weight of its expert; all weights are [experts, out, in].
     _firstlight.grouped_linear: lambda x, w, *_: 2 * len(x) * w.shape[1] * w.shape[2],
     _firstlight.grouped_linear_backward: lambda g, _, w, *__: 4 * len(g) * w.shape[1] * w.shape[2],
     _firstlight.blockwise_attention: lambda q, k, *_: 2 * _blockwise_flops(q, k),
@@ -135,15 +136,15 @@ class Target:
     Attributes:
         kind: "cpu" or "cuda".
         name: name of the device.
-        context_bytes: bytes that a process takes on the device before it creates a tensor.
+        context_bytes: bytes that a process uses on the device before it creates a tensor.
         library_bytes: bytes that libraries allocate once through torch's allocator (the cuBLAS
             workspace).
         capability: CUDA compute capability.
         threads: number of torch threads on a CPU; some kernels allocate a buffer per thread.
-        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX), with kernels that take more
+        tile_dtypes: dtypes that a CPU multiplies in tiles (AMX); kernels for tiles need more
             memory.
-        torch_version: (major, minor) of the modelled torch version; older versions are for
-            reproducing published figures.
+        torch_version: (major, minor) of the modelled torch version; older versions are used to
+            reproduce published figures.
     """
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -175,10 +176,12 @@ def cuda_target(
 
     Args:
         name, capability, torch_version: see `Target`.
-        context_bytes: None uses 500 MiB, about the size observed with torch 2 and CUDA 12.
+        context_bytes: see `Target`; None for 500 MiB, about the size observed with torch 2 and CUDA
+            12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
-    # torch's CUDABlas: 32 MiB since Hopper, otherwise 8.1 MiB, for each handle.
+    # Size of the cuBLAS workspace of each handle in torch's CUDABlas.cpp: 32 MiB on Hopper and
+    # later GPUs, 8.1 MiB on older GPUs.
     library = 32 * 2**20 if capability >= (9, 0) else 4096 * 2 * 1024 + 16 * 8 * 1024
     return Target(
         "cuda", name, context, library, capability=capability, torch_version=torch_version
@@ -191,7 +194,7 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
     name = operator.base_name
     if name in ("blockwise_attention", "blockwise_attention_backward"):
         return blockwise_bytes(operator)
-    # Assumption: CUDA kernels allocate nothing except the cuBLAS workspace, see `library_bytes`.
+    # Assumption: CUDA kernels allocate nothing except the cuBLAS workspace (`library_bytes`).
     if target.kind == "cuda":
         return 0
     # Assumption: other CPU kernels allocate nothing except converted operands.
@@ -202,13 +205,15 @@ def workspace_bytes(operator: Operator, target: Target) -> int:
 
 
 def blockwise_bytes(operator: Operator) -> int:
-    """Return the bytes that `models.blockwise` allocates while it computes some of the heads:
-    contiguous queries, keys and values and, in the backward pass, their gradients and the result's
-    gradient.
+    """Return the bytes that `models.blockwise` allocates for the heads that it computes together.
 
-    Queries are also stored in fp32; so are keys, in half precision or if values differ in size.
-    Each block of queries stores its scores twice in fp32 or, in the backward pass, weights and
-    gradients three times in the inputs' dtype.
+    These are contiguous copies of the queries, keys and values. In the backward pass, the gradients
+    of these tensors and of the result are added.
+
+    Queries are also stored in fp32. Keys are also stored in fp32 if the inputs are in half
+    precision or the values have a different head dimension. For each block of queries, the scores
+    are stored twice in fp32. In the backward pass, the block may instead need three tensors of the
+    same shape for weights and gradients, in the inputs' dtype.
     """
     is_backward = operator.base_name.endswith("backward")
     queries, keys, values = operator.inputs[1:4] if is_backward else operator.inputs[:3]
@@ -240,10 +245,13 @@ def blockwise_bytes(operator: Operator) -> int:
 
 
 def attention_bytes(operator: Operator, target: Target) -> int:
-    """Return the bytes of torch's flash attention for CPUs: for each thread, a block of scores, its
-    sums and its result in fp32; in half precision also the rounded scores. With tiles, all keys and
-    values are packed (pairs of columns of keys, pairs of rows of values), with a transposed block
-    for each thread."""
+    """Return the bytes that torch's flash attention for CPUs allocates.
+
+    Each thread allocates a block of scores, the block's sums and its result in fp32. In half
+    precision, it also allocates the rounded scores. If the kernel uses tiles, all keys and values
+    are packed (keys in pairs of columns, values in pairs of rows), and each thread also allocates a
+    transposed block.
+    """
     (batch, heads, length, head), dtype = operator.inputs[0]
     _, kept, total, _ = operator.inputs[1][0]
     queries, keys = _query_block(length), min(total, _KEY_BLOCK)
@@ -264,9 +272,12 @@ def attention_bytes(operator: Operator, target: Target) -> int:
 
 
 def attention_backward_bytes(operator: Operator, target: Target) -> int:
-    """Return the bytes of the backward pass of `attention_bytes`' kernel: for each thread a block
-    of scores and a block of their gradients, and the incoming gradient if it is copied into another
-    layout. In half precision also the rounded blocks, and oneDNN's copies (approximately)."""
+    """Return the bytes that the backward pass of torch's flash attention for CPUs allocates.
+
+    Each thread allocates a block of scores and a block of their gradients. If the incoming gradient
+    is copied into another layout, the copy is added. In half precision, the rounded blocks and
+    oneDNN's copies are added; the size of these copies is approximate.
+    """
     (_, dtype), (shape, _), (keys, _) = operator.inputs[:3]
     queries = _query_block(shape[2])
     keys_of_block = min(keys[2], _KEY_BLOCK)
@@ -277,7 +288,8 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     if dtype.itemsize < 4:
         size += target.threads * 2 * dtype.itemsize * block
         if dtype in target.tile_dtypes:
-            # Fitted: a thread's transposed scores, or its block of keys, and oneDNN's descriptors.
+            # These sizes were fitted to measurements: a thread's transposed scores or its block of
+            # keys, and oneDNN's descriptors.
             scores = queries * min(4 * keys_of_block, 640) + 128
             size += target.threads * (max(scores, 2 * keys_of_block * shape[3]) + 5124)
         else:
@@ -285,7 +297,8 @@ def attention_backward_bytes(operator: Operator, target: Target) -> int:
     return size
 
 
-#: Keys per block in torch's FlashAttentionKernel.cpp; `_query_block` returns the queries per block.
+#: Number of keys per block in torch's FlashAttentionKernel.cpp. `_query_block` returns the number
+#: of queries per block.
 _KEY_BLOCK = 512
 _MIB = 2**20
 
@@ -300,9 +313,13 @@ def _query_block(length: int) -> int:
 
 
 def product_bytes(operator: Operator, target: Target) -> int:
-    """Return an upper bound of the bytes of oneDNN's products in half precision, which copy blocks
-    of their factors into a different layout: about 200 KiB for each thread (bf16), about 1 MB if
-    the first factor is transposed, and 1.5 MB in fp16."""
+    """Return an upper bound on the bytes that oneDNN allocates for a matrix product in half
+    precision.
+
+    oneDNN copies blocks of the factors into a different layout. In bf16, each thread needs about
+    200 KiB for the copies, or about 1 MiB if the first factor is transposed. In fp16, it needs
+    about 1.5 MiB.
+    """
     # addmm has a bias before the factors; `out` variants have their result after them.
     first = 1 if "addmm" in operator.name else 0
     ((*_, rows, inner), dtype), ((*_, columns), _) = operator.inputs[first : first + 2]
@@ -324,9 +341,12 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Return the bytes of products in tiles, an upper bound measured with one and two threads: each
-    thread copies its part of the second factor into a different layout, and its part of a
-    transposed first factor. If a long inner dimension is split, partial sums are added up in fp32.
+    """Return an upper bound on the bytes of matrix products in tiles, measured with one and two
+    threads.
+
+    Each thread copies its part of the second factor into a different layout. If the first factor is
+    transposed, it also copies its part of that factor. If a long inner dimension is split, partial
+    sums are stored in fp32.
     """
     # Sizes below 32 are padded.
     rows, inner, columns = (max(size, 32) for size in sizes)
@@ -344,14 +364,17 @@ def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, thre
     return size
 
 
-#: Maximum bytes of a second factor that a thread copies at a time: 768 x 768 numbers of 16 bits.
+#: Maximum bytes of a second factor that a thread copies at a time: 768 x 768 16-bit numbers.
 _LAID_OUT_AT_ONCE = 2 * 768 * 768
 
 
 def experts_bytes(operator: Operator, target: Target) -> int:
-    """Return the bytes of grouped products of `models.moe` on a CPU in bf16: the result (in the
-    backward pass, a gradient) of one expert's rows before it is copied into the full result, and
-    oneDNN's copies of the factors. For an expert with twice the mean number of rows."""
+    """Return the bytes that the grouped products of `models.moe` allocate on a CPU in bf16.
+
+    The result of one expert's rows (in the backward pass, a gradient) is stored before it is copied
+    into the full result. oneDNN's copies of the factors are added. The calculation assumes an
+    expert with twice the mean number of rows.
+    """
     (shape, dtype) = operator.inputs[0]
     if dtype != torch.bfloat16:
         return 0
@@ -366,32 +389,36 @@ def experts_bytes(operator: Operator, target: Target) -> int:
 
 
 def softmax_with_masked_rows_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes that `_safe_softmax` allocates to find rows that see no token: one byte per
-    score."""
+    """Return the bytes that `_safe_softmax` allocates to find rows in which all scores are masked:
+    one byte per score."""
     return math.prod(operator.inputs[0][0])
 
 
 def eight_bit_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes of the bitsandbytes 8-bit update for CPUs: both moments unpacked, the scaled
-    gradient, and the denominator in two steps, all in fp32."""
+    """Return the bytes that the 8-bit update of bitsandbytes allocates on a CPU: both unpacked
+    moments, the scaled gradient, and two tensors for the denominator, all in fp32."""
     return 20 * math.prod(operator.inputs[0][0])
 
 
 def small_update_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes of the bitsandbytes 32-bit update for CPUs: scaled gradient and
-    denominator."""
+    """Return the bytes that the 32-bit update of bitsandbytes allocates on a CPU, for the scaled
+    gradient and the denominator."""
     return 12 * math.prod(operator.inputs[0][0])
 
 
 def counted_booleans_bytes(operator: Operator, _: Target) -> int:
-    """Return the bytes of a sum of booleans, which converts them to int64 first."""
+    """Return the bytes that a sum of booleans allocates, because torch first converts the booleans
+    to int64."""
     shape, dtype = operator.inputs[0]
     return 8 * math.prod(shape) if dtype == torch.bool else 0
 
 
 def promoted_operand_bytes(operator: Operator) -> int:
-    """Return the bytes of converted operands: elementwise CPU kernels require operands of one
-    dtype, so operands of other dtypes, except scalars, are first converted to temporary tensors."""
+    """Return the bytes of converted operands.
+
+    Elementwise CPU kernels require all operands to have the same dtype. Operands of other dtypes,
+    except scalars, are therefore first converted to temporary tensors.
+    """
     tensors = [layout for layout in operator.inputs if layout[0]]
     if len({dtype for _, dtype in tensors}) < 2:
         return 0

@@ -21,7 +21,7 @@ from firstlight.planner.memory.program import (
 )
 from firstlight.planner.memory.trace import Trace, Tracer
 
-#: Function that creates an optimizer for parameters.
+#: Function that creates an optimizer from parameters.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 #: Optimizers that `plan_module` accepts by name.
@@ -52,28 +52,28 @@ def plan_module(
     max_grad_norm: float = 0.0,
     target: Target | None = None,
 ) -> MemoryPrediction:
-    """Predict the memory of training steps of a module, without allocating anything.
+    """Predict the memory of a module's training steps without allocating any tensors.
 
     Args:
         model: the module, on any device (including meta); it is not changed.
-        batch: arguments of one forward pass; of tensors, only shape and dtype matter.
+        batch: arguments of one forward pass; only the shapes and dtypes of the tensors are used.
         optimizer: name in `OPTIMIZERS`, or function that creates an optimizer from parameters.
         loss: function from the model's output to the loss; None uses the output's `loss` attribute
             or its first item.
-        precision: "fp16" and "bf16" mean autocast; parameters keep their dtype.
+        precision: "fp16" and "bf16" use autocast; the parameters keep their dtype.
         gradient_accumulation_steps: number of backward passes per optimizer step.
         activation_checkpointing: True to call the model's `gradient_checkpointing_enable`.
         zero_grad: "set_to_none" frees gradients after a step; "in_place" keeps them as zeros.
         max_grad_norm: norm to which gradients are clipped; 0 for no clipping.
-        target: device for which to predict; None for this machine's CPU.
+        target: device to predict for; None for this machine's CPU.
 
     Returns:
-        The prediction. It does not include memory inside the libraries of convolutions and
-        recurrent layers; if the trace has such operators, a note mentions this.
+        The prediction. It does not include memory that libraries allocate inside convolutions and
+        recurrent layers. If the trace contains such operators, `notes` contains a warning.
 
     Raises:
-        ConfigError: an argument is invalid, or the model lacks a loss or
-            `gradient_checkpointing_enable`.
+        ConfigError: an argument is invalid, the model does not return a loss, or it does not have
+            the required `gradient_checkpointing_enable`.
     """
     make = _make_optimizer(optimizer)
     _require_valid(precision, gradient_accumulation_steps, zero_grad)
@@ -172,7 +172,7 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 def _fake_copy(model: nn.Module) -> nn.Module:
     """Copy a module, with fake tensors in place of its tensors."""
-    # Keyed by identity, so that tied parameters stay tied.
+    # The keys are identities, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
         # Modules also store tensors in plain attributes, which deepcopy would copy.

@@ -1,6 +1,6 @@
-"""The memory at each moment of a trace: the peak, by part and by phase, and the bytes that CUDA's
-caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the memory of a
-recipe."""
+"""The memory in use at each tick of a trace, the peak by part and by phase, and the bytes that
+CUDA's caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the memory
+of a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from firstlight.planner.memory.kernels import OperatorCount, Target, workspace_bytes
 from firstlight.planner.memory.trace import ALIVE, Trace
 
-#: Parts of memory, in the order of tables.
+#: Parts of memory, in the order in which tables show them.
 PARTS = (
     "weights",
     "gradients",
@@ -30,7 +30,7 @@ PARTS = (
     "averaged_weights",
 )
 
-#: Phases of later sections of a backward pass, see `predict`.
+#: Phases of the later sections of a backward pass; see `predict`.
 MIDDLE_BACKWARD, LATE_BACKWARD = "middle of backward", "late backward"
 
 #: Phases that come before a backward pass.
@@ -57,15 +57,15 @@ class MemoryPrediction:
     """The predicted memory of a run.
 
     Attributes:
-        peak_bytes: peak of the allocated bytes as the allocator counts them:
-            `torch.cuda.max_memory_allocated`, or on a CPU the tracked peak of real tensors.
+        peak_bytes: peak of the allocated bytes as the allocator counts them: the value of
+            `torch.cuda.max_memory_allocated` or, on a CPU, the tracked peak of real tensors.
         phase: phase of the peak: "forward", "loss", "backward", "optimizer", ...
         parts: bytes at the peak by the names in `PARTS`.
         phases: the peak of each phase.
         reserved_bytes: bytes that the allocator holds at its peak, including rounding and
-            fragmentation; on a CPU `peak_bytes`.
-        overhead_bytes: bytes outside of the allocator: a GPU's context and libraries.
-        host_bytes: bytes of offloaded tensors in the host's memory, for a GPU.
+            fragmentation; equal to `peak_bytes` on a CPU.
+        overhead_bytes: bytes outside the allocator: a GPU's context and libraries.
+        host_bytes: for a GPU, bytes of offloaded tensors in the host's memory.
         operators: counts for the last optimizer step, evaluation batch or decoding step.
         notes: assumptions of the prediction, as text for the user.
     """
@@ -82,7 +82,7 @@ class MemoryPrediction:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the device's monitoring tool shows: reserved memory and overhead."""
+        """Bytes that the device's monitoring tool reports: reserved memory and overhead."""
         return self.reserved_bytes + self.overhead_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -109,9 +109,9 @@ def predict(
         target: device whose kernels and allocator are modelled.
         first_counted_tick: first tick whose operators are counted.
         phases: phases to consider; None for all.
-        stretches: number of sections with equal numbers of operators into which a backward pass is
-            split. The second of 2 sections is the `LATE_BACKWARD` phase; of 3, the second is
-            `MIDDLE_BACKWARD` and the third `LATE_BACKWARD`.
+        stretches: number of sections into which a backward pass is split, with an equal number of
+            operators in each section. With 2 sections, the second is the `LATE_BACKWARD` phase.
+            With 3 sections, the second is `MIDDLE_BACKWARD` and the third is `LATE_BACKWARD`.
     """
     timeline = Timeline(trace, target)
     timeline.split_backward(stretches)
@@ -158,7 +158,7 @@ class Timeline:
         settle_parts(trace)
         changes: dict[str, Ticks] = {}
         for storage in trace.storages:
-            # CUDA's allocator counts rounded blocks, the CPU's tracked peak the exact bytes.
+            # CUDA's allocator counts rounded blocks; the tracked peak of a CPU counts exact bytes.
             size = storage.size if target.kind == "cpu" else rounded(storage.size)
             change = changes.get(storage.part)
             if change is None:
@@ -194,13 +194,13 @@ class Timeline:
         return peaks or {"setup": PhasePeak(0, {})}
 
     def split_backward(self, stretches: int) -> None:
-        """Split later sections of each backward pass into separate phases; see `predict`."""
+        """Assign the later sections of each backward pass to separate phases; see `predict`."""
         if "backward" not in self._names:
             return
         names = (MIDDLE_BACKWARD, LATE_BACKWARD)[3 - stretches :]
         own = self._names.index("backward")
-        # A pass ends where the next forward pass begins: the gradients of the loss, and updates
-        # within the backward pass, are phases that interrupt it.
+        # A pass ends where the next forward pass begins. It may be interrupted by other phases: the
+        # gradients of the loss, and updates within the backward pass.
         before = [i for i, name in enumerate(self._names) if name in _BEFORE_BACKWARD]
         ticks = np.flatnonzero(~np.isin(self._phases, before))
         for passed in np.split(ticks, np.flatnonzero(np.diff(ticks) > 1) + 1):
@@ -224,8 +224,8 @@ class Timeline:
         """Return the peak of the bytes that the target's allocator holds.
 
         Args:
-            first: first tick to consider; storages freed before it are ignored, because the
-                allocator can return their memory.
+            first: first tick to consider; storages freed earlier are ignored, because the allocator
+                can return their memory.
         """
         if self.target.kind == "cpu":
             return int(self.total[first:].max())
@@ -258,8 +258,8 @@ def settle_parts(trace: Trace) -> None:
 
 
 def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
-    """Return the last tick of the span that contains each tick, int64 [ticks]; outside spans
-    `ALIVE`, which no storage outlives."""
+    """Return the last tick of the span that contains each tick, int64 [ticks]. For ticks outside
+    all spans, return `ALIVE`, which no storage outlives."""
     ends = np.full(max(len(trace.calls), 1), ALIVE, np.int64)
     for first, last in spans:
         ends[first : last + 1] = last
@@ -268,9 +268,9 @@ def _ends(trace: Trace, spans: Sequence[tuple[int, int]]) -> Ticks:
 
 # CUDA's caching allocator (c10's CUDACachingAllocator.cpp)
 
-# Sizes in bytes, rounded up to `_ROUND`. Sizes up to `_SMALL` share small segments, and sizes below
-# `_MIDDLE` share medium segments; a larger size gets a separate segment, rounded up to
-# `_LARGE_ROUND`.
+# Sizes are in bytes and are rounded up to multiples of `_ROUND`. Sizes up to `_SMALL` share small
+# segments, and sizes below `_MIDDLE` share medium segments; a larger size gets a separate segment,
+# rounded up to a multiple of `_LARGE_ROUND`.
 _MIB = 2**20
 _ROUND = 512
 _SMALL = _MIB
@@ -309,7 +309,7 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
 
     def allocate(self, size: int) -> _Block:
-        """Take a block for this number of bytes."""
+        """Return a block of at least this number of bytes, and mark it as used."""
         size = rounded(size) or _ROUND
         is_small = size <= _SMALL
         # Best fit: the smallest free block that is large enough.
@@ -349,7 +349,7 @@ class CachingAllocator:
             length = _MIDDLE_SEGMENT
         else:
             length = -(-size // _LARGE_ROUND) * _LARGE_ROUND
-        # Segments are never adjacent: the links of blocks do not lead from one segment to another.
+        # Blocks are linked only within a segment, because segments are never adjacent.
         block = _Block(length, self.reserved, is_small)
         self.reserved += length
         return block

@@ -43,8 +43,8 @@ from firstlight.training.program import TrainingProgram
 
 _aten: Any = torch.ops.aten
 
-#: Functions whose inputs CUDA's autocast casts to fp32, unlike a CPU's (ATen's autocast_mode.h,
-#: AT_FORALL_FP32); only those that models and losses use.
+#: Functions whose inputs are cast to fp32 by autocast on CUDA, but not on a CPU (AT_FORALL_FP32 in
+#: ATen's autocast_mode.h). The set contains only functions that models and losses use.
 _IN_FP32 = {
     F.layer_norm,
     torch.layer_norm,
@@ -96,8 +96,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax before torch 1.11, which saved its entire input for the backward pass only to know
-    the input's dtype (pytorch issue 64000)."""
+    """Softmax of torch versions before 1.11, which save the entire input for the backward pass,
+    although they only need its dtype (PyTorch issue 64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:
@@ -113,33 +113,34 @@ class _SoftmaxKeepingInput(torch.autograd.Function):
 
 
 class CudaKernels(TorchFunctionMode):
-    """Function mode in which functions on CPU tensors run as on a CUDA GPU.
+    """Function mode in which functions on CPU tensors save the same tensors as on a CUDA GPU.
 
-    - `scaled_dot_product_attention` is the first kernel in torch's order that can be used: cuDNN's
-      on Hopper and data-centre Blackwell, flash attention, or the memory-efficient kernel, which
-      all keep queries, keys, values, output and the log-sum-exp of each query; otherwise two
-      products and a softmax, which keep all scores.
-    - `dropout` keeps a mask of one byte per element, not a factor of the element's dtype.
-    - autocast computes norms, softmax and losses in fp32.
+    - `scaled_dot_product_attention` uses the first kernel in torch's order that supports the
+      inputs: cuDNN's kernel (on Hopper and data-centre Blackwell), flash attention, or the
+      memory-efficient kernel. These kernels save the queries, keys, values, output and the
+      log-sum-exp of each query. If none supports the inputs, it uses two matrix products and a
+      softmax, which save all scores.
+    - `dropout` saves a mask of one byte per element instead of a factor in the element's dtype.
+    - Autocast computes norms, softmax and losses in fp32.
 
     Args:
         target: a CUDA device.
-        kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None chooses as torch
-            does.
-        expands: True for firstlight's models, which expand the keys of grouped queries if torch's
-            kernels do not support groups (`models.ops`).
+        kernel: attention kernel: "flash", "efficient", "cudnn" or "math"; None for torch's choice.
+        expands: True for firstlight's models, which repeat the keys and values of grouped heads if
+            torch's kernels do not support groups (`models.ops`).
     """
 
     def __init__(self, target: Target, kernel: str | None = None, *, expands: bool = False) -> None:
         super().__init__()
         self._target, self._kernel = target, kernel
         self._expands = expands
-        # Read here, because reading it in code that torch.compile traces would break the graph.
+        # These settings are read here, because reading them in code that torch.compile traces would
+        # break the graph.
         cuda: Any = torch.backends.cuda
         self._has_flash = cuda.flash_sdp_enabled() and target.capability >= (8, 0)
         self._has_efficient = cuda.mem_efficient_sdp_enabled()
-        # `check_prefer_cudnn_attention` in torch's sdp_utils.cpp; the cuDNN of these wheels is 9.15
-        # or later.
+        # As in `check_prefer_cudnn_attention` in torch's sdp_utils.cpp. The wheels of these torch
+        # versions contain cuDNN 9.15 or later.
         prefers_cudnn = target.capability[0] in (9, 10) and target.torch_version >= (2, 11)
         self._has_cudnn = cuda.cudnn_sdp_enabled() and prefers_cudnn
 
@@ -150,7 +151,8 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        # A CPU stores a factor in the input's dtype, CUDA's fused kernel one byte per element.
+        # Per element, a CPU stores a factor in the input's dtype, but CUDA's fused kernel stores
+        # one byte.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func is Tensor.backward:
@@ -215,19 +217,22 @@ class CudaKernels(TorchFunctionMode):
         return found[0]
 
     def _chosen(self, query: Tensor, mask: Tensor | None, dropout: float, *, grouped: bool) -> str:
-        """Return torch's choice (sdp_utils.cpp). cuDNN and flash attention require half precision
-        and compute capability 8.0. cuDNN also requires a head dimension that is a multiple of 8 and
-        at most 128, and a dropout that is a multiple of 1/16. Flash attention supports no mask, and
-        head dimensions of at most 256. The memory-efficient kernel requires heads whose size is a
-        multiple of 16 bytes, and capability 8.0 for bf16; it does not support `enable_gqa` before
-        torch 2.14."""
+        """Return the kernel that torch chooses (sdp_utils.cpp).
+
+        cuDNN and flash attention require half precision and compute capability 8.0. cuDNN also
+        requires a head dimension that is a multiple of 8 and at most 128, and a dropout that is a
+        multiple of 1/16. Flash attention does not support masks, and requires a head dimension of
+        at most 256. The memory-efficient kernel requires heads whose size is a multiple of 16
+        bytes. It also requires capability 8.0 for bf16, and torch 2.14 for `enable_gqa`.
+        """
         half, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
         capability = self._target.capability
         # Evaluation and generation run without cuDNN's kernel (`varying_lengths`).
         takes_cudnn = self._has_cudnn and torch.is_grad_enabled() and size <= 128 and size % 8 == 0
         if takes_cudnn and half and float(16 * dropout).is_integer():
             return "cudnn"
-        # Multiprocessors with less shared memory do not support flash attention's backward pass.
+        # On GPUs with less shared memory per multiprocessor, the backward pass of flash attention
+        # does not support some head dimensions.
         has_less = (8, 6) <= capability <= (8, 9) or capability[0] == 12
         no_backward = has_less and (192 < size <= 224 or (size > 224 and dropout > 0))
         learns = torch.is_grad_enabled() and query.requires_grad
@@ -272,8 +277,8 @@ def _math_attention(
     size = query.shape[-1] ** -0.5 if scale is None else scale
     if is_causal:
         mask = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    # As torch's math kernel: both factors are scaled before the product, so that it does not
-    # overflow in half precision.
+    # As in torch's math kernel, both factors are scaled before the product, so that the product
+    # does not overflow in half precision.
     scores = (query * size**0.5) @ (key * size**0.5).transpose(-2, -1)
     if mask is not None:
         bias = _bias(mask, query, key)
@@ -287,7 +292,8 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the mask as values that are added to the scores, [..., T, S]."""
     if mask is None:
         return None
-    # Only its size matters, not its values: the kernel requires a bias of the queries' dtype.
+    # The kernel requires a bias in the queries' dtype. Only the size of the bias matters, not its
+    # values.
     bias = query.new_zeros(mask.shape).masked_fill_(mask, 0) if mask.dtype == torch.bool else mask
     return bias.expand(*query.shape[:-1], key.shape[-2])
 
@@ -310,8 +316,8 @@ def _widened(value: Any, half: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def stubbed_compiler() -> Iterator[None]:
-    """Make torch.compile generate CPU code that allocates through torch's operators, with kernels
-    that do nothing, in the context. Compiled functions are discarded on entry and exit."""
+    """In the context, make torch.compile generate CPU code that allocates memory through torch's
+    operators and whose kernels do nothing. Compiled functions are discarded on entry and exit."""
     with quiet_import():
         import torch._functorch.config as functorch_config
         import torch._inductor.async_compile as async_compile
@@ -348,7 +354,7 @@ def stubbed_compiler() -> Iterator[None]:
 
 @dataclass
 class Graphs:
-    """The form in which a compiled step runs.
+    """Setting that determines whether a compiled step runs as graphs or as inductor's code.
 
     Attributes:
         runs: True if the graphs of the forward and backward pass run operator by operator, as they
@@ -377,7 +383,7 @@ def graphs_kept(*, fuses: bool) -> Iterator[Graphs]:
     compile_graph = compile_fx._compile_fx_inner
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, *args: Any, **options: Any) -> Any:
-        # A copy, because inductor modifies the graph.
+        # The graph is copied, because inductor modifies it.
         plain = boxed_nop(_copied(graph), inputs)
         if not fuses:
             return plain
@@ -402,9 +408,9 @@ def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector in the context. The collector takes a tenth of the
-    time, because the compiler has millions of live objects. Without it, the storages in a trace
-    also do not depend on when it runs."""
+    """Disable Python's cyclic garbage collector in the context. The collector would take a tenth of
+    the time, because the compiler has millions of live objects. The lifetimes of storages in a
+    trace would also depend on when the collector runs."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -441,7 +447,7 @@ def _nothing(*_: object) -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Create new tensors without memory in the context; see also `tables_put_back`."""
+    """In the context, create tensors without memory. See also `tables_put_back`."""
     # Real tensors, such as tables that a library created earlier, may be used inside.
     with tables_put_back(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
@@ -449,8 +455,8 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tables_put_back() -> Iterator[None]:
-    """Make bitsandbytes discard the tables that it creates inside: fake tables can't be used
-    later."""
+    """On exit, discard the tables that bitsandbytes created in the context, because tables of fake
+    tensors can't be used later."""
     library = sys.modules.get("bitsandbytes.functional")
     kept = None if library is None else dict(library.name2qmap)
     try:
@@ -511,7 +517,8 @@ def _optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..., Tensor]:
-    """Return the head's loss function, with phases "loss" and "backward of loss" for its passes."""
+    """Return the head's loss function, with its forward pass traced as the "loss" phase and its
+    backward pass as the "backward of loss" phase."""
 
     def loss(x: Tensor, *args: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -534,8 +541,8 @@ def marked_loss(head_loss: Callable[..., Tensor], tracer: Tracer) -> Callable[..
 
 
 def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
-    """Return `training.preference.answer_log_probs` with marked phases, which preference pairs use
-    in place of the head's loss."""
+    """Return `training.preference.answer_log_probs` with marked phases. With preference pairs, this
+    function is used in place of the head's loss."""
     marked = marked_loss(answer_log_probs, tracer)
 
     def log_probs(logits_BTV: Tensor, *args: Any) -> Tensor:
@@ -546,8 +553,8 @@ def marked_log_probs(tracer: Tracer) -> Callable[..., Tensor]:
 
 
 def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
-    """Report a program's tensors and the phases of its steps to the tracer; changes the program's
-    optimizer and loss function."""
+    """Report a program's tensors and the phases of its steps to the tracer. The program's optimizer
+    and loss function are replaced."""
     loss_sum = program.loss_sum
     program.optimizer = cast(Optimizer, _TracedOptimizer(program, tracer))
 
@@ -561,7 +568,8 @@ def watch_program(program: TrainingProgram, tracer: Tracer) -> None:
 
 
 class _TracedOptimizer:
-    """A program's optimizer that marks gradients and master weights, and the "clipping" phase."""
+    """Wrapper of a program's optimizer that marks gradients, master weights and the "clipping"
+    phase."""
 
     def __init__(self, program: TrainingProgram, tracer: Tracer) -> None:
         self._optimizer, self._tracer = program.optimizer, tracer
@@ -597,10 +605,12 @@ def host_activations(
     """Apply `methods.memory.offloaded_activations` to fake tensors.
 
     For a GPU, the activations of the forward pass are counted as host memory, except those whose
-    copies run in parallel with the computation. On a CPU, they are a copy in the same memory.
+    copies run in parallel with the computation. On a CPU, each offloaded activation is a copy in
+    the same memory.
     """
     weights = {id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
-    # Keep these alive while ids are compared, or another storage could get the same id.
+    # Keep these storages alive while ids are compared; otherwise another storage could get the same
+    # id.
     kept = [p.untyped_storage() for p in (*model.parameters(), *model.buffers())]
     leaving: deque[Tensor] = deque(maxlen=COPIES_BESIDE)
     last: Callable[[], _Offloaded | None] | None = None
@@ -657,20 +667,20 @@ class _Offloaded:
     on_device: Tensor | None = None
 
 
-#: Hardware of the traced program: a CPU with a PiB of memory and bf16 support.
+#: Hardware of the traced program: a CPU with 1 PiB of memory and bf16 support.
 PLANNED = Hardware(torch.device("cpu"), "a planned device", 2**50, bf16=True)
 
-#: Values of `efficiency.attention` that name a GPU's kernel; `CudaKernels` traces them.
+#: Values of `efficiency.attention` that name a GPU's kernel, which is traced with `CudaKernels`.
 _GPU_KERNELS = ("flash", "efficient", "cudnn", "math")
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """A recipe and kernels that replace the real step in a trace.
+    """The recipe and the kernels that are traced in place of the real ones.
 
     Attributes:
         recipe: the recipe to trace.
-        kernel: attention kernel on a GPU, see `CudaKernels`; None is torch's choice.
+        kernel: attention kernel on a GPU, see `CudaKernels`; None for torch's choice.
         offloads: True if activations are offloaded to the host's memory.
         notes: assumptions of the prediction, as text for the user.
     """
@@ -692,20 +702,21 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
     kernel = None
     if target.kind == "cuda":
         kernel = config.attention if config.attention in _GPU_KERNELS else None
-        # A CPU has none of these kernels; `CudaKernels` uses them in place of torch's choice.
+        # A CPU does not have these kernels. The trace uses sdpa, which `CudaKernels` replaces with
+        # the kernel.
         if config.attention in (*_GPU_KERNELS, "flex"):
             chosen["attention"] = "sdpa"
         if config.precision == "fp8":
             chosen["precision"] = "bf16"
             notes.append("fp8 is planned as bf16: the scaled fp8 copies of inputs are not counted")
-        # tf32 is a mode for a GPU's matrix products: its tensors are fp32.
+        # tf32 is a mode of a GPU's matrix products; the tensors are fp32.
         if config.precision == "tf32":
             chosen["precision"] = "fp32"
         if config.compile:
             notes.append("compiled code is planned with the code that inductor generates for CPUs")
     recipe = recipe.with_keys("efficiency", **chosen)
     recipe = _without_masks(recipe, config.attention, target)
-    # Only CUDA has paged memory; without it, the states have the same sizes.
+    # Paged memory requires CUDA. States that are not paged have the same sizes.
     if recipe.optimizer.name == "paged_adamw8bit":
         notes.append(
             "paged optimizer state is counted on the device, where it stays as long as it fits"
@@ -716,7 +727,8 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
     is_open = (optimizer.name, optimizer.implementation) == ("muon", "auto")
     if target.kind == "cuda" and is_open:
         recipe = recipe.with_keys("optimizer", implementation="fused")
-    # Pinned memory is rejected without a GPU. It is host memory, which is not predicted.
+    # Pinned memory is rejected without a GPU. It does not affect the prediction, because it is host
+    # memory.
     if recipe.data.pin_memory:
         recipe = recipe.with_keys("data", pin_memory=None)
     return Equivalent(recipe, kernel, config.activation_offload, tuple(notes))
@@ -724,7 +736,8 @@ def equivalent(recipe: ResolvedRecipe, target: Target) -> Equivalent:
 
 def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
     """Return the changes to a section that remove torch.compile and the keys that configure it.
-    Recomputation within a memory budget is the compiler's choice and can't be replaced."""
+    Recomputation within a memory budget is also turned off, because only the compiler can choose
+    what to recompute."""
     plain = {"compile": False, "compile_regional": False, "compile_mode": "default"}
     if config.activation_checkpointing == "budget":
         plain["activation_checkpointing"] = "none"
@@ -732,7 +745,7 @@ def without_compile(config: EfficiencyConfig) -> dict[str, Any]:
 
 
 def uncompiled(recipe: ResolvedRecipe) -> ResolvedRecipe:
-    """Return the recipe without torch.compile: the same step, operator by operator."""
+    """Return the recipe without torch.compile, for the same step run operator by operator."""
     config = recipe.efficiency
     if not config.compile:
         return recipe

@@ -1,8 +1,8 @@
 """The memory of one of several processes, computed from the memory of a single process.
 
 The trace covers one process that does not communicate. The effects of DDP, FSDP2 and DeepSpeed are
-computed from the parts of its memory. For DDP and FSDP2, tests compare the results with the memory
-of two real processes (tests/distributed/test_rank_memory.py).
+computed from the parts of this process's memory. For DDP and FSDP2, tests compare the results with
+the memory of two real processes (tests/distributed/test_rank_memory.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from firstlight.parallel.sharding import unshardable
 from firstlight.planner.memory.prediction import MemoryPrediction, PhasePeak
 from firstlight.recipe import Recipe, ResolvedRecipe
 
-#: Bytes on each GPU that NCCL allocates outside torch's allocator for channel buffers, measured
-#: with eight GPUs and NCCL's defaults.
+#: Bytes per GPU that NCCL allocates for channel buffers, outside torch's allocator; measured with
+#: eight GPUs and NCCL's default settings.
 _NCCL_BYTES = 400 * 2**20
 
-#: While the activations in memory exceed this fraction of the forward pass's activations, the
-#: backward pass has not completed any layer's gradient.
+#: As long as more than this fraction of the forward pass's activations is in memory, the backward
+#: pass is assumed not to have completed the gradients of any layer.
 _EARLY = 0.8
 
 #: Parts of memory whose size is proportional to the number of parameters.
@@ -36,7 +36,8 @@ STATE = ("weights", "gradients", "optimizer_states")
 #: Phases that only the last stage of a pipeline has.
 _LAST = ("loss", "backward of loss")
 
-#: Bytes of the CPU's memory at the start of a run above which a plan has a note.
+#: If the processes need at least this many bytes of CPU memory at the start of a run, the plan
+#: contains a note about it.
 _MUCH = 2**30
 
 
@@ -46,7 +47,7 @@ def of_one_rank(
     """Return the memory of one of several processes.
 
     Args:
-        prediction: memory of the recipe of `own_part` in a single process.
+        prediction: memory of the recipe returned by `own_part`, in a single process.
         recipe: the resolved recipe.
         processes: number of processes.
         on_cpu: True if the processes run on a CPU, whose memory also holds offloaded tensors.
@@ -82,8 +83,8 @@ def of_one_rank(
 
 
 def _of_the_host(recipe: ResolvedRecipe, processes: int) -> Iterator[str]:
-    """Yield a note on the CPU memory that all processes take at the start, if it is large."""
-    # fp32 weights; each stage of a pipeline creates only its own layers.
+    """Yield a note about the CPU memory that all processes need at the start, if it is large."""
+    # The weights are in fp32, and each stage of a pipeline creates only its own layers.
     own = 4 * count_parameters(meta_model(recipe.model)).total / recipe.distributed.pipeline
     if processes * own >= _MUCH:
         yield (
@@ -120,9 +121,12 @@ def _of_fsdp(
     *,
     on_cpu: bool,
 ) -> MemoryPrediction:
-    """Return the prediction for FSDP2, which keeps shards of the state and the gathered parameters:
-    in the passes one or two layers (all with `reshard_after_forward: false`), and all parameters
-    outside of the layers."""
+    """Return the memory prediction for FSDP2.
+
+    FSDP2 keeps shards of the state. During the passes, it also keeps gathered parameters: those of
+    one or two layers (of all layers with `reshard_after_forward: false`), and all parameters
+    outside the layers.
+    """
     pieces = part.distributed.shard or copies_of(recipe, processes)
     # On a CPU, the shards are in the CPU's memory in any case.
     offloads = part.distributed.offload == "cpu" and not on_cpu
@@ -148,13 +152,15 @@ def _of_fsdp(
             is_early = keeps_all and peak.parts.get("activations", 0) > _EARLY * kept
             if is_early or part.lora is not None:
                 return whole
-            # A layer's gradient, its fp32 copy for the sum, and the received shard.
+            # Further memory: a layer's gradient, its fp32 copy for the reduction, and the received
+            # shard.
             return whole + layer * (size + 4) + 4 * layer // pieces
-        # One layer is gathered; at the end, the last layer, where the backward pass begins.
+        # One layer is gathered at a time. At the end of the forward pass, the last layer is still
+        # gathered, because the backward pass begins there.
         return size * (outside + (inside if keeps else layer))
 
     def gradients(phase: str, whole: int) -> int:
-        # With bf16 weights, the trace also has gradients of the fp32 master weights.
+        # With bf16 weights, the trace also contains the gradients of the fp32 master weights.
         whole = min(whole, 4 * (outside + inside))
         if phase in ("optimizer", "clipping"):
             return state * whole // pieces
@@ -191,9 +197,11 @@ def _of_deepspeed(
 
 
 class _ZeRO:
-    """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): stage 1 shards the optimizer's
-    states, stage 2 gradients as well, stage 3 weights as well. Offloading moves the shards to the
-    CPU. The additional buffers are those of DeepSpeed 0.19.
+    """Memory of DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054).
+
+    Stage 1 shards the optimizer's states, stage 2 also shards the gradients, and stage 3 also
+    shards the weights. Offloading moves the shards to the CPU's memory. The additional buffers are
+    modelled after DeepSpeed 0.19.
 
     Attributes:
         held: memory in bytes that is always on the device.
@@ -215,18 +223,19 @@ class _ZeRO:
         sizes = [4 * p.numel() for p in meta_model(recipe.model).parameters()]
         self.whole = sum(sizes)
         self.shard = -(-self.whole // processes)
-        # Embedding and head, whose gradients are the last and the first, have the same size.
+        # The embedding and the head have the same size. The head's gradient is computed first, and
+        # the embedding's gradient last.
         self.table = sizes[0]
         settings = zero_settings(recipe.distributed, [size // 4 for size in sizes], on_cpu=on_cpu)
         self.overlaps = settings["overlap_comm"] and self.stage < 3
-        # Gradients are copied into a bucket, and reduced once it is full. With overlapping
-        # communication a second one is filled meanwhile.
+        # Gradients are copied into a bucket, and reduced once the bucket is full. With overlapping
+        # communication, a second bucket is filled at the same time.
         self.buffer = 4 * int(settings["reduce_bucket_size"])
         self.bucket = self.buffer * (2 if self.overlaps else 1)
         self.fills = self.buffer < self.whole
-        # Parameters that stage 3 always keeps gathered, and the parameters gathered at the same
-        # time during the passes: they are not freed before a billion others are used. A single
-        # process does not gather.
+        # `small`: bytes of the parameters that stage 3 always keeps gathered. `gathered`: bytes of
+        # the parameters that are gathered at the same time during the passes; parameters are freed
+        # only if the limit `live` would be exceeded. A single process does not gather parameters.
         threshold = 4 * settings["stage3_param_persistence_threshold"]
         live = 4 * int(settings["stage3_max_live_parameters"])
         self.small = sum(size for size in sizes if size <= threshold) if processes > 1 else 0
@@ -244,9 +253,9 @@ class _ZeRO:
         if not self.offloads:
             # The update has a copy of the weights' shard, even if the weights are already in fp32.
             return {"weights": self.whole + self.shard, "optimizer_states": states}, {}
-        # Updated weights pass through one buffer, and gradients through two (one on the GPU and one
-        # on the CPU), each as large as the largest parameter. Stage 2 sums micro-batches in CPU
-        # memory.
+        # Updated weights are moved through one buffer, and gradients through two (one on the GPU
+        # and one on the CPU). Each buffer is as large as the largest parameter. Stage 2 sums the
+        # gradients of the micro-batches in CPU memory.
         moved = {
             "weights": 2 * self.shard,
             "gradients": self.shard * (2 if self.accumulates and self.stage == 2 else 1),
@@ -257,8 +266,8 @@ class _ZeRO:
 
     def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes that are always on the device, and those moved to the CPU's memory."""
-        # The bucket and a buffer for the gradients' shard are created once. Small parameters stay
-        # gathered.
+        # The bucket and a buffer for the gradients' shard exist during the entire run. Small
+        # parameters stay gathered.
         buffers = {"communication": self.bucket + self.small}
         # The update has a copy of the weights' shard, even if the weights are already in fp32.
         weights = {"weights": 2 * self.shard}
@@ -271,7 +280,7 @@ class _ZeRO:
     def shared(self, phase: str, peak: PhasePeak) -> PhasePeak:
         """Return one process's peak in a phase, from the traced peak of a single process."""
         if phase == "setup":
-            # DeepSpeed shards the model only after all of it is on the device.
+            # DeepSpeed shards the model only after the full model is on the device.
             return peak
         others = {name: size for name, size in peak.parts.items() if name not in STATE}
         is_early = not self.recomputes and others.get("activations", 0) > _EARLY * self.kept
@@ -279,14 +288,14 @@ class _ZeRO:
         found = _total(others, *always, self._passing(phase, late=not is_early))
         if not _is_backward(phase):
             return found
-        # The traced process has its peak at one end of the backward pass; with DeepSpeed's buffers
-        # it may be at the other end.
+        # The traced process has its peak at one end of the backward pass. With DeepSpeed's buffers,
+        # the peak may be at the other end.
         at_start = _total({"activations": self.kept}, *always, self._passing(phase))
         at_end = _total(*always, self._passing(phase, late=True))
         return max(found, at_start, at_end, key=lambda peak: peak.bytes)
 
     def _passing(self, phase: str, *, late: bool = False) -> dict[str, int]:
-        """Return the bytes of gradients and of buffers that only this phase has.
+        """Return the bytes of gradients and buffers that exist only in this phase.
 
         Args:
             phase: name of the phase.
@@ -295,8 +304,8 @@ class _ZeRO:
         if phase in ("clipping", "optimizer"):
             if self.offloads:
                 return {}
-            # The gradients' shard is copied into one tensor for the update. Stage 3 does this as
-            # well, although it has a buffer of the shard.
+            # The gradients' shard is copied into one tensor for the update, in stage 3 in addition
+            # to the existing buffer of the shard.
             copies = 1 if self.stage == 3 or phase == "clipping" else 2
             return {"gradients": self.shard * copies}
         if _is_backward(phase):
@@ -315,31 +324,33 @@ class _ZeRO:
         parameters = max(self.gathered - self.small, 0)
         if not late:
             return {"gradients": self.table, "communication": parameters}
-        # To be reduced, the gradients of the bucket are put in the order of processes. Gloo, which
-        # exchanges them between CPUs, makes another copy.
+        # For the reduction, the bucket's gradients are copied and arranged by process. On CPUs,
+        # Gloo makes another copy to exchange them.
         ordered = min(self.buffer, self.whole) * (2 if self.on_cpu else 1)
-        # A layer's weights are freed after its backward pass, but the embedding's are not.
+        # The weights of a layer are freed after its backward pass, but the weights of the embedding
+        # are not.
         parameters = parameters if self.fills else min(parameters, self.table)
         return {"gradients": self._waiting(), "communication": parameters + ordered}
 
     def _stages_1_and_2_backward(self, late: bool) -> dict[str, int]:
         summed = self._summed()
         if not late:
-            # The bucket is created when the first gradient, that of the head, is available.
+            # The bucket is created when the first gradient, which is the head's, is available.
             return {"gradients": summed + self.table, "communication": self.bucket}
         if self.stage == 1 and not self.overlaps:
             # All gradients exist before the first is copied into the bucket.
             return {"gradients": self.whole, "communication": self.bucket}
-        # Several processes exchange a copy of the bucket's content. The shard is created after that
-        # if the bucket holds all gradients, and otherwise when the first bucket is full.
+        # With several processes, a copy of the bucket's content is exchanged. If the bucket holds
+        # all gradients, the shard is created after the exchange; otherwise, it is created when the
+        # first bucket is full.
         own = 0 if self.offloads else self.shard
         copied = min(self.buffer, self.whole) if self.processes > 1 else 0
         own = own + self._waiting() + copied if self.fills else max(own, self.table, copied)
         return {"gradients": summed + own, "communication": self.bucket}
 
     def _waiting(self) -> int:
-        """Return the bytes of gradients in the bucket at the end of the backward pass: its content
-        is reduced when the next gradient does not fit, or after the last."""
+        """Return the bytes of gradients in the bucket at the end of the backward pass. The bucket
+        is reduced when the next gradient does not fit, or after the last gradient."""
         return self.table if self.fills else 0
 
     def _summed(self) -> int:
@@ -356,7 +367,7 @@ def _is_backward(phase: str) -> bool:
 
 
 def _total(*kinds: Mapping[str, int]) -> PhasePeak:
-    """Return a peak of several kinds of memory at once."""
+    """Return the peak that results if several kinds of memory are in use at the same time."""
     parts: dict[str, int] = {}
     for kind in kinds:
         for name, size in kind.items():
@@ -365,12 +376,13 @@ def _total(*kinds: Mapping[str, int]) -> PhasePeak:
 
 
 def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
-    """Return one process's share of a step, as a recipe for a single process: its share of the
-    batch, heads, MLP and layers, but the full embedding and head (see `with_own_tables`).
+    """Return one process's share of a step, as a recipe for a single process. The recipe has the
+    process's share of the batch, heads, MLP and layers, but the full embedding and head (see
+    `with_own_tables`).
 
     Args:
         recipe: the resolved recipe.
-        processes: number of processes, all groups together.
+        processes: total number of processes in all groups.
 
     Raises:
         ConfigError: the model or the batch can't be divided among the processes.
@@ -379,7 +391,7 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
     cut = recipe.distributed
     batch = recipe.batch
     model = recipe.model
-    # Raises the error for a batch that can't be divided evenly.
+    # This raises an error if the batch can't be divided evenly.
     batch.accumulation(recipe.data.seq_len, copies)
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens // copies
@@ -388,12 +400,12 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
         raise ConfigError("; ".join(problems))
     names = ("num_attention_heads", *model.tensor_parallel_sizes)
     changes = {name: getattr(model, name) // cut.tensor_parallel for name in names}
-    # The largest stage, if the layers can't be divided evenly.
+    # If the layers can't be divided evenly, use the largest stage.
     changes["num_hidden_layers"] = -(-model.num_hidden_layers // cut.pipeline)
     model = model.model_copy(update=changes)
     efficiency = recipe.efficiency
     if is_put_together_in_bf16(recipe, processes):
-        # Activations between layers have the weights' dtype.
+        # Activations between layers have the dtype of the gathered weights.
         efficiency = efficiency.model_copy(update={"precision": "bf16_params"})
     changed: dict[str, Any] = {"batch": batch, "model": model, "efficiency": efficiency}
     # A single process does not write sharded checkpoints.
@@ -402,8 +414,8 @@ def own_part(recipe: ResolvedRecipe, processes: int) -> ResolvedRecipe:
 
 
 def why_not_cut(model: ModelConfig, cut: DistributedConfig) -> Iterator[str]:
-    """Yield the reasons why a model can't be divided among processes as a recipe asks, as
-    sentences."""
+    """Yield the reasons, as sentences, why a model can't be divided among processes as
+    configured."""
     if cut.tensor_parallel > 1:
         yield from unshardable(model, cut.tensor_parallel)
     if cut.pipeline > 1:
@@ -428,7 +440,8 @@ def engine_of(recipe: Recipe, processes: int) -> type[Engine]:
 
 
 def is_put_together_in_bf16(recipe: ResolvedRecipe, processes: int) -> bool:
-    """Return True if FSDP keeps fp32 shards and gathers bf16 layers; adapters keep their dtype."""
+    """Return True if FSDP keeps fp32 shards and gathers layers in bf16. With adapters, parameters
+    keep their dtype."""
     return (
         copies_of(recipe, processes) > 1
         and engine_of(recipe, processes).keeps_shards
@@ -457,12 +470,12 @@ def with_own_tables(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, part: ResolvedRecipe
 ) -> MemoryPrediction:
     """Return the prediction of a part with one process's real share of the embedding and the head.
-    With a pipeline, use the first or the last stage, whichever needs more.
+    With a pipeline, use the stage that needs the most memory, either the first or the last.
 
     Args:
         prediction: memory of the part.
         recipe: the resolved recipe with the whole model.
-        part: the recipe that `own_part` made.
+        part: the recipe returned by `own_part`.
     """
     cut = recipe.distributed
     if cut.tensor_parallel > 1:
@@ -471,7 +484,8 @@ def with_own_tables(
     if cut.pipeline == 1:
         return prediction
     passes = part.batch.accumulation(part.data.seq_len)
-    # 1F1B; with fewer micro-batches than stages GPipe, which does all forward passes first.
+    # The schedule is 1F1B. With fewer micro-batches than stages, it is GPipe, which runs all
+    # forward passes first.
     waiting = 1 if passes >= cut.pipeline else passes
     hidden = 4 * part.batch.micro_batch_size * part.data.seq_len * part.model.hidden_size
     head, table = _share_elsewhere(part, 0, head=True), _share_elsewhere(part, 0, table=True)
@@ -489,8 +503,8 @@ def with_own_tables(
         more = kept * (waiting - 1) if name in ("forward", "backward", *_LAST) else 0
         return _without(peak, table, activations=more, communication=2 * hidden)
 
-    # Stages in between have neither embedding nor head, and fewer waiting micro-batches than the
-    # first stage.
+    # The other stages have neither an embedding nor a head, and fewer waiting micro-batches than
+    # the first stage.
     ends = [with_peaks(prediction, one) for one in (first, last)]
     return max(ends, key=lambda one: one.peak_bytes)
 
@@ -501,10 +515,11 @@ def _share_elsewhere(
     """Return the fraction of a part's parameters that other processes have.
 
     Args:
-        part: the recipe that `own_part` made.
+        part: the recipe returned by `own_part`.
         pieces: number of shards of head and embedding; 0 if other processes have all of them.
         head: True if the head is sharded.
-        table: True if the embedding is sharded. An embedding that is tied to the head counts once.
+        table: True if the embedding is sharded. An embedding that is tied to the head is counted
+            once.
     """
     model = meta_model(part.model)
     weights = [
@@ -520,8 +535,8 @@ def _share_elsewhere(
 
 
 def _without(peak: PhasePeak, share: float, **more: int) -> PhasePeak:
-    """Return the peak without a fraction `share` of the parameters' bytes (`STATE`), and with
-    `more` bytes of other parts."""
+    """Return the peak with the parameters' bytes (`STATE`) reduced by the fraction `share`, and
+    with `more` bytes added to other parts."""
     parts = {
         name: round(size * (1 - share)) if name in STATE else size
         for name, size in peak.parts.items()
@@ -541,12 +556,12 @@ def with_peaks(
     changed: Callable[[str, PhasePeak], PhasePeak],
     host_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Return the prediction with every phase's peak changed, and more bytes in the host's
-    memory."""
+    """Return the prediction with the peak of every phase replaced, and with `host_bytes` more bytes
+    in the host's memory."""
     phases = {name: changed(name, peak) for name, peak in prediction.phases.items()}
     phases = {name: peak for name, peak in phases.items() if peak.bytes}
     phase = max(phases, key=lambda name: phases[name].bytes)
-    # Assume that the allocator reserves as much memory beyond its peak as in `prediction`.
+    # Assume that the allocator reserves as much memory beyond the peak as in `prediction`.
     gaps = prediction.reserved_bytes - prediction.peak_bytes
     return dataclasses.replace(
         prediction,

@@ -58,20 +58,20 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.training.program import TrainingProgram
 from firstlight.training.starting_model import attach
 
-#: Assumed number of preference pairs per row. It hardly affects memory: each answer has a mask over
-#: the row's tokens.
+#: Assumed number of preference pairs per row. It hardly affects the memory, because each answer
+#: only adds a mask over the row's tokens.
 _PAIRS_A_ROW = 4
 
-#: Maximum number of layers of a model that is traced completely, unless the model is compiled.
+#: Models with at most this many layers are traced completely, unless they are compiled.
 _FULLY_TRACED = 8
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """A prediction to make.
+    """The calls from which a memory prediction is computed.
 
     Attributes:
-        calls: (function that traces, arguments) tuples; no call depends on another.
+        calls: (tracing function, arguments) tuples; the calls are independent of each other.
         join: function from the results of all calls to the prediction.
     """
 
@@ -106,7 +106,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     earlier micro-batch are in memory.
 
     The prediction for a deep model is derived from the same model with few layers: see
-    `in_fewer_layers`. For a compiled model, the graphs before operator fusion are traced as well.
+    `in_fewer_layers`. For a compiled model, the graphs before operator fusion are also traced.
 
     Args:
         recipe: the resolved recipe.
@@ -122,7 +122,7 @@ def training_job(recipe: ResolvedRecipe, target: Target | None = None) -> TraceJ
     config = planned.recipe.efficiency
     if config.compile and not config.compile_regional:
         return _compiled_job(planned, target)
-    # Compiling takes seconds per layer: a compiled model is never traced with all of its layers.
+    # Compiling takes seconds per layer, so a compiled model is never traced with all of its layers.
     recipes, join = _in_parts(planned.recipe, 0 if config.compile else _FULLY_TRACED)
     return TraceJob(tuple((_train, planned.with_(one), target) for one in recipes), join)
 
@@ -150,13 +150,13 @@ def _compiled_job(planned: Equivalent, target: Target) -> TraceJob:
 def evaluation_job(
     recipe: ResolvedRecipe, target: Target | None = None, *, samples: bool = False
 ) -> TraceJob:
-    """Create a job that predicts the memory of evaluating one batch, with the recipe's micro-batch
-    size and row length, between training steps, with the optimizer's state in memory.
+    """Create a job that predicts the memory of evaluating one batch between training steps. The
+    batch has the recipe's micro-batch size and row length, and the optimizer's state is in memory.
 
     Args:
         recipe, target: see `training_job`.
-        samples: True to add the recipe's sample texts, which a run generates during an evaluation,
-            as a second phase.
+        samples: True to add a second phase for the recipe's sample texts, which a run generates
+            during an evaluation.
 
     Raises:
         ConfigError, MissingDependencyError: see `training_job`.
@@ -170,8 +170,8 @@ def evaluation_job(
 
 
 def _in_parts(recipe: ResolvedRecipe, limit: int) -> tuple[list[ResolvedRecipe], Join]:
-    """Return the recipes to trace, and the function that joins their predictions; only the recipe
-    itself if its model has at most `limit` layers."""
+    """Return the recipes to trace, and the function that joins their predictions. If the model has
+    at most `limit` layers, only the recipe itself is traced."""
     if recipe.model.num_hidden_layers <= limit:
         return [recipe], lambda found: merged(found[0])
     return in_fewer_layers(recipe)
@@ -202,8 +202,8 @@ def _evaluate(planned: Equivalent, target: Target, samples: bool) -> MemoryPredi
 
 
 def _sample(program: TrainingProgram, tracer: Tracer) -> None:
-    """Trace sampling: the longest prompt, and the last token with a key-value cache at its full
-    length."""
+    """Trace the generation of a sample text: the pass over the longest prompt, and the last token
+    with a full key-value cache."""
     config, context = program.recipe.evaluation, program.model.config.max_position_embeddings
     # A prompt has at most as many tokens as characters; an empty prompt is replaced by one end
     # token.
@@ -228,8 +228,9 @@ def _train(planned: Equivalent, target: Target, stretches: int = 2) -> MemoryPre
 
 
 def _compiled_without_kernels(recipe: ResolvedRecipe) -> contextlib.AbstractContextManager[object]:
-    """Context for the compiled parts of a step: the model, or the update, which torchao's optimizer
-    compiles itself. Real kernels would read addresses that fake tensors do not have, and crash."""
+    """Return a context without real compiled kernels for a step whose model or update is compiled.
+    Real kernels would crash, because they would read addresses that fake tensors do not have.
+    torchao's optimizer compiles its update itself."""
     compiles = recipe.efficiency.compile or compiles_update(recipe.optimizer)
     return stubbed_compiler() if compiles else contextlib.nullcontext()
 
@@ -300,7 +301,8 @@ def _two_steps(tracer: Tracer, program: TrainingProgram, batch: Batch) -> int:
 
 
 def _micro_batches(program: TrainingProgram, batch: Batch) -> list[Batch]:
-    # During a second micro-batch, the gradients of the first are in memory; a third adds nothing.
+    # During the second micro-batch, the gradients of the first are in memory. A third micro-batch
+    # would not add any memory.
     return [batch] * min(2, program.recipe.batch.accumulation(batch.input_ids.shape[1]))
 
 
@@ -313,9 +315,10 @@ def _traced(planned: Equivalent, target: Target) -> Iterator[tuple[Tracer, Train
         fake_tensors(),
         tracer,
         optimizer_phases(tracer),
-        # Deterministic runs do not use cuDNN attention either.
+        # Deterministic runs disable cuDNN attention, as `varying_lengths` does.
         varying_lengths() if recipe.run.deterministic else contextlib.nullcontext(),
-        # The tensors here are CPU tensors.
+        # The traced tensors are on the CPU, so the real `list_values` would not choose the values
+        # for a GPU.
         replaced(spec, "list_values", lists),
         replaced(optimizer, "list_values", lists),
         kernels_of(target, planned.kernel),
@@ -385,8 +388,8 @@ def _without_documents(make_mask: MaskFunction) -> MaskFunction:
 
 
 class _Pairs(Batch):
-    """A batch of preference pairs whose number comes from a shape: fake tensors do not have
-    values."""
+    """A batch that computes its number of preference pairs from a shape, because fake tensors do
+    not have values."""
 
     @property
     def num_terms(self) -> int:
@@ -396,15 +399,16 @@ class _Pairs(Batch):
 
 # Predicting the memory of a deep model from the memory of the same model with few layers
 #
-# If all layers are alike, each adds the same amount: the bytes at a given point of a step are a
-# linear function of the number of layers. With more layers, however, the peak may be at another
-# point: early in the backward pass, when all activations are in memory, or late, when all gradients
-# are. Each section of the step is therefore extrapolated separately, and the largest result is
-# used.
+# If all layers are alike, each layer adds the same amount: the bytes at a given point of a step are
+# a linear function of the number of layers. With more layers, however, the peak may move to another
+# point: early in the backward pass, when all activations are in memory, or late in it, when all
+# gradients are in memory. Each section of the step is therefore extrapolated separately, and the
+# largest result is used.
+#
 # Compiling a model with one more layer costs seconds. However, the memory that a layer adds is
-# known before inductor fuses operators: the tensors saved for the backward pass, and gradients. The
-# line therefore starts at a shallow model that is compiled completely, and takes its slope from the
-# graphs.
+# known before inductor fuses operators: the tensors saved for the backward pass, and the gradients.
+# For a compiled model, the line therefore starts at a shallow model that is compiled completely,
+# and its slope is computed from the graphs.
 
 #: Number of layers of the shallower of the two traced models; the other has one more layer.
 _FEW = 2
@@ -415,12 +419,12 @@ _FEW = 2
 #: both first and last saves additional tensors: a prediction with one layer was up to 7% too high.
 _FEW_COMPILED = {"none": 1, "selective": 2, "budget": 2, "full": 3}
 
-#: The same with blockwise attention, which allocates much memory internally. Inductor does not know
-#: about this memory, and orders the surrounding operators differently in a layer that is both first
-#: and last: a prediction with one layer was 3% too low.
+#: Minimum value of `_FEW_COMPILED` with blockwise attention, which allocates much memory
+#: internally. Inductor does not take this memory into account, and orders the surrounding operators
+#: differently in a layer that is both first and last: a prediction with one layer was 3% too low.
 _FEW_BLOCKWISE = 2
 
-#: Phases that run no compiled code.
+#: Phases that do not run compiled code.
 _EAGER = ("setup", "clipping", "optimizer")
 
 Join = Callable[[Sequence[MemoryPrediction]], MemoryPrediction]
@@ -430,16 +434,18 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     """Return shallow recipes to trace, and the function that derives the recipe's prediction.
 
     Args:
-        recipe: the resolved recipe; it is traced itself if its layers differ or are few.
+        recipe: the resolved recipe. If its layers are not alike, or if it has few layers, the
+            recipe itself is traced.
 
     Returns:
-        The recipes, the deepest first; and the function, which takes their predictions in this
-        order, each with its backward pass in two stretches (see `prediction.predict`).
+        The recipes, deepest first, and the function. The function takes the predictions of the
+        recipes in the same order, each with the backward pass in two stretches (see
+        `prediction.predict`).
     """
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Two shallow models determine the line: its slope is the memory added per layer.
+    # Two shallow models determine the line, whose slope is the memory added per layer.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -457,7 +463,8 @@ def few_compiled_layers(
 
     Returns:
         The recipe with few layers, the recipe with one more layer, and the number of layers that
-        the recipe has beyond the few. None if its layers are not alike, or not more than these.
+        the original recipe has in addition to the few. None if the layers are not alike, or if the
+        original recipe does not have more layers than the second.
     """
     depth = recipe.model.num_hidden_layers
     few = _FEW_COMPILED[recipe.efficiency.activation_checkpointing]
@@ -479,7 +486,7 @@ def from_graphs(
     """Predict the memory of a compiled model from the memory of a shallow compiled model and from
     graphs.
 
-    Each prediction has its backward pass in three stretches (see `prediction.predict`).
+    Each prediction has the backward pass in three stretches (see `prediction.predict`).
 
     Args:
         fused: prediction for the shallow model, as inductor compiles it.
@@ -492,8 +499,8 @@ def from_graphs(
         The prediction, with the operators of the graphs.
     """
     accumulated = _new_gradients(fused, more) if accumulates else 0
-    # Late in the backward pass, all gradients are in memory, as after it. If parameters are updated
-    # in the backward pass, no gradients remain after it.
+    # Late in the backward pass, all gradients are in memory, as they are after the pass. If
+    # parameters are updated during the backward pass, no gradients remain afterwards.
     eager = [name for name in ("clipping", "optimizer") if "gradients" in more.phases[name].parts]
     ending = min(eager, key=lambda name: more.phases[name].bytes, default="optimizer")
 
@@ -507,10 +514,12 @@ def from_graphs(
         places[LATE_BACKWARD] = before, _with_more(after, accumulated)
     if MIDDLE_BACKWARD in places:
         early, middle = places["backward"], places[MIDDLE_BACKWARD]
-        # The graphs' peak is in the middle with few layers, and early with one more layer.
+        # The peak of the graphs is in the middle of the pass with few layers, but early in the pass
+        # with one more layer.
         if early[0].bytes < middle[0].bytes <= early[1].bytes > middle[1].bytes:
             places["backward"] = middle[0], early[1]
-        # In the middle, layers are added before or after the layer of the peak: the larger counts.
+        # More layers may come before or after the layer with the peak. Use the case that adds more
+        # memory.
         ends = (places["backward"], places[LATE_BACKWARD])
         places[MIDDLE_BACKWARD] = max(ends, key=lambda pair: pair[1].bytes - pair[0].bytes)
     phases = {name: _continued(fused.phases[name], *pair, steps) for name, pair in places.items()}
@@ -523,8 +532,8 @@ def from_graphs(
 
 
 def _new_gradients(few: MemoryPrediction, more: MemoryPrediction) -> int:
-    """Return the bytes of a layer's gradients as the backward pass creates them: only for trained
-    parameters, in the parameters' dtype."""
+    """Return the bytes of one layer's gradients as the backward pass creates them: in the
+    parameters' dtype, and only for trained parameters."""
     ends = [found.phases["optimizer"].parts for found in (few, more)]
     return min(ends[1].get(part, 0) - ends[0].get(part, 0) for part in ("weights", "gradients"))
 
@@ -567,7 +576,7 @@ def _deeper(few: MemoryPrediction, more: MemoryPrediction, steps: int) -> Memory
 def _with_phases(
     prediction: MemoryPrediction, phases: dict[str, PhasePeak], gap: int
 ) -> MemoryPrediction:
-    """Return the prediction with the phases of a deep model; its allocator reserves `gap` bytes
+    """Return the prediction with the phases of a deep model, whose allocator reserves `gap` bytes
     beyond the peak."""
     phase = max(phases, key=lambda name: phases[name].bytes)
     peak = phases[phase]
@@ -585,12 +594,12 @@ def _with_phases(
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Return the bytes of the copy of the logits' gradient that a fully compiled step makes on a
-    GPU, or 0 if their rows are multiples of 16 bytes.
+    """Return the bytes of the padded copy of the logits' gradient that a fully compiled step makes
+    on a GPU, or 0 if the rows of the logits are multiples of 16 bytes.
 
-    Inductor pads the operands of matrix products whose rows are not (its `pad_mm`). On an H100, a
-    step of GPT-2 with 50,257 logits needed exactly this many bytes more than predicted without the
-    copy.
+    Inductor pads an operand of a matrix product (`pad_mm`) if its rows are not multiples of 16
+    bytes. On an H100, a step of GPT-2 with 50,257 logits needed exactly this many bytes more than
+    predicted without the copy.
     """
     config = recipe.efficiency
     is_short = config.precision in ("bf16", "fp16")
@@ -614,7 +623,7 @@ def with_temporary(prediction: MemoryPrediction, phase: str, size: int) -> Memor
 
 def merged(prediction: MemoryPrediction) -> MemoryPrediction:
     """Return the prediction with the backward pass as one phase."""
-    # The stretches are only for extrapolation; a plan shows one backward pass.
+    # The stretches are only needed for extrapolation. A plan shows one backward pass.
     phases = dict(prediction.phases)
     later = [phases.pop(name) for name in (MIDDLE_BACKWARD, LATE_BACKWARD) if name in phases]
     if later:
@@ -627,7 +636,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 def are_alike(config: ModelConfig) -> bool:
     """Return True if all layers attend to the same number of tokens, and all or none have
     experts."""
-    # GPT-2 may scale the scores of each layer by a different number, which takes no memory.
+    # GPT-2 may scale the scores of each layer by a different number, which does not need memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
         for i in range(config.num_hidden_layers)
@@ -644,7 +653,7 @@ def _line(few: PhasePeak, more: PhasePeak, steps: int) -> PhasePeak:
 
 
 def with_layers(recipe: ResolvedRecipe, count: int) -> ResolvedRecipe:
-    """Return the recipe with a different number of layers of its model."""
+    """Return the recipe with a different number of layers in its model."""
     return recipe.with_keys("model", num_hidden_layers=count)
 
 
@@ -656,15 +665,16 @@ def at_depth(
     Args:
         few: counts of the model with fewer layers.
         more: counts of the model with one more layer.
-        steps: layers that the deep model has beyond `more`.
+        steps: number of layers that the deep model has beyond `more`.
     """
     before = {entry.operator: entry.count for entry in few}
     found = []
     for entry in more:
         each = entry.count - before.get(entry.operator, 0)
-        # An operator over lists of all parameters occurs once, with longer lists.
+        # An operator on lists of all parameters occurs once, with longer lists.
         is_list = not entry.operator.outputs and entry.operator not in before
-        # Operators of both models occur once in the deep one; additional ones once per layer.
+        # The calls that one more layer adds occur once per additional layer; all other calls occur
+        # as often as in the shallow models.
         count = entry.count if is_list else entry.count + max(each, 0) * steps
         found.append(OperatorCount(entry.operator, count))
         if is_list:
@@ -682,7 +692,8 @@ def _longer_lists(
     lists = LISTS.get(one.base_name, 1)
     for other in like:
         pairs = zip(_equal_parts(one.inputs, lists), _equal_parts(other.inputs, lists), strict=True)
-        # Differences list by list, in the same order: tensors of one parameter stay together.
+        # The lists are subtracted one by one, in the same order, so that the tensors of one
+        # parameter stay together.
         added = [tuple((Counter(more) - Counter(less)).elements()) for more, less in pairs]
         inputs = tuple(layout for part in added for layout in part)
         if inputs and len(inputs) == len(one.inputs) - len(other.inputs):

@@ -1,13 +1,13 @@
-"""A trace of code that runs on fake tensors: the operators of the code, and the storages that it
-creates, with their lifetimes.
+"""A trace of code that runs on fake tensors: the operators that the code calls, and the storages
+that it creates, with their lifetimes.
 
-Torch's `FakeTensorMode` gives every operator's outputs shapes but no memory. `Tracer`, a dispatch
-mode above it, records when each storage is created and freed, on a clock that ticks once per
-operator. The storages in memory at each tick, and their parts, are computed afterwards
+With torch's `FakeTensorMode`, the outputs of operators have shapes but no memory. `Tracer`, a
+dispatch mode on top of it, records when each storage is created and freed, on a clock that ticks
+once per operator. The storages in memory at each tick, and their parts, are computed afterwards
 (`prediction.py`), so that tracing costs only a dictionary look-up per tensor.
 
 A storage that operator k creates and that is freed before operator k + 1 begins is alive only at
-tick k. Memory that kernels allocate internally is not in the trace: see `kernels.py`.
+tick k. The trace does not contain the memory that kernels allocate internally; see `kernels.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Value of `death` for a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Values that code gets when it reads a fake tensor, which does not have values; the key is True
-#: for floating-point dtypes. Small and finite.
+#: Values that are returned when code reads a number from a fake tensor, which has no data. The key
+#: is True for floating-point dtypes. The values are small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 
@@ -49,7 +49,7 @@ class Storage:
     Attributes:
         size: bytes.
         birth, death: first and last tick at which the storage is alive.
-        phase: phase in which it was created; "" before the first.
+        phase: phase in which it was created; "" before the first phase.
         part: kind of the storage's content, one of `prediction.PARTS`; "" until it is known.
         recomputed: True if the backward pass created it by recomputing a forward pass.
     """
@@ -89,9 +89,10 @@ class Trace:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that records the operators called inside, which must be on fake tensors.
+    """A dispatch mode that records the operators called in its context. The operators must run on
+    fake tensors.
 
-    Use `phase` around each part of a step, and `mark` for storages whose part is known.
+    Use `phase` for each phase of a step, and `mark` for storages whose part is known.
 
     Attributes:
         trace: the trace so far.
@@ -114,7 +115,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host = 0
         self._is_paused, self._is_inside = False, False
         self._part = ""
-        # Recomputation in compiled code uses higher-order operators, which torch otherwise rejects.
+        # Recomputation in compiled code uses higher-order operators, which torch rejects in modes
+        # without this attribute.
         self.supports_higher_order_operators = True
         self.enter_phase("setup")
 
@@ -136,12 +138,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def tick(self) -> int:
-        """The tick of the last operator; -1 before the first."""
+        """The tick of the last operator; -1 before the first operator."""
         return len(self.trace.calls) - 1
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Assign operators inside the block to this phase; then the previous phase continues."""
+        """Assign the operators called in the context to this phase, and resume the previous phase
+        on exit."""
         before = self._phase
         self.enter_phase(name)
         try:
@@ -160,7 +163,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause tracing in the context, which must not leave any tensors behind."""
+        """Pause tracing in the context. Tensors created in the context must be freed before it
+        ends."""
         self._is_paused = True
         try:
             yield
@@ -177,20 +181,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor | None], part: str) -> None:
-        """Set the part of the tensors' storages; storages not seen before start now."""
+        """Set the part of the tensors' storages. Storages that were not recorded yet are recorded
+        as created now."""
         for tensor in tensors:
             for plain in _plain_tensors(tensor):
                 self._storage_for(plain).part = part
 
     def start_again(self) -> None:
-        """Discard the trace so far; a live storage is recorded again once it is marked or
-        returned."""
+        """Discard the trace so far. A live storage is recorded again once it is marked or an
+        operator returns it."""
         self.trace = Trace(phase_names=self.trace.phase_names)
         for storages in (self._known, self._watched, self._keys):
             storages.clear()
 
     def move_to_host(self, size: int) -> None:
-        """Add bytes to the host's memory, or subtract them if negative."""
+        """Add `size` bytes to the host's memory; a negative size subtracts them."""
         self._host += size
         self.trace.host_bytes = max(self.trace.host_bytes, self._host)
 
@@ -203,7 +208,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        # Reading `tensor.device` is also dispatched, but starts no kernel.
+        # Reading `tensor.device` is also dispatched, but does not launch a kernel.
         if func is _PRIM_DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if func is _aten._local_scalar_dense.default:
@@ -211,9 +216,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass(kind) for kind in types if kind is not FakeTensor):
             # The subclass's own code runs first, and calls operators on its inner tensors.
             return NotImplemented
-        # Composite operators arrive undivided if autograd, which decomposes them, is not active.
+        # Autograd decomposes composite operators. If it is not active, they arrive here undivided.
         if (torch.is_inference_mode_enabled() or self._is_inside) and _is_composite(func):
-            # Not `func.decompose`: unlike the kernel, that Python code copies for some operators.
+            # `func.decompose` is not used, because its Python code makes copies in some operators
+            # that the kernel does not make.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         inner = _implementation(func) if isinstance(func, OpOverload) else None
@@ -231,7 +237,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_sum_of_gradients(self, args: tuple[Any, ...]) -> bool:
         """Return True if autograd adds the gradients of a weight that is used twice, such as an
-        embedding that is also the head. It adds them in place, but not those of fake tensors."""
+        embedding that is also the head. It adds real gradients in place, but not fake gradients."""
         if not self._phase.startswith("backward") or torch.is_grad_enabled():
             return False
         node = torch._C._current_autograd_node()
@@ -243,7 +249,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _trace_inside(
         self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator's Python code, below autograd, and trace the operators that it calls."""
+        """Run an operator's Python code below autograd, and trace the operators that the code
+        calls."""
         before, self._is_inside = self._is_inside, True
         try:
             with self:
@@ -275,8 +282,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.phases.append(self._phase_index)
 
     def _follow_recomputation(self) -> None:
-        """Record the ticks of recomputed forward passes: in a backward pass, autograd's formulas
-        run without gradients, and a recomputed forward pass with gradients."""
+        """Record the ticks of recomputed forward passes. During a backward pass, gradients are
+        enabled only in recomputed forward passes, not in autograd's formulas."""
         tick = len(self.trace.calls)
         if self._phase.startswith("backward") and torch.is_grad_enabled():
             if self._recomputed_since < 0:
@@ -289,26 +296,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _storage_for(self, tensor: Tensor) -> Storage:
         storage = tensor.untyped_storage()
-        # A tensor and its views share the storage in C++, not the Python object.
+        # A tensor and its views share the C++ storage, but not its Python object.
         identity = storage._cdata
         known = self._known.get(identity)
         if known is None:
             known = Storage(storage.nbytes(), max(self.tick, 0), self._phase, self._part)
-            # A recomputed tensor is freed within its layer, and no forward pass keeps it.
+            # A recomputed tensor is freed within the backward pass of its layer.
             known.recomputed = self._recomputed_since >= 0
             self._known[identity] = known
-            # The callback runs when the last tensor of the storage is gone.
+            # The callback runs when the last tensor that uses the storage is gone.
             self._watched[identity] = weakref.ref(storage, partial(self._forget, identity))
             self.trace.storages.append(known)
         return known
 
     def _forget(self, identity: int, _: object) -> None:
-        # The address is free from here on: another storage may get the same identity.
+        # The address can be reused from here on, so another storage may get the same identity.
         self._known.pop(identity).death = self.tick
         del self._watched[identity]
 
     def finish(self) -> Trace:
-        """End the trace and return it. Storages that are alive now have the death `ALIVE`."""
+        """End the trace and return it. The `death` of storages that are still alive is `ALIVE`."""
         if self._recomputed_since >= 0:
             self.trace.recomputations.append((self._recomputed_since, self.tick))
             self._recomputed_since = -1
@@ -318,7 +325,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 #: Custom operators of this package whose Python code is traced, because of its large temporaries.
-#: For other custom operators, a trace has only the outputs' shapes.
+#: For other custom operators, a trace contains only the shapes of the outputs.
 _TRACED_INSIDE = (
     "firstlight::linear_cross_entropy",
     "firstlight::nf4_linear",
@@ -348,8 +355,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield the inner tensors of a tensor subclass that wraps several; otherwise the tensor
-    itself."""
+    """Yield the inner tensors of a wrapper subclass, or the tensor itself if it is not a
+    wrapper."""
     if tensor is None:
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -361,8 +368,8 @@ def _plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _options(func: Any, args: tuple[Any, ...]) -> str:
-    """Return the properties of a call, besides shapes and dtypes, on which its kernel's memory
-    depends."""
+    """Return the properties of a call that affect its kernel's memory, other than shapes and
+    dtypes."""
     if func is _ATTENTION_BACKWARD and not args[0].transpose(1, 2).is_contiguous():
         return "copies the gradient"
     if func in _PRODUCTS and args[_PRODUCTS[func]].stride(-1) != 1:

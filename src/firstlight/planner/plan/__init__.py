@@ -1,1 +1,2 @@
-"""Plans for a machine: estimates of candidate settings, the search for the best, budgets."""
+"""Plans for a machine: estimates of candidate settings, the search for the best settings, and
+budgets."""

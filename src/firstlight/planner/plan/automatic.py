@@ -28,7 +28,7 @@ from firstlight.recipe import Recipe, ResolvedRecipe, parse_recipe, parse_resolv
 from firstlight.training.forecast import Forecast
 from firstlight.training.micro_batch_trials import Trial, try_rows
 
-#: Changes that are tried for advice, in this order: each saves memory of activations or logits.
+#: Changes that `advice` tries, in this order. Each change saves memory of activations or logits.
 _ADVICE = ("chunked loss", "activation checkpointing, selective", "activation checkpointing, full")
 
 _GIB = 2**30
@@ -97,8 +97,8 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     good = [one for one in tried if one.training is not None]
     if not good:
         return text
-    # If the estimate of the recipe fits, less memory is free than reported: suggest the change that
-    # saves the most.
+    # If the recipe fits according to its estimate, less memory is free than reported. In this case,
+    # suggest the change that saves the most memory.
     fitting = [] if first.fits else [one for one in good if one.fits]
     best = max(fitting, key=_rate) if fitting else min(good, key=lambda one: one.needed_bytes)
     (option,) = (f"{key} {value}" for key, value in best.changes.items())
@@ -115,8 +115,7 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # If the run uses a different device from the one that the planner detects, a forecast would be
-    # wrong.
+    # If the run uses another kind of device than the planner detects, a forecast would be wrong.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)
@@ -146,7 +145,7 @@ def planned_elsewhere(
     """
     request = {
         "what": "plan",
-        # Only the keys that were set: omitted keys are open to the plan.
+        # Pass only the keys that were set, because the plan may choose all other keys.
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "device": str(hardware.device),
         "init_from": init_from,
@@ -164,8 +163,8 @@ def planned_elsewhere(
 def planned_recipe(
     recipe: Recipe, hardware: Hardware, tell: Callable[[str], None], init_from: str | None = None
 ) -> Recipe:
-    """Return the recipe with the settings of the best plan for this machine, confirmed by a trial
-    of two steps.
+    """Return the recipe with the settings of the best plan for this machine. A trial of two steps
+    confirms that they fit in memory.
 
     Args:
         recipe: the recipe as written.
@@ -174,8 +173,8 @@ def planned_recipe(
         init_from: folder of the initial model.
 
     Raises:
-        ConfigError: the recipe can't be planned, or nothing fits; the message then names the
-            nearest settings that would fit.
+        ConfigError: the recipe can't be planned, or no settings fit. In the second case, the
+            message names the nearest settings that would fit.
     """
     machine = _this_machine(hardware, 1)
     if machine is None:
@@ -192,8 +191,8 @@ def planned_recipe(
         nearest = f"; what would: {', '.join(names)}" if names else ""
         raise ConfigError(f"none of the plan's candidates fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
-    # With `init_from` the model's config, and an adapter's settings, come from that folder: the
-    # written sections are kept.
+    # With `init_from`, the config of the model and the settings of an adapter are read from that
+    # folder, so these sections of the recipe are kept as written.
     kept: dict[str, Any] = {"model": recipe.model}
     if recipe.lora is not None:
         kept["lora"] = recipe.lora
@@ -203,10 +202,11 @@ def planned_recipe(
 def _corrected(
     best: Estimate, machine: Machine, hardware: Hardware, tell: Callable[[str], None]
 ) -> ResolvedRecipe:
-    """Return the candidate's recipe with the micro-batch size that trials of two steps confirm."""
+    """Return the candidate's recipe with a micro-batch size that was confirmed by a trial of two
+    steps."""
     assert best.training is not None
     recipe = best.recipe
-    # A trial saves no checkpoints.
+    # A trial does not save checkpoints.
     copied = best.training.parts.get("checkpoint_copy", 0)
     tried = best.training.peak_bytes - copied
     sizes = list(micro_batches(recipe, machine))
@@ -241,8 +241,8 @@ def _corrected(
 
 
 def _try(recipe: ResolvedRecipe, machine: Machine, hardware: Hardware, size: int) -> Trial | None:
-    """Try two steps of the recipe's global batch in micro-batches of `size`; return None if memory
-    ran out."""
+    """Run two steps of the recipe's global batch in micro-batches of `size` sequences. Return None
+    if memory ran out."""
     try:
         return try_rows(_cut(recipe, machine, size), hardware, size)
     except FirstlightError as error:

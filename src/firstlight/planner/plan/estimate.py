@@ -1,5 +1,5 @@
-"""Estimate the memory and speed of candidate settings and of single methods, explain a plan's
-settings, and search among candidates."""
+"""Estimate the memory and speed of candidate settings and of single methods, search for the best
+candidate, and explain the settings of a plan."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from firstlight.recipe import Recipe, ResolvedRecipe
 from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
-#: An `Estimator` stops timing candidates, and stops timing the methods of the table, once it has
-#: timed steps for this many seconds.
+#: Once an `Estimator` has timed steps for _TIMING_SECONDS, it stops timing candidates. Once it has
+#: timed steps for _METHODS_SECONDS, it stops timing the methods of the table.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
-#: Minutes of a run above which the ten seconds for tracing its compiled step are negligible.
+#: Duration of a run, in minutes, above which the ten seconds for tracing its compiled step are
+#: negligible.
 _TRACED_MINUTES = 10.0
 
 _GIB = 2**30
@@ -60,10 +61,11 @@ class Candidate:
         recipe: the resolved recipe.
         machine: the machine to run on.
         name: short description, as text for the user.
-        changes: values of keys of the recipe (`section.key`) that the candidate sets.
-        evaluates: True includes the memory of evaluations.
-        compiles: True predicts the memory of the compiled step, if the recipe compiles, which takes
-            at least ten seconds; False predicts the memory of the step without torch.compile.
+        changes: recipe keys (`section.key`) that the candidate sets, and their values.
+        evaluates: True to include the memory of evaluations.
+        compiles: True to predict the memory of the compiled step if the recipe compiles, which
+            takes at least ten seconds; False to predict the memory of the step without
+            torch.compile.
     """
 
     recipe: ResolvedRecipe
@@ -81,8 +83,8 @@ class Estimate:
     Attributes:
         name, changes: see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
-        training, evaluation: predicted memory per device for training, and for an evaluation with
-            its sample texts; see `in_a_run`.
+        training, evaluation: predicted memory per device of training, and of an evaluation with its
+            sample texts; see `in_a_run`.
         speed: training speed, predicted for a GPU in the table or timed on this machine; None if
             unknown.
         usable_bytes: memory per device that a run may use, in bytes.
@@ -92,7 +94,7 @@ class Estimate:
         compile_gain: predicted speed of a compiled recipe relative to the speed without
             torch.compile; 1 if unknown.
         traced: prediction with the operators of one process's step, from which `speed` is
-            predicted; None once this is done.
+            predicted; None after `speed` was predicted.
     """
 
     name: str
@@ -115,12 +117,12 @@ class Estimate:
 
     @property
     def peak(self) -> tuple[str, PhasePeak]:
-        """The phase with the highest peak, and that peak."""
+        """Name of the phase with the highest peak, and the peak."""
         return max(self.phases.items(), key=lambda phase: phase[1].bytes)
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes per device that training, evaluations and saves need."""
+        """Bytes per device required for training, evaluations and saves."""
         return max((p.total_bytes for p in (self.training, self.evaluation) if p), default=0)
 
     @property
@@ -130,9 +132,9 @@ class Estimate:
 
     @property
     def may_fit_compiled(self) -> bool:
-        """True if the candidate could fit with torch.compile, judged by the memory that compilation
-        does not change: evaluations, and weights, gradients and optimizer states during the
-        update."""
+        """True if the candidate could fit with torch.compile. This is judged by the memory that
+        does not depend on compilation: that of evaluations, and that of weights, gradients and
+        optimizer states during the update."""
         if not self.is_bound or self.training is None:
             return False
         peak = self.training.phases.get("optimizer")
@@ -147,8 +149,8 @@ class Estimate:
         return None if self.speed is None else self.speed.tokens_per_second
 
     def to_json(self) -> dict[str, Any]:
-        """Return the estimate as JSON values, without the recipe, and without the speed if it does
-        not fit."""
+        """Return the estimate as JSON values, without the recipe. The speed is omitted if the
+        candidate does not fit."""
         return {
             "name": self.name,
             "changes": dict(self.changes),
@@ -186,8 +188,8 @@ class Estimator:
         return self._with_speed(_memory_estimate(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Yield estimates for several candidates, in their order, each as soon as it is available;
-        `tell` is then called with the candidate's name."""
+        """Yield the estimates for several candidates in the given order, each as soon as it is
+        available. For each estimate, call `tell` with the candidate's name."""
         traced = self._workers.map(_memory_estimate, [(candidate,) for candidate in candidates])
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)
@@ -210,16 +212,19 @@ class Estimator:
                 gain = plain.step_seconds.expected / speed.step_seconds.expected
         except FirstlightError as error:
             return dataclasses.replace(estimate, problem=str(error))
-        # Estimates are kept until the plan is shown, so their thousands of operators are dropped
+        # Estimates are kept until the plan is shown, so their thousands of operators are discarded
         # here.
         return dataclasses.replace(estimate, speed=speed, compile_gain=gain, traced=None)
 
     def timed(
         self, estimate: Estimate, machine: Machine, most_seconds: float = _TIMING_SECONDS
     ) -> Estimate:
-        """Return the estimate with the speed of timed steps, if it fits, is for a single device of
-        this machine, and timing has taken less than `most_seconds` so far; otherwise return the
-        estimate unchanged. The workers must be idle."""
+        """Return the estimate with the speed of timed steps.
+
+        The estimate is returned unchanged if it does not fit, if it is not for a single device of
+        this machine, or if timing has already taken more than `most_seconds`. The workers must be
+        idle.
+        """
         if not (_is_timed(machine) and estimate.fits) or _is_offloaded(estimate.recipe):
             return estimate
         key = estimate.recipe.model_dump_json()
@@ -244,20 +249,20 @@ def _is_timed(machine: Machine) -> bool:
 
 
 def _is_offloaded(recipe: ResolvedRecipe) -> bool:
-    """Return True if a single-process run does not keep its state on the device, as a timed step
-    does."""
+    """Return True if a single-process run does not keep its state on the device, unlike a timed
+    step."""
     engine = named_engine(recipe.distributed)
     return engine.updates_itself or recipe.distributed.offload != "none"
 
 
 def estimate(recipe: ResolvedRecipe, machine: Machine, *, evaluates: bool = True) -> Estimate:
-    """Estimate a recipe as it is, in this process and without timing steps. For a short compiled
-    run, the memory is that of the step without torch.compile, usually an upper bound.
+    """Estimate an unchanged recipe in this process, without timing steps. For a short compiled run,
+    the memory is that of the step without torch.compile, which is usually an upper bound.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
-        evaluates: True includes the memory of evaluations.
+        evaluates: True to include the memory of evaluations.
     """
     minutes = recipe.schedule.max_minutes
     is_short = minutes is not None and minutes < _TRACED_MINUTES
@@ -278,8 +283,8 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
         )
         part = own_part(recipe, machine.count)
         compiles = recipe.efficiency.compile
-        # The trace of a compiled step has no kernels, so the speed is predicted from the uncompiled
-        # step.
+        # The trace of a compiled step does not contain kernels, so the speed is predicted from the
+        # uncompiled step.
         plain = uncompiled(part) if compiles else part
         jobs = [training_job(plain, machine.target)]
         if compiles and candidate.compiles:
@@ -295,12 +300,13 @@ def _memory_estimate(candidate: Candidate, workers: WorkerProcesses | None = Non
             evaluation = of_one_rank(found[-1], recipe, machine.count, on_cpu=on_cpu)
         training, evaluation = in_a_run(training, evaluation, recipe, machine)
     except TrainingError:
-        # A worker process failed, which does not mean that the candidate is invalid.
+        # The failure of a worker process does not mean that the candidate is invalid.
         raise
     except FirstlightError as error:
         return Estimate(*known, recipe, usable_bytes=machine.usable_bytes, problem=str(error))
     except RuntimeError as error:
-        # The run reports that it can't compile.
+        # The step can't be compiled, which the run itself will report: estimate it without
+        # torch.compile.
         if not (candidate.compiles and is_compile_failure(error)):
             raise
         return _memory_estimate(dataclasses.replace(candidate, compiles=False), workers)
@@ -321,8 +327,9 @@ def in_a_run(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> tuple[MemoryPrediction, MemoryPrediction | None]:
-    """Return the predictions for a step and an evaluation with the memory that a run adds to them.
-    The evaluation also gets the phases "save" and, if checkpoints are averaged, "averaging".
+    """Add the memory that a run needs outside of steps and evaluations to their predictions. The
+    returned evaluation also has a "save" phase and, if checkpoints are averaged, an "averaging"
+    phase.
 
     On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
     stays allocated after the first save. With a GPU, this copy is in the host's memory.
@@ -344,8 +351,8 @@ def in_a_run(
     state = {name: size for name, size in between.parts.items() if name in kept}
     copied, gathered = _copied_bytes(state, recipe), 0
     if engine.updates_itself:
-        # DeepSpeed holds more than is saved. The main process gathers moments, and at stage 3
-        # weights, before they are copied.
+        # DeepSpeed keeps more state in memory than is saved. Before saving, the main process
+        # gathers the moments and, in stage 3, the weights.
         weights = 4 * count_parameters(meta_model(recipe.model)).total
         gathered = state.get("optimizer_states", 0) * machine.count
         copied = weights + gathered
@@ -354,8 +361,8 @@ def in_a_run(
     elif engine.shards_state:
         # The main process writes the shards of all processes.
         copied *= copies_of(recipe, machine.count)
-    # Decided as in `CheckpointSaver`: in the background if the copy fits in half of the memory that
-    # is free at the first save.
+    # The same condition as in `CheckpointSaver`: a checkpoint is written in the background if the
+    # copy fits in half of the memory that is free at the first save.
     asynchronous = recipe.checkpoint.asynchronous
     if asynchronous is None:
         asynchronous = 2 * copied <= machine.usable_bytes - sum(state.values())
@@ -372,20 +379,20 @@ def in_a_run(
         name: _with(peak, checkpoint_copy=copy) for name, peak in evaluation.phases.items()
     } | {"save": _with(PhasePeak(0, state), checkpoint_copy=copied + gathered)}
     if recipe.checkpoint.average_last:
-        # The averaged weights are evaluated before they are written; copies of checkpoints no
-        # longer exist then.
+        # The averaged weights are evaluated before they are written. At that time, the copies of
+        # checkpoints have been freed.
         averaged = 4 * count_parameters(meta_model(recipe.model)).total
         phases["averaging"] = _with(between, averaged_weights=averaged)
     return training, with_peaks(dataclasses.replace(evaluation, phases=phases), lambda _, p: p)
 
 
 def _copied_bytes(state: Mapping[str, int], recipe: ResolvedRecipe) -> int:
-    """Return the bytes of a checkpoint's state: weights in fp32, and moments."""
+    """Return the bytes of the state in a checkpoint: fp32 weights and moments."""
     weights, states = state.get("weights", 0), state.get("optimizer_states", 0)
     if recipe.lora is not None:
-        # Only adapters are saved: two moments, and weights that take half as much.
+        # Only adapters are saved: two moments, and weights that are half as large as the moments.
         return states + states // 2
-    # With master weights, which are among the optimizer's states, the bf16 weights are not saved.
+    # The optimizer's states include the master weights; the bf16 weights are not saved.
     return states if recipe.efficiency.precision == "bf16_params" else weights + states
 
 
@@ -396,7 +403,7 @@ def _with(peak: PhasePeak, **more: int) -> PhasePeak:
 
 
 def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
-    """Return the number of sequences per optimizer step for each group of devices that shares one
+    """Return the number of sequences per optimizer step of each group of devices that shares one
     copy of the model."""
     tokens = recipe.batch.global_batch_tokens
     if tokens is not None:
@@ -404,15 +411,15 @@ def sequences_per_step(recipe: ResolvedRecipe, machine: Machine) -> int:
     return recipe.batch.micro_batch_size * (recipe.batch.gradient_accumulation_steps or 1)
 
 
-# Each method alone, and the reasons for the settings
+# Estimates of each method alone, and the reasons for the chosen settings
 
 
 def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator) -> list[Estimate]:
-    """Return one estimate per method that the recipe does not use, for the recipe with this method
-    added.
+    """Return one estimate for each method that the recipe does not use, with the method added to
+    the recipe.
 
-    Memory is estimated without torch.compile, unless compilation is the method. On this machine,
-    methods are timed for a limited time; torch.compile is never timed.
+    Memory is estimated without torch.compile, unless the method is torch.compile. On this machine,
+    the methods are timed until a time limit is reached. torch.compile is never timed.
 
     Args:
         recipe: the resolved recipe.
@@ -441,7 +448,7 @@ def method_table(recipe: ResolvedRecipe, machine: Machine, estimator: Estimator)
 def methods(  # noqa: C901 - a flat list: one independent case per method
     recipe: ResolvedRecipe, machine: Machine
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, {recipe key: value}) for each method that would change something."""
+    """Yield (name, {recipe key: value}) for each method that would change the recipe."""
     config, micro_batch_size = recipe.efficiency, recipe.batch.micro_batch_size
     if micro_batch_size > 1:
         changes: dict[str, Any] = {"batch.micro_batch_size": 1}
@@ -493,8 +500,8 @@ def without_average(recipe: ResolvedRecipe) -> dict[str, Any]:
 
 
 def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) -> dict[str, Any]:
-    """Return the changes that set the precision, and the attention backend if it was chosen by
-    precision."""
+    """Return the changes that set the precision. If the attention backend was chosen by precision,
+    the changes also set the backend."""
     config = recipe.efficiency
     seq_len = recipe.data.seq_len
     facts = facts_of(recipe, machine)
@@ -511,13 +518,13 @@ def _with_precision(recipe: ResolvedRecipe, machine: Machine, precision: str) ->
 def reasons_for(
     recipe: Recipe, best: Estimate, first: Estimate, machine: Machine
 ) -> dict[str, str]:
-    """Return the reason for each key that the recipe leaves open, or that the best candidate
+    """Return the reason for each key that the recipe does not set or that the best candidate
     changes.
 
     Args:
         recipe: the recipe as written.
         best: the chosen estimate.
-        first: estimate for the recipe as it is.
+        first: estimate for the unchanged recipe.
         machine: machine for which the plan was made.
     """
     reasons: dict[str, str] = {}
@@ -563,8 +570,8 @@ _ATTENTION = {
 
 
 def _logits_bytes(recipe: ResolvedRecipe) -> int:
-    """Return the fp32 bytes of a micro-batch's logits. They are not taken from the trace, because
-    the trace of a compiled step does not show which bytes are logits."""
+    """Return the bytes of a micro-batch's logits in fp32. The trace is not used, because the trace
+    of a compiled step does not show which tensors are logits."""
     return 4 * recipe.batch.micro_batch_size * recipe.data.seq_len * recipe.model.vocab_size
 
 
@@ -581,10 +588,11 @@ def _precision(precision: str, machine: Machine) -> str:
     return f"{share}, which does not support bf16" if precision == "fp16" else share
 
 
-# The search for the fastest candidate that fits or, if none does, for settings that would fit
+# The search for the fastest candidate that fits or, if no candidate fits, for settings that would
+# fit
 
-#: Changes to try so that a step fits or can use larger micro-batches; those that cost the least
-#: speed come first.
+#: Changes to try so that a step fits in memory or can use larger micro-batches. Changes that reduce
+#: the speed least come first.
 _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("as it stands", {}),
     ("chunked loss", {"efficiency.loss_chunk_tokens": 1024}),
@@ -609,7 +617,7 @@ _SAVINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-#: LoRA settings to try if nothing fits, and the changes that accompany them.
+#: LoRA settings to try if nothing fits, and changes that are made to all fallback settings.
 _LORA: dict[str, Any] = {"rank": 16, "alpha": 32.0}
 _LEAST: dict[str, Any] = {
     "batch.micro_batch_size": 1,
@@ -623,22 +631,22 @@ def best_estimate(
     estimator: Estimator | None = None,
     known: Estimate | None = None,
 ) -> Estimate | None:
-    """Return the fastest settings (in tokens/s) that fit, or None if none fits.
+    """Return the settings with the highest tokens/s that fit, or None if no settings fit.
 
-    The recipe's precision and global batch size are kept, but not its micro-batch size. AdamW is
-    replaced by 8-bit AdamW only if nothing else fits. Memory-saving methods are added, cheapest
-    first, only until the micro-batch keeps the device busy.
+    The recipe's precision and global batch size are kept, but its micro-batch size may change.
+    AdamW is replaced by 8-bit AdamW only if nothing else fits. Memory-saving methods are added in
+    order of their cost in speed, until the micro-batch keeps the device busy.
 
-    If the recipe compiles, the search runs without torch.compile, which is quicker and usually
-    needs more memory. The selected candidate and the unchanged recipe are then estimated with
-    torch.compile. If neither fits, the search is repeated with torch.compile for all candidates
-    that could fit.
+    If the recipe compiles, the search runs without torch.compile, because this is quicker and
+    because steps without torch.compile usually need more memory. The selected candidate and the
+    unchanged recipe are then estimated with torch.compile. If neither fits, the search is repeated
+    with torch.compile for all candidates that could fit.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: the estimator to use; None creates one.
-        known: the estimate for the recipe as it is, if it was already made.
+        known: the estimate for the unchanged recipe, if it was already made.
     """
     estimator = estimator or Estimator()
     without: dict[str, Estimate] = {}
@@ -669,14 +677,14 @@ def _fastest(
     compiles: bool = False,
     hopeless: Container[str] = (),
 ) -> Estimate | None:
-    """Return the fastest of the candidates of `_SAVINGS` that fits, or None if none fits.
+    """Return the fastest candidate of `_SAVINGS` that fits, or None if no candidate fits.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine to run on.
         estimator: the estimator to use.
-        looked_at: receives each candidate's estimate by name, with the largest micro-batch that
-            fits.
+        looked_at: dictionary to which each candidate's estimate is added by name, with the largest
+            micro-batch that fits.
         compiles: see `Candidate`.
         hopeless: names of candidates to skip.
     """
@@ -684,8 +692,8 @@ def _fastest(
     tried: list[dict[str, Any]] = []
     for name, changes in _SAVINGS:
         wanted = {key: value for key, value in changes.items() if not _has(recipe, key, value)}
-        # Changes that the recipe already has are dropped, which may give an earlier candidate
-        # again.
+        # Changes that the recipe already has are dropped, so the rest may be the same as for an
+        # earlier candidate.
         if wanted in tried:
             continue
         tried.append(wanted)
@@ -721,8 +729,8 @@ def largest_that_fits(
     """Return the estimate with the largest micro-batch that fits and divides the step evenly, or
     with the smallest micro-batch if none fits.
 
-    Memory is roughly linear in the micro-batch size. The two smallest sizes determine the slope;
-    the sizes that should then fit are estimated, largest first.
+    Memory is roughly linear in the micro-batch size. The slope is computed from the two smallest
+    sizes. The sizes that should fit according to the slope are then estimated, largest first.
     """
     sizes = list(micro_batches(recipe, machine))
 
@@ -731,11 +739,12 @@ def largest_that_fits(
         return dataclasses.replace(candidate, compiles=compiles)
 
     if compiles:
-        # One after the other: tracing a compiled step already keeps both workers busy.
+        # The sizes are estimated one after the other, because tracing a compiled step already keeps
+        # both workers busy.
         first = estimator.estimate(asked(sizes[-1]))
         more = [estimator.estimate(asked(size)) for size in sizes[-2:-1] if first.fits]
     else:
-        # The two smallest at the same time, in the workers.
+        # The two smallest sizes are estimated at the same time, in the workers.
         first, *more = estimator.estimate_all([asked(size) for size in sizes[:-3:-1]])
     if not (first.fits and more and more[0].fits):
         return first
@@ -755,9 +764,10 @@ def largest_that_fits(
 
 
 def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Return the recipe with the same global batch, but an open number of micro-batches.
+    """Return the recipe with the same global batch, but without a fixed number of micro-batches.
 
-    Without `global_batch_tokens`, a step is the micro-batch of the recipe, which is not changed.
+    Without `global_batch_tokens`, the micro-batches of the recipe determine the step, so the recipe
+    is returned unchanged.
     """
     if resolved.batch.global_batch_tokens is None:
         return resolved
@@ -765,8 +775,8 @@ def open_micro_batch(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
-    """Yield micro-batch sizes that divide a device's share of each step evenly, each at most half
-    of the previous one."""
+    """Yield micro-batch sizes that divide a device's share of each step evenly, in decreasing
+    order. Each size is at most half of the previous size."""
     total = sequences_per_step(recipe, machine)
     if recipe.batch.ramp_start_tokens is not None:
         # The first step of a batch-size ramp must also be divided evenly.
@@ -775,7 +785,7 @@ def micro_batches(recipe: ResolvedRecipe, machine: Machine) -> Iterator[int]:
     before = 2 * total
     for size in range(total, 0, -1):
         if total % size == 0 and 2 * size <= before:
-            # Sizes in between differ too little in speed to be worth an estimate each.
+            # Sizes in between are skipped, because their speed differs too little.
             before = size
             yield size
 
@@ -811,7 +821,7 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Return the expected tokens/s, or the micro-batch size if the device's rates are unknown."""
+    """Return the expected tokens/s, or the micro-batch size if the speed is unknown."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -820,9 +830,9 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Return alternatives that fit, for a recipe that has no fitting candidate: LoRA, LoRA with
-    4-bit weights, offloading to the CPU, more devices. Each uses a micro-batch of one sequence and
-    full activation checkpointing.
+    """Return alternatives that fit, for a recipe without a fitting candidate: LoRA, LoRA with 4-bit
+    weights, offloading to the CPU, and more devices. All alternatives use a micro-batch of one
+    sequence and full activation checkpointing.
 
     Args:
         recipe: the resolved recipe.

@@ -1,4 +1,4 @@
-"""The target of a plan: this machine, or GPUs of another machine."""
+"""The machine that a plan is made for: this machine, or GPUs of another machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from firstlight.weights.huggingface import read_config
 #: Usable fraction of the memory of a GPU that is not in the table.
 _GPU_SHARE = 0.98
 
-#: Usable fraction of a CPU's free memory, because other programs need memory too.
+#: Usable fraction of a CPU's free memory. The rest is left for other programs.
 _CPU_SHARE = 0.9
 
 _UNITS = {"b": 1, "": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -54,15 +54,16 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 @dataclass(frozen=True)
 class Machine:
-    """One or several equal devices.
+    """One or several devices of the same type.
 
     Attributes:
         name: the device's name.
         count: number of devices.
-        memory_bytes: bytes of each device.
-        usable_bytes: bytes of each device that a run may take.
+        memory_bytes: bytes of memory of each device.
+        usable_bytes: bytes of memory of each device that a run may use.
         target: the device whose kernels and allocator are modelled.
-        gpu: the GPU with its rates; None for a CPU, and for a GPU if only its memory is known.
+        gpu: the GPU with its rates; None for a CPU, and for a GPU of which only the memory is
+            known.
         precision: the precision that "auto" resolves to: "bf16", "fp16" or "fp32".
         is_here: True for the machine that this process runs on.
     """
@@ -78,9 +79,12 @@ class Machine:
 
     @property
     def compiler(self) -> Compiler | None:
-        """torch.compile for this device. Triton, which comes with torch, requires capability 7.0,
-        and firstlight does not compile for Apple GPUs. Other machines are assumed to have few cores
-        only if their GPU is as old as a T4."""
+        """Properties of torch.compile on this device; None if torch.compile is not supported.
+
+        The Triton version that comes with torch requires capability 7.0, and firstlight does not
+        compile for Apple GPUs. Other machines are assumed to have few cores if their GPU is as old
+        as a T4, and many cores otherwise.
+        """
         if self.is_here or self.target.kind == "cpu":
             return find_compiler(self.hardware)
         old = self.gpu is not None and (0, 0) < self.gpu.capability < (8, 0)
@@ -111,7 +115,8 @@ class Machine:
     def hardware(self) -> Hardware:
         """Return the `Hardware` that describes this target to the rest of firstlight."""
         device = torch.device(self.target.kind)
-        # No capability for a GPU if only its memory is known, so that no method is rejected.
+        # If only the memory of a GPU is known, its capability is None, so that no method is
+        # rejected.
         of_table = self.gpu is not None and self.gpu.capability != (0, 0)
         known = self.target.kind == "cuda" and (self.is_here or of_table)
         capability = self.target.capability if known else None
@@ -129,15 +134,15 @@ def find_machine(
     """Return the machine that the options describe.
 
     Args:
-        gpu: a GPU's name; None is this machine's GPU or, without one, its CPU.
-        memory_bytes: bytes of each GPU, which replace the table's value; without `gpu`, the bytes
-            of a GPU of unknown speed.
+        gpu: name of a GPU; None for this machine's GPU or, if it has none, its CPU.
+        memory_bytes: bytes of each GPU. They replace the table's value or, without `gpu`, describe
+            a GPU of unknown speed.
         count: number of GPUs.
         device: `run.device` of a run on this machine.
 
     Raises:
-        ConfigError: there is no such GPU (the message names the nearest) or device, or
-            `memory_bytes` or `count` is invalid.
+        ConfigError: the GPU is unknown (the message names the nearest GPU), the device does not
+            exist, or `memory_bytes` or `count` is invalid.
     """
     if count < 1:
         raise ConfigError(f"--gpus is {count}: it must be at least 1")
@@ -172,7 +177,8 @@ def find_machine(
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as "24GiB", "24 GB" or "24000 MiB"; the unit may be missing.
+    """Return the number of bytes of a size such as "24GiB", "24 GB" or "24000 MiB". A size without
+    a unit is in bytes.
 
     Raises:
         ConfigError: the text is not a size.
@@ -194,9 +200,9 @@ def _known(gpu: GPU, memory_bytes: int | None, count: int) -> Machine:
 
 
 def _context_bytes(gpu: GPU) -> int | None:
-    """Return the GPU memory of a process outside of torch's allocator. If it was not measured on
-    this GPU type, return the H100's value for a GPU of the same capability, which loads the same
-    kernels, and None for other GPUs."""
+    """Return the bytes of GPU memory that a process uses outside torch's allocator. If the value
+    was not measured for this GPU type, return the H100's value for a GPU of the same capability,
+    because it loads the same kernels, and None for other GPUs."""
     found = measured_gpu(gpu)
     if found is None and gpu.capability == GPUS["H100"].capability:
         found = measured_gpu(GPUS["H100"])
@@ -227,7 +233,7 @@ def _gpu_machine(
 
 
 def with_changes(recipe: ResolvedRecipe, changes: Mapping[str, Any]) -> ResolvedRecipe:
-    """Set some keys (`section.key`) of a recipe; a section's name alone sets the whole section.
+    """Set some keys (`section.key`) of a recipe. The name of a section sets the entire section.
 
     Raises:
         ConfigError: a value is invalid.
@@ -277,7 +283,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     """
     kind = recipe.data.kind or _prepared_kind(recipe)
     if kind is not None:
-        # Pairs are planned without the model from which a run starts.
+        # Preference pairs are planned without the model from which a run starts.
         require_fitting_data(recipe, kind, from_weights=True)
     known: dict[str, Any] = {
         "processes": copies_of(recipe, machine.count),
@@ -289,7 +295,8 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     if machine.is_here or machine.target.kind == "cpu":
         return facts_here(machine.hardware, **known)
     gpu = machine.gpu
-    # With unknown rates (None), `resolve` can't compare them and makes its usual choice.
+    # If the rates are unknown (None), `resolve` makes its usual choice, because it can't compare
+    # them.
     rates = {} if gpu is None else {torch.bfloat16: gpu.bf16, torch.float16: gpu.fp16}
     return Facts(
         machine.target.kind,
@@ -308,7 +315,7 @@ def epoch_tokens(recipe: Recipe) -> int | None:
 
 
 def _folders(recipe: Recipe) -> list[str]:
-    """Return the folders with a recipe's prepared data."""
+    """Return the folders of a recipe's prepared data."""
     return [corpus.dir for corpus in recipe.data.mix or ()] or [str(recipe.data.dir)]
 
 
@@ -324,10 +331,11 @@ def _prepared_kind(recipe: Recipe) -> Kind | None:
 
 
 def _starting_model(recipe: Recipe, init_from: str) -> tuple[Recipe, ModelConfig]:
-    """Return the recipe and the config of the model that a run from `init_from` would train. An
-    adapter that is trained further gives the recipe's `lora` section, as in the run."""
+    """Return the recipe and the config of the model that a run from `init_from` would train. If an
+    existing adapter is trained further, the recipe gets the adapter's settings as its `lora`
+    section, as in the run."""
 
-    # Only the run reports the changes, so that the user sees each message once.
+    # Only the run reports these changes, so that the user sees each message once.
     def tell(_: str) -> None:
         return None
 
@@ -381,7 +389,7 @@ class PlannedRun:
 
     Attributes:
         schedule: resolved schedule, as `train` computes it.
-        batch: sequences of each optimizer step, on all devices together.
+        batch: number of sequences of each optimizer step, on all devices together.
         tokens: tokens of the whole run.
         epochs: passes over the training split; None if the data is not on this machine.
     """
@@ -395,13 +403,13 @@ class PlannedRun:
 def planned_run(
     recipe: ResolvedRecipe, machine: Machine, tokens_per_second: float | None = None
 ) -> PlannedRun | None:
-    """Return the length of a resolved recipe's run, or None if it depends on data that is not on
-    this machine, or on an unknown speed.
+    """Return the length of a resolved recipe's run. Return None if the length depends on data that
+    is not on this machine, or on an unknown speed.
 
     Args:
         recipe: the resolved recipe.
         machine: the machine that it runs on.
-        tokens_per_second: predicted speed, for a run in minutes; None if unknown.
+        tokens_per_second: predicted speed, for a run with a time budget; None if unknown.
 
     Raises:
         ConfigError: the schedule is invalid; see `resolve_schedule`.
@@ -426,7 +434,8 @@ def planned_run(
 
 
 def _rows_per_epoch(recipe: Recipe, seq_len: int) -> int | None:
-    """Return the rows of the training split, or None if it is not prepared here."""
+    """Return the number of rows in the training split, or None if it is not prepared on this
+    machine."""
     folders = _folders(recipe)
     try:
         splits = [

@@ -1,5 +1,5 @@
-"""`firstlight plan`: the memory and speed of a recipe on a machine, the best settings for it, and
-the model to train within a budget."""
+"""`firstlight plan`: the memory and speed of a recipe on a machine, the best settings for the
+recipe, and the best model for a budget."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Budget:
 
     Attributes:
         seconds, tokens: length of the run; at most one of them is set.
-        price_per_hour: price of one device for an hour, in any currency.
+        price_per_hour: price of one device per hour, in any currency.
     """
 
     seconds: float | None = None
@@ -97,9 +97,9 @@ class Plan:
         recipe: recipe, resolved for the machine.
         as_it_stands: estimate for `recipe`.
         run: length of the recipe's run; None if it depends on data that is not on this machine.
-        best: fastest candidate that fits; None if none fits or there was no search.
+        best: fastest candidate that fits; None if no candidate fits or if there was no search.
         reasons: reason for each key that `best` resolves or changes.
-        methods: one estimate per single method.
+        methods: estimates of the recipe with one more method each; see `method_table`.
         nearest: changed settings that would fit, if no candidate fits.
         budget: time or tokens to train with, and the price.
         warnings: warnings about model sizes that are slow on this machine.
@@ -107,8 +107,8 @@ class Plan:
         suggestion: model and schedule for the budget.
         suggested: the estimate for `suggestion`.
         replacements: old and new value of each key (`section.key`) whose value in the suggested
-            recipe differs from the recipe as written; the old value is None for a key that is not
-            set.
+            recipe differs from the value in the recipe as written. The old value is None for a key
+            that the recipe does not set.
     """
 
     machine: Machine
@@ -133,14 +133,15 @@ class Plan:
 
     @property
     def chosen(self) -> ResolvedRecipe | None:
-        """The recipe to train: the suggested recipe or, without one, the best candidate's."""
+        """The recipe to train: the suggested recipe or, without a suggestion, the best candidate's
+        recipe."""
         found = self.suggested or self.best
         return None if found is None else found.recipe
 
     @property
     def run_seconds(self) -> float | None:
-        """Duration of the run's steps in seconds, with the best settings if there was a search;
-        None if it is unknown or no candidate fits."""
+        """Duration of the run's steps in seconds, with the best settings if there was a search.
+        None if the duration is unknown or no candidate fits."""
         taken = self.best or self.as_it_stands
         if self.run is None or taken.tokens_per_second is None or not taken.fits:
             return None
@@ -165,7 +166,7 @@ class Plan:
             seconds = self.run_seconds
             price = None if seconds is None else cost(seconds, self.budget, self.machine)
             run = {**dataclasses.asdict(self.run), "seconds": seconds, "cost": price}
-            # Programs that read --json expect the size of a step under this key.
+            # Programs that read the output of --json expect the size of a step under this key.
             batch = run.pop("batch")
             run["rows_a_step"] = batch["size"]
             if batch["ramp_steps"]:
@@ -207,12 +208,12 @@ def make_plan(
         init_from: folder of the initial model.
         budget: time or tokens for which to suggest a model, and the price; None for no suggestion.
         searches: True to search for the best settings and to estimate each method; False to
-            estimate only the recipe as it is.
+            estimate only the unchanged recipe.
         estimator: estimator to use; None creates one.
 
     Raises:
-        ConfigError: the recipe can't be trained on any machine; or there is a price, but neither a
-            budget nor a run of known length; or there is a budget, but the recipe trains existing
+        ConfigError: the recipe is invalid on every machine; a price is set, but neither a budget
+            nor the length of the run is known; or a budget is set, but the recipe trains existing
             weights.
         ModelError: `init_from` is not the folder of a model.
     """
@@ -259,8 +260,8 @@ def make_plan(
 
 
 def _notes(written: Recipe, machine: Machine) -> list[str]:
-    """Return `Plan.notes`. Call this right before measuring the speed of this machine's CPU,
-    because other programs may use its cores only temporarily."""
+    """Return `Plan.notes`. Call this function right before measuring the speed of this machine's
+    CPU, because other programs may use the cores only temporarily."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
         notes.append("other programs keep this machine busy: it may be faster than measured")
@@ -296,7 +297,7 @@ def _replacements(
         set_keys = getattr(getattr(written, section), "model_fields_set", ())
         for key, new in (values or {}).items():
             default = (given[section] or {}).get(key)
-            # If the recipe leaves a key open, its old value is the one used for a run without a
+            # The old value of a key that the recipe does not set is the value for a run without a
             # budget.
             old = default if key in set_keys else before[section].get(key)
             if old != new:
@@ -307,13 +308,14 @@ def _replacements(
 
 
 def _planned_run_for(estimate: Estimate, machine: Machine) -> PlannedRun | None:
-    """Return the length of the run of an estimate's recipe, at the estimated speed."""
+    """Return the length of the run with an estimate's recipe at the estimated speed."""
     speed = estimate.tokens_per_second
     return planned_run(estimate.recipe, machine, None if speed is None else speed.expected)
 
 
-#: Number of models to try: after a model that does not fit, a smaller one; after a model with
-#: another speed than assumed, the model suggested for the new speed.
+#: Maximum number of models to try. After a model that does not fit, a smaller model is tried. After
+#: a model whose speed differs from the assumed speed, the model suggested for the new speed is
+#: tried.
 _TRIES = 6
 
 #: Bytes per parameter in training with fp32 AdamW.
@@ -326,15 +328,15 @@ def _for_budget(
     """Return the suggestion and its estimate, as attributes of `Plan`.
 
     Args:
-        plan: the plan of the recipe as it is.
+        plan: the plan of the unchanged recipe.
         budget: the time or tokens.
         estimator: the estimator to use.
-        written: the recipe as written. If it leaves `efficiency.compile` or the learning rates
-            open, they follow from the suggested run and model.
+        written: the recipe as written. If it does not set `efficiency.compile` or the learning
+            rates, their values are chosen for the suggested run and model.
 
-    The first iteration compares models by the machine's speed for new models. If the suggested
-    model's speed with the recipe's methods differs much from that, the models are compared again
-    with the speed scaled accordingly.
+    The first iteration compares models using the machine's speed for new models. If the speed of
+    the suggested model with the recipe's methods differs much from this speed, the models are
+    compared again, with the machine's speed scaled accordingly.
     """
     recipe, machine = plan.recipe, plan.machine
     if machine.gpu is None and not (machine.is_here and machine.count == 1):
@@ -391,7 +393,8 @@ def _for_budget(
             usual = usual_speed(estimate.recipe, expected, machine.hardware)
             estimate = dataclasses.replace(estimate, speed=usual)
         if estimate is None or not of_own or estimate.tokens_per_second is None:
-            # Next, try a model that is a fifth smaller, but not smaller than a model known to fit.
+            # Next, try a model that is a fifth smaller, but not smaller than a model that is known
+            # to fit.
             most_parameters = max(0.8 * found.parameters, fitting)
             continue
         fitting = max(fitting, found.parameters)
@@ -414,20 +417,21 @@ def _for_budget(
 
 
 def largest_epochs(recipe: Recipe) -> float:
-    """Return the maximum number of passes over the text in a budget of time: `schedule.epochs`, or
-    `defaults.MOST_EPOCHS`."""
+    """Return the maximum number of passes over the text with a time budget: `schedule.epochs` or,
+    if it is not set, `defaults.MOST_EPOCHS`."""
     return recipe.schedule.epochs or defaults.MOST_EPOCHS
 
 
 def _most_parameters(recipe: ResolvedRecipe, machine: Machine) -> float:
-    """Return the number of parameters whose training state alone would fill the devices."""
+    """Return the number of parameters with which the training state alone would fill the memory of
+    the devices."""
     sharded = named_engine(recipe.distributed).keeps_shards
     pieces = machine.count // (1 if sharded else copies_of(recipe, machine.count))
     return pieces * machine.usable_bytes / _STATE_BYTES
 
 
 def _models_to_train(recipe: ResolvedRecipe) -> list[ModelConfig]:
-    """Return the candidate models that can be sharded as the recipe asks, smallest first."""
+    """Return the candidate models that can be sharded as the recipe specifies, smallest first."""
     cut = recipe.distributed
     ladder = list(model_ladder(recipe.model, cuts=cut.tensor_parallel))
     models = [one for one in ladder if not any(why_not_cut(one, cut))]
@@ -456,7 +460,7 @@ def _for_all_devices(found: Suggestion, least: int) -> Suggestion:
 
 def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> ResolvedRecipe:
     """Return the recipe with the suggestion's model, batch, number of steps and compilation mode,
-    and with the learning rates for its width."""
+    and with learning rates for the model's width."""
     recipe = plan.recipe
     optimizer = optimizer_of_width(recipe, written, found.config.hidden_size)
     schedule = _kept_schedule(plan)
@@ -486,10 +490,10 @@ def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
     """Return the recipe's optimizer with learning rates for a model of this width: the recipe's
-    rates, converted from the recipe's width, or the rates of new models."""
+    rates converted to this width or, if the recipe does not set them, the rates of new models."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
-    # Muon's rates for new models were measured together with their initial weights and betas, which
-    # only a recipe without an optimizer section gets.
+    # Muon's learning rates for new models were measured together with initial weights and betas
+    # that only a recipe without an optimizer section gets.
     is_open = not given if optimizer.name == "muon" else "learning_rate" not in given
     if is_open and optimizer.name in NEW_MODEL_RATES:
         rates = new_model_rates(optimizer.name, hidden_size)
@@ -503,14 +507,15 @@ def optimizer_of_width(
 
 
 def has_width_rule(recipe: Recipe) -> bool:
-    """Return True if the learning rates of the recipe's optimizer can follow the model's width."""
+    """Return True if the learning rates of the recipe's optimizer can be scaled with the model's
+    width."""
     return "tuned_width" in OPTIMIZERS[recipe.optimizer.name].options
 
 
 def _kept_schedule(plan: Plan) -> dict[str, Any]:
-    """Return the recipe's schedule keys for a run of a different length. Warm-up and decay that are
-    set in steps or tokens keep their fraction of the run, or get the default fraction if the length
-    of the recipe's run is unknown."""
+    """Return the recipe's schedule keys for a run of a different length. If the warm-up or the
+    decay is set in steps or tokens, it keeps its fraction of the run. If the length of the recipe's
+    run is unknown, it gets the default fraction."""
     config = plan.recipe.schedule
     values = config.model_dump(
         exclude={"epochs", "max_minutes", "decay_steps", "decay_tokens", "min_learning_rate"}
@@ -521,8 +526,8 @@ def _kept_schedule(plan: Plan) -> dict[str, Any]:
 
     def share(steps: int) -> float:
         assert run is not None
-        # Round down, so that two fractions never add up to more than the run, but not to 0, so that
-        # one step of a long run remains one.
+        # The fraction is rounded down, so that two fractions never add up to more than 1. It is not
+        # rounded down to 0, so that a single step of a long run remains a step.
         return min(max(math.floor(1e5 * steps / run.max_steps), 1) / 1e5, 1.0)
 
     if config.warmup_steps or config.warmup_tokens:
@@ -565,19 +570,19 @@ def cost(seconds: float, budget: Budget, machine: Machine) -> float | None:
 
 # Model sizes that are slow on matrix units, and the gain from aligned sizes
 #
-# Matrix units read 16 bytes at a time: 8 numbers of 16 bits. Products with a dimension that is not
-# a multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
+# Matrix units read 16 bytes, or eight 16-bit numbers, at a time. Products with a dimension that is
+# not a multiple of 8 use slower kernels (NVIDIA, "Matrix Multiplication Background User's Guide").
 
 #: Number of 16-bit values that matrix units read at a time, and the multiple to which a vocabulary
 #: is padded.
 _PACKET, _VOCABULARY = PACKET_BYTES // 2, 64
 
-#: Speed-up of aligned products that is reported for a GPU of another machine.
+#: Speed-up from aligned products that is reported for GPUs of other machines.
 _GAIN_ON_GPUS = 1 / DEFAULT_SHARES.misaligned.expected
 
-#: Number of multiplications in a measured product [tokens, inner] x [inner, size].
+#: Approximate number of multiplications in a measured product [tokens, inner] x [inner, size].
 _PRODUCT_SIZE = 2e8
-#: Bounds of a measured product's tokens, and its maximum inner size.
+#: Minimum and maximum number of tokens of a measured product, and its maximum inner size.
 _LEAST_TOKENS = 16
 _MOST_TOKENS = 256
 _MOST_INNER = 512
@@ -591,12 +596,12 @@ _LEAST_GAIN = 1.01
 def alignment_warnings(
     recipe: ResolvedRecipe, here: torch.device | None, capability: tuple[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield a warning for each misaligned size, with its share of the work and the gain from an
-    aligned size.
+    """Yield a warning for each misaligned size, with the size's share of the work and the gain from
+    an aligned size.
 
     Args:
         recipe: recipe that contains the model.
-        here: device of this machine on which the gain is measured; None uses the upper bound for
+        here: device of this machine on which the gain is measured; None to use the upper bound for
             GPUs.
         capability: CUDA compute capability of the GPU; None for other devices.
     """
@@ -605,7 +610,7 @@ def alignment_warnings(
         yield note
     dtype = dtype_of(recipe.efficiency.precision)
     if here is None and dtype == torch.float32 and recipe.efficiency.products != "tf32":
-        return  # not computed by matrix units
+        return  # These products are not computed by matrix units.
     shapes = matrix_shapes(recipe.model, recipe.efficiency.vocab_multiple)
     total = sum(rows * columns for rows, columns in shapes)
     for size in sorted({size for shape in shapes for size in shape if size % _PACKET}):
@@ -613,12 +618,12 @@ def alignment_warnings(
         share = sum(rows * columns for rows, columns in own) / total
         key = next((k for k, v in recipe.model if v == size and k.endswith("size")), None)
         if key is None and recipe.model.hidden_size % _PACKET:
-            continue  # follows from the hidden size
+            continue  # This size follows from the hidden size, which has its own warning.
         multiple = _PACKET
         if key == "vocab_size":
             multiple = _VOCABULARY
         elif key == "hidden_size":
-            # Each head has an even number of values.
+            # The head dimension must be even.
             multiple = math.lcm(_PACKET, 2 * recipe.model.num_attention_heads)
         aligned = -(-size // multiple) * multiple
         inner = min(
@@ -651,7 +656,8 @@ def _measured_gain(
     device: torch.device, dtype: torch.dtype, inner: int, size: int, *, aligned: int
 ) -> float:
     """Return the time of a linear layer's products (see `_product_seconds`) with `size`, relative
-    to the time with `aligned`: the median over rounds in which the two alternate."""
+    to the time with `aligned`. The result is the median over several rounds, which measure both
+    sizes in turn."""
     # With a large vocabulary, use fewer tokens to keep planning fast.
     fitting = int(_PRODUCT_SIZE / (inner * aligned)) // _PACKET * _PACKET
     tokens = min(max(fitting, _LEAST_TOKENS), _MOST_TOKENS)
@@ -669,7 +675,7 @@ def _product_seconds(
     device: torch.device, dtype: torch.dtype, tokens: int, inner: int, size: int
 ) -> float:
     """Return the seconds of a linear layer's products: the forward product, and the gradients of
-    the input and of the weight. N tokens, I `inner`, S `size`."""
+    the input and of the weight. Suffixes of tensors: N is `tokens`, I is `inner`, S is `size`."""
     x_NI = torch.ones(tokens, inner, device=device, dtype=dtype)
     weight_SI = torch.ones(size, inner, device=device, dtype=dtype)
     grad_NS = torch.ones(tokens, size, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Worker processes that trace plans, and the process that predicts a run.
+"""Worker processes that trace models for plans, and the process that predicts a run.
 
 Tracing is pure Python, so each process uses one core. The workers are forked from a process that
 imports torch while this process does its other imports.
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Number of workers. More workers gain little, because the search often needs one result before it
-#: can choose the next candidate.
+#: Number of workers. More workers would hardly be faster, because the search often requires one
+#: result before it can choose the next candidate.
 _COUNT = 2
 
-#: Time limit in seconds for workers to exit by themselves. Python needs a few tenths of a second.
+#: Seconds that workers have to exit by themselves. Python takes a few tenths of a second to exit.
 _ENDING_SECONDS = 1.0
 
 #: Modules that are imported by the process from which workers are forked.
@@ -53,9 +53,9 @@ class WorkerProcesses:
     """Runs functions in worker processes, or in this process.
 
     Args:
-        start: function that starts the processes when they are first needed, and returns them keyed
-            by this process's ends of their pipes. If it returns none, all calls run in this
-            process.
+        start: function that starts the processes when they are first needed. It returns a mapping
+            from this process's end of each pipe to the worker process. If the mapping is empty, all
+            calls run in this process.
     """
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
@@ -69,10 +69,8 @@ class WorkerProcesses:
         return self._start()
 
     def map(self, function: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """Yield a function's results in the order of its arguments, each as soon as it is
-        available.
-
-        An exception of the function is raised here.
+        """Yield the results of a function in the order of its arguments, each as soon as it is
+        available. If the function raises an exception in a worker, it is raised here.
 
         Args:
             function: a function at the top level of a module.
@@ -81,7 +79,7 @@ class WorkerProcesses:
         Raises:
             TrainingError: a process was killed or crashed.
         """
-        # A single call also goes to a worker: a crash must not end this process.
+        # Even a single call runs in a worker, so that a crash does not end this process.
         if not self._ends:
             yield from (function(*one) for one in arguments)
             return
@@ -98,7 +96,8 @@ class WorkerProcesses:
                             end.send((function, one))
                         except (BrokenPipeError, ConnectionResetError):
                             raise self._gone(end) from None
-                # They may include results of an earlier `map` whose caller stopped iterating.
+                # The results may include those of an earlier `map` call whose caller stopped
+                # iterating.
                 found.update(self._results())
             good, result = found.pop(number)
             if not good:
@@ -129,13 +128,15 @@ class WorkerProcesses:
 
 @contextlib.contextmanager
 def started() -> Iterator[WorkerProcesses]:
-    """Start worker processes, which import modules at the same time as this process. They end with
-    the context, even after an exception."""
+    """Start worker processes, which import modules at the same time as this process. The workers
+    are ended on exit from the context, even after an exception."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # Only the fork server is started for now: starting a worker would wait for its imports.
-    # A worker that is killed leaves semaphores to the resource tracker, which removes them with a
-    # warning that is useless to the user.
+    # Only the fork server is started here, because starting a worker would wait for the server's
+    # imports.
+    #
+    # When a worker is killed, its semaphores are removed by the resource tracker, with a warning
+    # that is useless to the user.
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker:UserWarning"
     os.environ["PYTHONWARNINGS"] = quiet if before is None else f"{before},{quiet}"
@@ -152,10 +153,12 @@ def started() -> Iterator[WorkerProcesses]:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)
             process.start()
-            # Added only now: a signal during the start leaves a process that can't be joined. If it
-            # runs nevertheless, it ends with this end of its pipe.
+            # The process is added only after it was started, because a process whose start was
+            # interrupted by a signal can't be joined. If such a process runs nevertheless, it exits
+            # when this end of its pipe is closed.
             processes[here] = process
-            # Closed here, so that the pipe ends when the process does.
+            # This copy of the worker's end is closed, so that the pipe is closed when the worker
+            # exits.
             there.close()
         return processes
 
@@ -164,7 +167,7 @@ def started() -> Iterator[WorkerProcesses]:
     finally:
         for end in processes:
             end.close()
-        # An idle worker ends by itself and cleans up; one that is still working is killed.
+        # An idle worker cleans up and exits by itself. A worker that is still busy is killed.
         end_by = time.monotonic() + _ENDING_SECONDS
         try:
             for process in processes.values():
@@ -177,19 +180,20 @@ def started() -> Iterator[WorkerProcesses]:
 
 def _work(end: Connection) -> None:
     """Run calls from the pipe and send their results, until the other end of the pipe is closed."""
-    # Ctrl-C is handled by the parent process, which then ends this one.
+    # Ctrl-C is handled by the parent process, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # torch's warnings about code that is only traced are useless to the user.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     gc.disable()
-    # Garbage collections then neither visit the imported objects nor copy their pages.
+    # After this, garbage collections do not visit the imported objects, so their memory pages are
+    # not copied.
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # Free the garbage of the last call now; doing so before sending the result would have
-            # delayed it.
+            # Free the garbage of the last call only now, so that sending its result was not
+            # delayed.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))
@@ -208,7 +212,7 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-#: Module that the predicting process runs.
+#: Module that the prediction process runs.
 _PREDICTING = "firstlight.planner.plan.automatic"
 
 #: Maximum seconds that a run waits for a forecast.
@@ -216,8 +220,8 @@ _MOST_SECONDS = 90.0
 
 
 class RunForecaster:
-    """Predicts runs on this machine in a separate process; see `training.forecast.Forecaster`. A
-    context manager that ends the process on exit."""
+    """Context manager that predicts runs on this machine in a separate process; see
+    `training.forecast.Forecaster`. The process is ended on exit."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
@@ -230,8 +234,8 @@ class RunForecaster:
         self._stack.close()
 
     def start(self) -> None:
-        """Start the process before it receives a request, so that torch is already imported by
-        then."""
+        """Start the process in advance, so that it has already imported torch when it receives a
+        request."""
         self._processes = self._stack.enter_context(
             fresh_process.started(_PREDICTING, [os.environ])
         )
@@ -260,14 +264,15 @@ class RunForecaster:
         return None if found is None else str(found)
 
     def _ask(self, what: str, recipe: Recipe, hardware: Hardware, processes: int) -> Any:
-        """Return the response to a request as JSON values; the process then ends."""
+        """Send a request and return the response as JSON values. The process is then ended."""
         request = {
             "what": what,
             "recipe": recipe.model_dump(mode="json"),
             "device": str(hardware.device),
             "processes": processes,
         }
-        # The run's other processes wait for this one, and treat it as failed after their timeout.
+        # The other processes of the run wait for this process, and treat it as failed after their
+        # timeout.
         patience = min(_MOST_SECONDS, recipe.distributed.timeout_seconds / 2)
         if not self._processes:
             self.start()

@@ -1,4 +1,4 @@
-"""A plan as lines and tables for the user."""
+"""Format a plan as lines and tables for the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firstlight.planner.plan.plan import Plan, cost, has_width_rule, largest_epo
 from firstlight.planner.speed.gpu import Range
 from firstlight.recipe import ResolvedRecipe
 
-#: A table: rows of cells; the first row is the header.
+#: A table as a list of rows of cells. The first row is the header.
 Table = list[Sequence[str]]
 
 
@@ -94,13 +94,15 @@ _PRECISIONS = {
 
 
 def precision_text(recipe: ResolvedRecipe) -> str:
-    """Return text for the precision of a resolved recipe, with ", compiled" if it compiles."""
+    """Return text for the precision of a resolved recipe, with ", compiled" appended if it
+    compiles."""
     name = recipe.efficiency.precision
     return f"{_PRECISIONS.get(name, name)}{', compiled' if recipe.efficiency.compile else ''}"
 
 
 def in_words(one: Estimate) -> str:
-    """Return text for an estimate's memory and, if it fits and the rates are known, its speed."""
+    """Return text for an estimate's memory and, if it fits and its speed is known, for its
+    speed."""
     if one.problem:
         return one.problem
     fits = "fits" if one.fits else "may not fit" if one.may_fit_compiled else "DOES NOT FIT"
@@ -117,7 +119,8 @@ def in_words(one: Estimate) -> str:
 
 
 def _between_steps(one: Estimate) -> str:
-    """Return "save" or "averaging" if that takes more memory than evaluations, or "evaluation"."""
+    """Return the phase between steps that takes the most memory: "save", "averaging" or
+    "evaluation"."""
     phase = "" if one.evaluation is None else one.evaluation.phase
     return phase if phase in ("save", "averaging") else "evaluation"
 
@@ -147,9 +150,9 @@ def memory_table(one: Estimate) -> Table:
 
 
 def method_rows(plan: Plan) -> Table:
-    """Return a table of memory and speed for each method, compared with the recipe as it is. If a
-    method's memory is only known without torch.compile, it is compared with the recipe's memory
-    without torch.compile."""
+    """Return a table of memory and speed for each method, compared with the unchanged recipe. If
+    the memory with a method is only known without torch.compile, it is compared with the recipe's
+    memory without torch.compile."""
     rows: Table = [("method", "memory", "saves", "tokens/s", "speed")]
     first = plan.as_it_stands
     assert first.training is not None
@@ -178,7 +181,8 @@ def method_rows(plan: Plan) -> Table:
 
 
 def changed_options(one: Estimate) -> dict[str, str]:
-    """Return the changes of `one` to the recipe, as options of `train`: `section.key` -> value."""
+    """Return the changes of an estimate to the recipe, as options of `train`: `section.key` ->
+    value."""
     found: dict[str, str] = {}
     for key in one.changes:
         value = _value(one, key)
@@ -257,9 +261,9 @@ def _suggestion(plan: Plan) -> Iterator[str]:
 
 
 def _limit(plan: Plan, epochs: float) -> str:
-    """Return the reason why the text is not read more often, as the end of a sentence, or "" if the
-    budget is the only reason."""
-    # Not an exact comparison, because a run has a whole number of steps.
+    """Return the reason why the run does not make more passes over the text, as the end of a
+    sentence. Return "" if the budget is the only reason."""
+    # The comparison is not exact, because a run has a whole number of steps.
     if plan.budget.seconds is None or epochs < 0.9 * largest_epochs(plan.recipe):
         return ""
     if plan.recipe.schedule.epochs:
@@ -268,7 +272,7 @@ def _limit(plan: Plan, epochs: float) -> str:
 
 
 def _written(value: Any) -> str:
-    """Format a value of the recipe as in YAML, numbers with four digits."""
+    """Format a value of the recipe as in YAML, and floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
@@ -289,7 +293,8 @@ def speed(rate: Range) -> str:
 
 def _rate(one: Estimate) -> str:
     if not one.fits:
-        # The known memory is for the step without torch.compile, which usually takes more.
+        # The known memory is that of the step without torch.compile, which usually needs more
+        # memory.
         return "may not fit" if one.may_fit_compiled else "does not fit"
     rate = one.tokens_per_second
     return "" if rate is None else f"{rate.expected:,.0f}"

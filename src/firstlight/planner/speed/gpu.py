@@ -1,28 +1,29 @@
-"""Predict the time of an operator on a GPU in the table: the work divided by the GPU's rates.
+"""Predict the time of an operator on a GPU in the table, from the operator's work and the GPU's
+rates.
 
 This is the roofline model (Williams et al. 2009): an operator takes as long as its FLOPs or its
-memory traffic, whichever is longer. The fraction of the data sheet's rates that is reached is a
-range:
+memory traffic, whichever takes longer. Kernels reach only a fraction of the data sheet's rates,
+which is given as a range:
 
 - large matrix products: 0.45 to 0.85 of the dense peak, 0.65 expected;
 - flash attention: 0.35 to 0.70 forward, 0.30 to 0.60 backward. FlashAttention-2 (Dao 2023) measured
   50-73% forward and up to 63% backward on A100; FlashAttention-3 (Shah et al. 2024) reports
   35-40% for FlashAttention-2 on H100;
-- memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, as STREAM-like programs reach;
-- every kernel: at least 2 to 6 microseconds, and 4 to 16 to launch it from Python, which is hidden
-      as long as the GPU is busy.
+- memory-bound kernels: 0.70 to 0.92 of the memory bandwidth, which programs like STREAM reach;
+- every kernel: at least 2 to 6 microseconds, and 4 to 16 microseconds to launch it from Python.
+  Launches take no additional time as long as the GPU is busy.
 
-A matrix product is divided into tiles of 128 x 128, which multiprocessors process in waves. The
-parts of tiles beyond the edge, and the idle multiprocessors of the last wave, are lost (NVIDIA,
-"Matrix Multiplication Background User's Guide": tile and wave quantization). The start and end of
-each tile take as long as about 64 more elements of the inner dimension.
+A matrix product is divided into tiles of 128 x 128, which multiprocessors process in waves. Time is
+lost on the parts of tiles beyond the edge of the matrix, and on idle multiprocessors in the last
+wave (tile and wave quantization, in NVIDIA's "Matrix Multiplication Background User's Guide"). The
+start and end of each tile take as long as about 64 more elements of the inner dimension.
 
 For GPU types that `python -m benchmarks gpu` has measured (an H100), fitted constants
 (`measured_gpus.json`) replace these fractions. Other types use the H100's constants, scaled by the
-fraction of its data sheet that each type reaches in products alone (`assumed_shares`). The order of
-two GPUs therefore follows from their data sheets, and does not depend on which of them was
-measured. The ranges of types that were not measured stay as wide as above. This is enough for two
-published rates of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
+fraction of the data sheet's rate that each type reaches in large products (`assumed_shares`). The
+order of two GPUs therefore follows from their data sheets, and does not depend on which of them was
+measured. The ranges of types that were not measured stay as wide as above, which is wide enough to
+include two published speeds of GPT-2 124M in compiled bf16 on an A100 with 40 GB:
 
 - 135 ms for 12 x 1024 tokens (nanoGPT's README);
 - 115,000 tokens/s with 32 x 1024 tokens (karpathy/llm.c, pull request 323, PCIe).
@@ -91,7 +92,7 @@ _INPUTS_WITHOUT_MASK = {
     "blockwise_attention_backward": 4,
 }
 
-#: Operators that launch no kernel: they return a view, an uninitialised tensor, or no tensor.
+#: Operators that do not launch a kernel: they return a view, an uninitialised tensor, or no tensor.
 _FREE = frozenset(
     """view _unsafe_view reshape expand alias detach t transpose permute numpy_T slice select
     split unbind unsqueeze squeeze empty empty_like new_empty empty_strided lift_fresh
@@ -101,7 +102,7 @@ _FREE = frozenset(
 
 
 def is_free(operator: Operator) -> bool:
-    """Return True if the operator launches no kernel."""
+    """Return True if the operator does not launch a kernel."""
     name = operator.base_name
     # A cast to the dtype that a tensor already has returns the tensor itself.
     if name == "to":
@@ -110,8 +111,8 @@ def is_free(operator: Operator) -> bool:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """Return the kind under which an operator's time is counted; operators without a kernel also
-    have a kind."""
+    """Return the kind under which an operator's time is counted. Operators that do not launch a
+    kernel also have a kind."""
     name = operator.base_name
     if operator.name.startswith(("c10d", "_c10d_functional")):
         return "communication"
@@ -134,7 +135,8 @@ def is_grouped(operator: Operator) -> bool:
 
 
 def is_masked(operator: Operator) -> bool:
-    """Return True if an attention kernel received a mask; training without a mask is causal."""
+    """Return True if an attention kernel received a mask. Without a mask, attention in training is
+    causal."""
     plain = _INPUTS_WITHOUT_MASK.get(operator.base_name)
     return plain is not None and len(operator.inputs) > plain
 
@@ -161,8 +163,9 @@ class MatrixProduct:
 
 
 def product_of(operator: Operator) -> MatrixProduct:
-    """Return the matrix product of an operator of the "matrix_products" kind. The products of all
-    experts are treated as one product of all rows and one weight, their backward pass as two."""
+    """Return the matrix product of an operator of the "matrix_products" kind. The grouped products
+    of all experts are treated as one product of all rows with a single weight; their backward pass
+    is treated as two such products."""
     name = operator.base_name
     if is_grouped(operator):
         count = 2 if name.endswith("backward") else 1
@@ -179,8 +182,9 @@ def product_of(operator: Operator) -> MatrixProduct:
     return MatrixProduct(1, math.prod(first[:-1]), n, k, dtype=dtype, added=added)
 
 
-#: In-place operator on lists, whose results are not in a trace -> how many times it moves each byte
-#: of its inputs. AdamW reads four tensors and writes three of them, all but the gradient.
+#: In-place operator on lists -> memory traffic as a multiple of the bytes of its inputs. A trace
+#: does not contain the results of these operators. AdamW reads four tensors and writes three of
+#: them, all except the gradient.
 _LIST_TRAFFIC = {
     "_fused_adamw_": 7 / 4,
     "_fused_adam_": 7 / 4,
@@ -196,8 +200,8 @@ _LIST_TRAFFIC = {
 
 
 def streamed_bytes(operator: Operator) -> float:
-    """Return the bytes that an operator actually reads and writes: an embedding lookup reads only
-    its rows, not the whole table."""
+    """Return the bytes that an operator actually reads and writes. For example, an embedding lookup
+    reads only the rows that it returns, not the entire table."""
     name = operator.base_name
     if is_free(operator):
         return 0.0
@@ -208,7 +212,7 @@ def streamed_bytes(operator: Operator) -> float:
     if name == "nll_loss_forward":
         return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
-        # The full gradient is set to zero; other traffic of nll_loss is negligible.
+        # The full gradient is set to zero. For nll_loss, all other traffic is negligible.
         return float(
             total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")
@@ -217,14 +221,14 @@ def streamed_bytes(operator: Operator) -> float:
     if name in ("scatter_add_", "index_add_", "scatter_"):
         return 3.0 * total_bytes(operator.inputs[2:])
     if not operator.outputs:
-        # An in-place operator reports no result: its input is read and written.
+        # An in-place operator does not report a result, but its input is both read and written.
         return 2.0 * operator.moved_bytes
     return float(operator.moved_bytes)
 
 
 @dataclass(frozen=True)
 class Range:
-    """An expected value and its range, from the slowest to the fastest run.
+    """An expected value and its range, from the slowest run to the fastest.
 
     Attributes:
         slow, expected, fast: durations in seconds, rates or fractions. `slow` is the longest
@@ -246,7 +250,7 @@ class Range:
 
     @classmethod
     def around(cls, seconds: float, error: float) -> Range:
-        """Return a range of times with a relative error on both sides."""
+        """Return a range of durations with a relative error on both sides."""
         return cls(seconds * (1 + error), seconds, seconds * (1 - error))
 
     @classmethod
@@ -256,7 +260,7 @@ class Range:
 
 
 def larger(one: Range, other: Range) -> Range:
-    """Return the elementwise maximum of two times."""
+    """Return the elementwise maximum of two ranges of durations."""
     return Range(*map(max, one, other))
 
 
@@ -265,28 +269,29 @@ ZERO = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Shares:
-    """Fractions of a GPU's data-sheet rates that are reached, and times that data sheets do not
-    list. For the sources see the docstring of this module.
+    """Fractions of a GPU's data-sheet rates that kernels reach, and times that data sheets do not
+    list. For the sources, see the docstring of this module.
 
     Attributes:
-        products: fraction of the peak that a matrix product without tile waste reaches.
+        products: fraction of the peak that matrix products reach, apart from losses due to tiles.
         attention, attention_backward: fractions of the peak that the fused kernels reach.
         bandwidth: fraction of the memory's bandwidth that kernels reach.
-        link: fraction of the bandwidth of the link between GPUs.
+        link: fraction of the bandwidth of the link between GPUs that communication reaches.
         overlap: fraction of the computation that can overlap with communication.
         kernel_seconds: duration of the shortest kernel.
         launch_seconds: host time to launch an operator from Python.
         compiled_launch_seconds: host time to launch a compiled kernel.
         fused_traffic: bytes that torch.compile's fused kernels move, as a multiple of
-            `throughput.fused_bytes`. A norm reads its input twice, a residual is read and written
-            as well, and gradients of biases are summed.
-        fp32_products: the same as `products` for fp32. This and the next three values are an
-            H100's.
+            `throughput.fused_bytes`. The multiple is above 1 because a norm reads its input twice,
+            residuals are also read and written, and gradients of biases are summed.
+        fp32_products: the same as `products` for fp32. This value and the next three are those of
+            an H100.
         misaligned: speed of products with rows that are not a multiple of `PACKET_BYTES`, as a
             fraction of the speed of other products.
-        dispatch_launches, update_launches: host time of an operator that selective checkpointing
-            sees, in addition to its launch, and of a torch optimizer's call, in launches from
-            Python.
+        dispatch_launches: additional host time of an operator that selective checkpointing
+            intercepts, as a multiple of `launch_seconds`.
+        update_launches: host time of one call of a torch optimizer, as a multiple of
+            `launch_seconds`.
         source: origin of these figures, as text for the user.
     """
 
@@ -313,14 +318,16 @@ DEFAULT_SHARES = Shares()
 PACKET_BYTES = 16
 #: Rows and columns of a tile of a matrix product.
 _TILE = 128
-#: Number of elements along the inner dimension that take as long as starting and finishing a tile.
+#: Number of elements along the inner dimension that take as long as the start and the end of a
+#: tile.
 _TILE_ENDS = 64
-#: Clock of consumer GPUs at the data sheet's rates, in Hz, by capability; 1.8 GHz for others.
+#: Clock rate of consumer GPUs in Hz, as assumed by the data sheet's rates, by capability; 1.8 GHz
+#: for other capabilities.
 _CLOCKS = {(8, 6): 1.7e9, (8, 9): 2.5e9, (12, 0): 2.4e9}
-#: fp32 operations of one multiprocessor per cycle: 128 lanes, two operations.
+#: fp32 operations of one multiprocessor per cycle: 128 lanes with two operations each.
 _OPERATIONS_A_CYCLE = 128 * 2
-#: Multiprocessors of GPUs whose number does not follow from the rate, because their multiprocessors
-#: have 64 lanes of fp32 (V100, A100), or twice the usual rate.
+#: Number of multiprocessors of GPUs for which it can't be computed from the fp32 rate, because
+#: their multiprocessors have 64 fp32 lanes (V100, A100) or twice the usual rate.
 _MULTIPROCESSORS = {
     "V100": 80,
     "RTX 2080 Ti": 68,
@@ -338,21 +345,22 @@ _MULTIPROCESSORS = {
 
 
 def multiprocessors(gpu: GPU) -> int:
-    """Return the number of multiprocessors of a GPU: by the name of a server GPU, otherwise from
-    the fp32 rate."""
+    """Return the number of multiprocessors of a GPU. For server GPUs, it is looked up by name; for
+    other GPUs, it is computed from the fp32 rate."""
     for name in sorted(_MULTIPROCESSORS, key=len, reverse=True):
         if gpu.name.startswith(name):
             return _MULTIPROCESSORS[name]
-    # Consumer GPUs differ in the number of multiprocessors, not in the work of each per cycle.
+    # Consumer GPUs differ in the number of multiprocessors, not in the work of each multiprocessor
+    # per cycle.
     clock = _CLOCKS.get(gpu.capability, 1.8e9)
     return max(1, round(gpu.fp32 / (_OPERATIONS_A_CYCLE * clock)))
 
 
-#: Fraction of the data sheet's 16-bit rate that torch's large matrix products reach. All rates are
-#: from one program (github.com/zzc0721/torch-performance-test-data, `database.md`, January 2026),
-#: whose value for the H100 agrees with firstlight's measurement. The T4's value is an exception:
-#: its 70 W allow 42 TFLOP/s for an instant, but 24 in continuous products
-#: (forums.developer.nvidia.com, topic 264462).
+#: Fraction of the data sheet's 16-bit rate that torch's large matrix products reach. All values
+#: except the T4's were measured with one program (github.com/zzc0721/torch-performance-test-data,
+#: `database.md`, January 2026), whose value for the H100 agrees with firstlight's measurement. With
+#: its power limit of 70 W, the T4 reaches 42 TFLOP/s for an instant, but only 24 in continuous
+#: products (forums.developer.nvidia.com, topic 264462).
 _REACHED = {
     "T4": 24 / 65,
     "L4": 0.58,
@@ -371,9 +379,11 @@ _REACHED = {
 
 def reached_share(gpu: GPU) -> float:
     """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
-    Without a published measurement, it is 1 for GPUs whose matrix units have half the usual rate,
-    as in GeForce cards, because the board supplies enough power for that rate (RTX 3060, 3090,
-    4090: 1.0 to 1.08). For others it is 0.8 (RTX A6000: 0.79, L40S: 0.74)."""
+
+    For GPUs without a published measurement, the fraction is 1 if their matrix units have half the
+    usual rate, as in GeForce cards, because the board supplies enough power for this rate (RTX
+    3060, 3090, 4090: 1.0 to 1.08). For all other GPUs, it is 0.8 (RTX A6000: 0.79, L40S: 0.74).
+    """
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):
             return _REACHED[name]
@@ -381,8 +391,8 @@ def reached_share(gpu: GPU) -> float:
 
 
 def tile_share(product: MatrixProduct, units: int) -> float:
-    """Return the fraction of a GPU's peak that partly filled tiles and idle multiprocessors leave
-    for a matrix product.
+    """Return the fraction of a GPU's peak that a matrix product can reach despite partly filled
+    tiles and idle multiprocessors.
 
     Args:
         product: the product's sizes and dtype.
@@ -392,15 +402,15 @@ def tile_share(product: MatrixProduct, units: int) -> float:
     filled = product.m * product.n / (rows * columns * _TILE**2)
     tiles = product.batch * rows * columns
     turns = math.ceil(tiles / units)
-    # A product of few tiles is also split along its inner dimension (split-k).
+    # A product with few tiles is also split along its inner dimension (split-k).
     pieces = max(1, min(units // tiles, product.k // 256)) if tiles < units else 1
     busy = min(1.0, tiles * pieces / units) if turns == 1 else tiles / (turns * units)
     return filled * busy * product.k / (product.k + _TILE_ENDS * pieces)
 
 
 def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
-    """Return the peak FLOP/s of matrix products of a dtype; TF32's for fp32 if `precision` is
-    "tf32"."""
+    """Return the peak FLOP/s of matrix products of a dtype. For fp32, return TF32's peak if
+    `precision` is "tf32"."""
     if dtype == torch.bfloat16:
         return gpu.peak_flops("bf16")
     if dtype == torch.float16:
@@ -409,12 +419,13 @@ def dtype_flops(gpu: GPU, dtype: torch.dtype, precision: str) -> float:
 
 
 #: Bytes read and written to cast the factors of an fp8 product, relative to the factors' bytes in
-#: bf16. The compiled kernels that produce the factors also find their maximum absolute values.
+#: bf16. Finding the maximum absolute values of the factors is not included, because the compiled
+#: kernels that produce the factors do so.
 _FP8_CASTS = 1.5
 
 
 def runs_in_fp8(operator: Operator, products: Collection[tuple[int, ...]]) -> bool:
-    """Return True if the operator is one of the products that are computed in fp8, see
+    """Return True if the operator is a product that is computed in fp8; see
     `Workload.fp8_products`."""
     if not products or operator.phase not in ("forward", "backward") or is_grouped(operator):
         return False
@@ -432,8 +443,8 @@ def kernel_seconds(
     *,
     fp8: bool = False,
 ) -> Range:
-    """Return the seconds of one call on the GPU, by the roofline model. With `fp8`, the call is a
-    product in fp8 that was traced in bf16, and the seconds include the casts of its factors."""
+    """Return the seconds of one call on the GPU, by the roofline model. If `fp8` is True, the call
+    is an fp8 product that was traced in bf16, and the seconds include the casts of its factors."""
     if is_free(operator):
         return ZERO
     floor = shares.kernel_seconds
@@ -458,8 +469,8 @@ def kernel_seconds(
 
 
 def product_share(product: MatrixProduct, precision: str, shares: Shares) -> Range:
-    """Return the fraction of the peak that a matrix product without tile waste reaches. An odd
-    number of tokens counts as an odd row, which costs more."""
+    """Return the fraction of the peak that a matrix product reaches, apart from losses due to
+    tiles. A misaligned number of tokens is treated like misaligned rows, which are slower."""
     if product.dtype == torch.float32 and precision != "tf32":
         return shares.fp32_products
     packet = PACKET_BYTES // product.dtype.itemsize
@@ -472,13 +483,15 @@ def attention_flops(operator: Operator) -> float:
     """Return the FLOPs of an attention kernel's matrix products.
 
     Attention in training is causal. Without a mask, torch's kernels compute half of all scores;
-    with a mask, all of them. Blockwise attention skips the keys after a block's last query.
+    with a mask, they compute all scores. Blockwise attention skips the keys after the last query of
+    a block.
     """
     backward = "backward" in operator.name
     shapes = [shape for shape, _ in operator.inputs if len(shape) == 4]
     query, key = shapes[1:3] if backward else shapes[:2]
     batch, heads, new, size = query
-    # Two products forward; backward, the recomputed scores and the gradients of four factors.
+    # The forward pass has two products. The backward pass has five: the recomputed scores, and the
+    # gradients of four factors.
     products = 5 if backward else 2
     each = products * 2.0 * batch * heads * size
     if "blockwise" in operator.name:
@@ -497,8 +510,8 @@ FORMAT = 1
 #: Fitted constants included in the package, for the GPU types that were measured.
 PACKAGED = Path(__file__).with_name("measured_gpus.json")
 
-#: The fitted constants (see `Shares`), with the smallest and largest value of each. The constants
-#: of attention's backward pass and of compiled launches follow from these.
+#: Fitted constant (see `Shares`) -> its minimum and maximum. The constants of attention's backward
+#: pass and of compiled launches are computed from these constants.
 BOUNDS: dict[str, tuple[float, float]] = {
     "products": (0.2, 1.0),
     "attention": (0.1, 1.0),
@@ -507,18 +520,17 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: Minimum relative error of a range on each side, because runs of the same program differ by this
-#: much.
+#: Minimum relative error of a range on each side. Runs of the same program differ by this much.
 _LEAST_ERROR = 0.03
 
 
 @dataclass(frozen=True)
 class MeasuredGpu:
-    """The fitted constants of a GPU type, and their error.
+    """The fitted constants of a GPU type, and the error of predictions with them.
 
     Attributes:
         constants: values by the names in `BOUNDS`.
-        error: relative error (unsigned) that 95% of the held-out configurations do not exceed.
+        error: absolute relative error that 95% of the held-out configurations do not exceed.
         fitted: number of configurations to which the constants were fitted.
         held_out: number of configurations on which the error was measured.
         torch: torch version that was measured.
@@ -570,7 +582,8 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
         kernel_seconds=seconds(default.kernel_seconds.expected),
         launch_seconds=seconds(constants["launch_seconds"]),
         compiled_launch_seconds=seconds(constants["launch_seconds"] * compiled),
-        # These have no separate ranges: those of the products and of the bandwidth apply.
+        # These constants do not have their own ranges, because the ranges of the products and of
+        # the bandwidth already apply to them.
         misaligned=Range.exact(default.misaligned.expected),
         fused_traffic=Range.exact(constants["fused_traffic"]),
         source=source or default.source,
@@ -578,17 +591,18 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
 
 
 def measured_gpu(gpu: GPU) -> MeasuredGpu | None:
-    """Return the measurements of a GPU's type, or None if there are none."""
+    """Return the measurements for a GPU's type, or None if there are no measurements."""
     return all_measured(cache_folder() / "calibration" / "gpus.json").get(gpu.name)
 
 
 def assumed_shares(gpu: GPU) -> Shares:
-    """Return the shares of a GPU of a type that was not measured: an H100's, with the ranges of
+    """Return the shares of a GPU whose type was not measured: the H100's shares, with the ranges of
     `DEFAULT_SHARES`.
 
-    On any GPU, a kernel takes as long to launch as on the H100's host. Large products reach the
-    same fraction of `reached_share` as on the H100. Fused attention has the H100's share on GPUs of
-    the same capability, which run the same kernels, and the share of `DEFAULT_SHARES` on others.
+    The time to launch a kernel is that of the H100's host. Large products reach the same fraction
+    of `reached_share` as on the H100. For GPUs of the same capability, the share of fused attention
+    is the H100's, because they run the same kernels. For other GPUs, it is the share in
+    `DEFAULT_SHARES`.
     """
     anchor = GPUS["H100"]
     measured = measured_gpu(anchor)
@@ -606,7 +620,8 @@ def assumed_shares(gpu: GPU) -> Shares:
 
 
 def shares_for(gpu: GPU) -> Shares:
-    """Return the fitted shares of a GPU's type; see `assumed_shares` if it was not measured."""
+    """Return the fitted shares of a GPU's type, or the `assumed_shares` if the type was not
+    measured."""
     found = measured_gpu(gpu)
     if found is None:
         return assumed_shares(gpu)
@@ -614,8 +629,8 @@ def shares_for(gpu: GPU) -> Shares:
 
 
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
-    """Read the measurements of a file by GPU name; {} if it is missing, damaged or of another
-    format."""
+    """Return the measurements in a file by GPU name, or {} if the file is missing, damaged or in
+    another format."""
     try:
         values = read_json(path)
         if values["format"] != FORMAT:
@@ -627,8 +642,7 @@ def read_measured(path: Path) -> dict[str, MeasuredGpu]:
 
 @functools.cache
 def all_measured(own: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements of the package and those in a file of this machine, which take
-    precedence."""
+    """Return the measurements in the package, updated with those in a file on this machine."""
     return read_measured(PACKAGED) | read_measured(own)
 
 

@@ -1,12 +1,12 @@
-"""The speed of a training step: predicted for a GPU from the operators that a trace counted, or
-from steps that are timed on this machine.
+"""Estimate the speed of a training step, for a GPU from the operators that a trace counted, or from
+steps that are timed on this machine.
 
-Predictions have two hardware models: a GPU by its data sheet or by fitted constants (`gpu.py`), and
-the links between several GPUs and to the CPU (`Exchange`).
+Predictions use two models of the hardware: a model of the GPU, based on its data sheet or on fitted
+constants (`gpu.py`), and a model of the links between GPUs and to the CPU (`Exchange`).
 
 The trace of a step does not contain the kernels of torch.compile, which fuse everything between
-matrix products and attention. Operands and results of those still pass through memory:
-`fused_bytes` counts them.
+matrix products and attention. The operands and results of products and attention still pass through
+memory; `fused_bytes` counts their bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from firstlight.recipe import ResolvedRecipe
 from firstlight.recipe.resolve import USUAL_MFU
 from firstlight.training.micro_batch_trials import trial_program
 
-#: PCIe 4.0 with 16 lanes, bytes per second in one direction.
+#: Bandwidth of PCIe 4.0 with 16 lanes, in bytes per second in one direction.
 PCIE_BANDWIDTH = 32e9
 
 
@@ -63,16 +63,17 @@ class Exchange:
         gathers_weights: True if weights are all-gathered in each pass, and gradients
             reduce-scattered once per step (FSDP); False if gradients are all-reduced once (DDP).
         processes: number of processes that share the batch.
-        weight_bytes: bytes of these processes' weights, in the dtype that is sent.
+        weight_bytes: bytes of the weights that these processes share, in the dtype that is sent.
         gradient_bytes: bytes of the gradients of these weights, in the dtype that is sent.
         micro_batches: number of micro-batches per step.
-        tensor_parallel: number of processes that share each layer; multiplies `processes`.
+        tensor_parallel: number of processes that share each layer. The total number of processes is
+            `processes` x `tensor_parallel` x `stages`.
         hidden_bytes: bytes of a micro-batch's hidden states.
-        layers: number of layers of a pipeline stage. With tensor parallelism, each sums the hidden
-            states four times per micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
-        stages: number of pipeline stages; multiplies `processes`.
+        layers: number of layers of a pipeline stage. With tensor parallelism, each layer sums the
+            hidden states four times per micro-batch (Shoeybi et al. 2019, arXiv 1909.08053).
+        stages: number of pipeline stages.
         offloaded_bytes: bytes moved between CPU and GPU memory per step, in both directions.
-        link: bytes per second between GPUs, in one direction; 0 uses the GPU table's bandwidth.
+        link: bytes per second between GPUs, in one direction; 0 for the bandwidth in the GPU table.
         host_link: bytes per second between CPU and GPU, in one direction.
     """
 
@@ -91,22 +92,27 @@ class Exchange:
 
 
 def overlapping_bytes(exchange: Exchange) -> float:
-    """Return the bytes of weights and gradients that each process sends per step, overlapped with
-    computation. In a ring of n processes, an all-gather or reduce-scatter sends (n - 1) / n of the
-    data, an all-reduce twice as much (Patarasuk and Yuan 2009)."""
+    """Return the bytes of weights and gradients that each process sends per step. This
+    communication overlaps with computation.
+
+    In a ring of n processes, an all-gather or reduce-scatter sends (n - 1) / n of the data, and an
+    all-reduce sends twice as much (Patarasuk and Yuan 2009).
+    """
     share = (exchange.processes - 1) / exchange.processes
     if exchange.gathers_weights:
-        # Gradients add up unsharded until the last micro-batch; see `FSDPEngine.backward_pass`.
+        # Unsharded gradients are accumulated until the last micro-batch; see
+        # `FSDPEngine.backward_pass`.
         gathered = 2 * exchange.weight_bytes * exchange.micro_batches
         return share * (gathered + exchange.gradient_bytes)
     return 2 * share * exchange.gradient_bytes
 
 
 def waiting_bytes(exchange: Exchange) -> float:
-    """Return the bytes of activations and their gradients that each process sends per step, not
-    overlapped with computation."""
+    """Return the bytes of activations and their gradients that each process sends per step. This
+    communication does not overlap with computation."""
     count = exchange.tensor_parallel
-    # After attention and after the MLP, in the forward and in the backward pass.
+    # Hidden states are summed after attention and after the MLP, in both the forward and the
+    # backward pass.
     sums = 4 * exchange.layers * exchange.micro_batches
     passed = 2 * exchange.micro_batches * exchange.hidden_bytes if exchange.stages > 1 else 0.0
     return 2 * (count - 1) / count * exchange.hidden_bytes * sums + passed
@@ -125,7 +131,7 @@ def exchange_seconds(
 
     Args:
         exchange: communication of the step.
-        link: bytes per second between GPUs, in one direction, unless `exchange` has a rate.
+        link: bytes per second between GPUs, in one direction; ignored if `exchange.link` is set.
         beside: seconds of computation that can overlap with communication.
         shares: fractions of the links' rates and of the overlap that are reached.
     """
@@ -144,13 +150,14 @@ Bound = Literal["compute", "memory bandwidth", "launching", "communication"]
 
 #: Phases that torch.compile compiles, and in which a pipeline's stages wait for each other.
 _COMPILED_PHASES = ("forward", "loss", "backward of loss", "backward")
-#: Look-ups of rows and the sums of their gradients are separate kernels in compiled code as well.
+#: Embedding look-ups and the sums of their gradients, which are separate kernels even in compiled
+#: code.
 _NOT_FUSED = ("embedding", "embedding_dense_backward")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Properties of a training step, besides the operators, on which its speed depends.
+    """Properties of a training step that affect its speed, other than its operators.
 
     Attributes:
         global_batch_tokens: tokens per step, all processes together.
@@ -158,10 +165,12 @@ class Workload:
         precision: the recipe's `efficiency.precision`, resolved.
         compiled: True if torch.compile compiles the forward and the backward pass.
         cuda_graphs: True if a step is launched as one CUDA graph.
-        dispatches: True if Python sees each operator of the layers (selective checkpointing).
+        dispatches: True if each operator of the layers is intercepted in Python (selective
+            checkpointing).
         updates: number of calls of torch optimizers per step.
-        fp8_products: sizes of the products in fp8: a micro-batch's tokens and the two sizes of a
-            weight, sorted. The gradients' products have the same sizes.
+        fp8_products: sizes of the products in fp8. Each entry contains the tokens of a micro-batch
+            and the two sizes of a weight, sorted. The products of the gradients have the same
+            sizes.
         exchange: communication of several processes.
     """
 
@@ -183,7 +192,8 @@ class SpeedPrediction:
     Attributes:
         step_seconds: seconds of an optimizer step; `slow` is the largest value.
         tokens_per_second, mfu: speed of all processes together; `slow` is the smallest value. MFU
-            is relative to a GPU's data sheet, or to the rate of products measured here.
+            is relative to the peak in a GPU's data sheet, or to the rate of matrix products
+            measured on this machine.
         phases: expected seconds by phase of the step.
         kinds: expected seconds by the names in `KINDS`; {} for steps that were timed.
         bound: the resource that takes most of the time; None for steps that were timed.
@@ -201,7 +211,7 @@ class SpeedPrediction:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as JSON values; ranges as "low", "expected", "high"."""
+        """Return the prediction as JSON values, with ranges as "low", "expected" and "high"."""
         values = asdict(self)
         for name in ("tokens_per_second", "mfu"):
             found: Range = getattr(self, name)
@@ -214,7 +224,7 @@ class SpeedPrediction:
 
 @dataclass
 class _Sums:
-    """Seconds added up so far, by phase, by kind of operator and by limiting resource."""
+    """Running sums of seconds by phase, by kind of operator and by limiting resource."""
 
     phases: dict[str, Range] = field(default_factory=dict)
     kinds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
@@ -236,19 +246,20 @@ def predict_speed(
     gpu: GPU,
     shares: Shares | None = None,
 ) -> SpeedPrediction:
-    """Predict the speed of the step whose operators were counted.
+    """Predict the speed of a step from its operators.
 
     Args:
         prediction: prediction for one process, with the operators of an optimizer step.
         work: the step's tokens, precision and communication.
         gpu: a GPU of the table.
-        shares: fractions of the GPU's rates that are reached; None uses those of its type.
+        shares: fractions of the GPU's rates that are reached; None for the shares of its type.
     """
     shares = shares or shares_for(gpu)
     sums, peak, notes = _on_gpu(prediction.operators, work, gpu, shares)
     exchange = work.exchange
     if waits := bubble(exchange):
-        # Stages wait only in the passes: each updates its own parameters without the others.
+        # Stages wait for each other only during the passes, because each stage updates its own
+        # parameters independently.
         for phase in filter(sums.phases.__contains__, _COMPILED_PHASES):
             sums.add(phase, "communication", sums.phases[phase] * waits)
     sent = exchange_seconds(exchange, gpu.link, sums.phases.get("backward", ZERO), shares)
@@ -256,7 +267,7 @@ def predict_speed(
         sums.add("communication", "communication", sent)
     step = sums.total
     devices = exchange.processes * exchange.tensor_parallel * exchange.stages
-    # The slowest step has the lowest rate, so `slow` remains the first value.
+    # The slowest step has the lowest rate, so `slow` is still the first value.
     rates = Range(*(work.global_batch_tokens / max(s, 1e-12) for s in step))
     mfu = Range(*(rate * work.flops_per_token / (peak * devices) for rate in rates))
     return SpeedPrediction(
@@ -290,7 +301,7 @@ def _fuses(entry: OperatorCount, work: Workload) -> bool:
 
 def fused_bytes(counts: Iterable[OperatorCount]) -> dict[str, float]:
     """Return the bytes of the operands and results of matrix products and attention, by phase.
-    torch.compile's fused kernels move about `Shares.fused_traffic` times as many."""
+    The fused kernels of torch.compile move about `Shares.fused_traffic` times as many bytes."""
     found: dict[str, float] = {}
     for entry in counts:
         one = entry.operator
@@ -328,14 +339,15 @@ def _on_gpu(
         sums.add(phase, "elementwise", traffic)
         sums.memory += traffic.expected
     if work.dispatches and not work.compiled:
-        # In the forward pass, and when the backward pass recomputes it.
+        # Operators are intercepted in the forward pass, and again when the backward pass recomputes
+        # them.
         seen = sum(entry.count for entry in counts if entry.operator.phase == "forward")
         for phase in ("forward", "backward"):
             launches[phase] = launches.get(phase, 0.0) + shares.dispatch_launches * seen
     if "optimizer" in launches:
         launches["optimizer"] += shares.update_launches * work.updates
     _add_launching(sums, launches, work, shares)
-    # Two int64 per token: its id and its label.
+    # Two int64 values are copied per token: its id and its label.
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
@@ -352,24 +364,25 @@ def _on_gpu(
 
 
 def _add_launching(sums: _Sums, launches: dict[str, float], work: Workload, shares: Shares) -> None:
-    """Add the seconds of each phase in which the GPU is idle until the host launches the next
+    """Add the seconds in each phase during which the GPU waits for the host to launch the next
     kernel."""
     if work.cuda_graphs:
         return
     for phase, count in launches.items():
         compiled = work.compiled and phase in _COMPILED_PHASES
-        # Assumed: one fused kernel after each product or attention kernel.
+        # Assumption: each product or attention kernel is followed by one fused kernel.
         number = 2 * count if compiled else count
         each = shares.compiled_launch_seconds if compiled else shares.launch_seconds
         busy = sums.phases.get(phase, ZERO)
         waited = larger(busy, each * number)
-        # Only the time beyond the kernels counts: while they run, launching the next ones is free.
+        # Add only the time that exceeds the duration of the kernels, because the next kernels are
+        # launched while the current ones run.
         extra = Range(*(a - b for a, b in zip(waited, busy, strict=True)))
         sums.add(phase, "launching", extra)
 
 
 def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Workload:
-    """Return the properties of a recipe's step, besides the operators, on which its speed depends.
+    """Return the properties of a recipe's step that affect its speed, other than its operators.
 
     Args:
         recipe: the resolved recipe.
@@ -390,7 +403,7 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
             meta_model(model), seq_len, frozen=recipe.lora is not None
         ),
         precision=recipe.efficiency.products,
-        # The backend cudagraphs records torch's kernels, and fuses none.
+        # The "cudagraphs" backend records torch's kernels without fusing them.
         compiled=recipe.efficiency.compile and recipe.efficiency.compile_backend != "cudagraphs",
         cuda_graphs=records_cuda_graphs(recipe.efficiency),
         dispatches=recipe.efficiency.activation_checkpointing == "selective",
@@ -403,23 +416,23 @@ def workload_of(recipe: ResolvedRecipe, exchange: Exchange | None = None) -> Wor
 
 
 def updates_of(recipe: ResolvedRecipe) -> int:
-    """Return the number of calls of torch optimizers per step: one for each list of parameters if
-    the backward pass updates."""
+    """Return the number of calls of torch optimizers per step. If the backward pass updates the
+    parameters, there is one call for each list of parameters."""
     if not recipe.efficiency.optimizer_in_backward:
         return 1
-    # Adapters are not counted, and frozen weights are included.
+    # The count is approximate with LoRA: adapters are not counted, and frozen weights are included.
     return sum(1 for _ in in_lists(meta_model(recipe.model).parameters(), LIST_VALUES))
 
 
-#: Maximum number of micro-batches of a step that `trace_memory` traces.
+#: Maximum number of micro-batches that `trace_memory` traces per step.
 _TRACED_MICRO_BATCHES = 2
-#: Phases that each micro-batch has.
+#: Phases that occur in each micro-batch.
 _EACH_MICRO_BATCH = ("forward", "loss", "backward of loss", "backward")
 
 
 def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPrediction:
-    """Return the prediction with the operators of all micro-batches of a step, not only of the
-    traced ones.
+    """Return the prediction with the operators of all micro-batches of a step, including those that
+    were not traced.
 
     Args:
         prediction: prediction for a step of `count` micro-batches; at most two of them were traced.
@@ -439,7 +452,7 @@ def all_micro_batches(prediction: MemoryPrediction, count: int) -> MemoryPredict
 def exchange_of(
     recipe: ResolvedRecipe, parameters: int, processes: int, host_bytes: int = 0
 ) -> Exchange:
-    """Return the communication of a recipe's step: between processes, and between CPU and GPU.
+    """Return the communication of a recipe's step between processes, and between CPU and GPU.
 
     Args:
         recipe: the resolved recipe.
@@ -465,8 +478,8 @@ def exchange_of(
         hidden_bytes=tokens * recipe.model.hidden_size * (2.0 if half else 4.0),
         layers=recipe.model.num_hidden_layers // cut.pipeline,
         stages=cut.pipeline,
-        # Offloading transfers 8 bytes per parameter per step: fp32 gradients to the CPU and updated
-        # fp32 weights back. Each activation is copied to the CPU and back.
+        # Offloading transfers 8 bytes per parameter and step: fp32 gradients to the CPU, and
+        # updated fp32 weights back. Each offloaded activation is copied to the CPU and back.
         offloaded_bytes=(2 / 3 * state if offloads else 0.0) + 2.0 * host_bytes * micro_batches,
     )
 
@@ -474,7 +487,7 @@ def exchange_of(
 def estimate_speed(
     prediction: MemoryPrediction, recipe: ResolvedRecipe, machine: Machine
 ) -> SpeedPrediction | None:
-    """Predict a recipe's training speed on GPUs of the table; None for another machine.
+    """Predict a recipe's training speed on GPUs in the table. Return None for other machines.
 
     Args:
         prediction: memory and operators of one process's training step without torch.compile.
@@ -495,23 +508,25 @@ def estimate_speed(
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
 # take too long, a micro-batch of fewer sequences is timed. If even that would take too long, models
-# with fewer layers are timed. The time of a full step follows from these: the passes take time in
-# proportion to the sequences, and both passes and update take the same time for each further layer.
+# with fewer layers are timed. The time of a full step is computed from these times, assuming that
+# the time of the passes is proportional to the number of sequences, and that each additional layer
+# adds the same time to the passes and to the update.
 #
 # torch.compile is not timed, because compiling takes longer than an entire plan.
 
-#: Steps that are timed after a first step, which allocates memory and loads kernels. The faster one
-#: counts, because other programs can only make a step slower.
+#: Number of timed steps. They follow a first step, which allocates memory and loads kernels. The
+#: fastest of them is used, because other programs can only make a step slower.
 _STEPS = 2
 
-#: Maximum seconds that the steps of a recipe should take. One step of a model of two layers with
-#: one sequence is timed in any case.
+#: Maximum time in seconds for timing the steps of a recipe. One step of a two-layer model with one
+#: sequence is timed in any case.
 SECONDS = 3.0
 
-#: Tokens of a micro-batch, by kind of device, below which a token takes longer.
+#: Number of tokens in a micro-batch that keep a device busy, by kind of device. With fewer tokens,
+#: the time per token is longer.
 BUSY_TOKENS = {"cpu": 1024, "cuda": 16384}
 
-#: Assumed seconds for creating a parameter and updating it in all steps, by kind of device.
+#: Assumed seconds per parameter for creating it and updating it in all steps, by kind of device.
 _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 
 #: Maximum relative error of a full timed step, and of a step that was computed from smaller ones
@@ -530,9 +545,10 @@ class StepTime:
     Attributes:
         passes: seconds of the forward and backward pass of a micro-batch.
         update: seconds of clipping and update.
-        peak_flops: FLOP/s of large matrix products in the recipe's precision, see
+        peak_flops: FLOP/s of large matrix products in the recipe's precision; see
             `hardware.device.peak_flops`.
-        timed: the part of the step that was timed, as text for the user; "" for all of it.
+        timed: the part of the step that was timed, as text for the user; "" if the full step was
+            timed.
     """
 
     passes: float
@@ -551,7 +567,7 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     Args:
         recipe: the resolved recipe of a run with one process.
         hardware: the device to run on.
-        seconds: maximum time that the steps should take.
+        seconds: maximum time in seconds for timing.
 
     Raises:
         ConfigError: the recipe's methods can't be combined.
@@ -578,7 +594,8 @@ def time_step(recipe: ResolvedRecipe, hardware: Hardware, seconds: float = SECON
     if least < 1 or not are_alike(recipe.model) or expected(timed_rows, depth) <= seconds:
         passes, update = _timed(recipe, hardware, timed_rows, seconds)
         return StepTime(share * passes, update, peak, of_rows)
-    # The deeper of two models, whose difference is the time of further layers.
+    # Number of layers of the deeper of two models. The difference between their times is the time
+    # of the additional layers.
     deep = next(
         (n for n in range(depth, least, -1) if expected(timed_rows, n) <= seconds / 2), least + 1
     )
@@ -597,8 +614,9 @@ def _timed(
     """Return the seconds of the passes and of the update of a step of one micro-batch of `rows`
     sequences.
 
-    No further step is begun after `most_seconds`. The size of the step was chosen from the speed of
-    matrix products, but on a CPU, steps in some precisions are much slower than that.
+    No further step is started after `most_seconds`. The size of the step was chosen by the speed of
+    matrix products, but on a CPU, steps in some precisions are much slower than this speed
+    suggests.
     """
     batch: dict[str, Any] = {"micro_batch_size": rows, "gradient_accumulation_steps": 1}
     batch |= {"global_batch_tokens": None, "ramp_start_tokens": None, "ramp_steps": None}
@@ -633,7 +651,7 @@ def timed_speed(recipe: ResolvedRecipe, step: StepTime, gain: float = 1.0) -> Sp
     Args:
         recipe: the resolved recipe of a run with one process.
         step: result of `time_step`.
-        gain: expected speed with torch.compile as a multiple of the speed without it.
+        gain: expected speed with torch.compile, as a multiple of the speed without it.
     """
     micro_batches = recipe.batch.accumulation(recipe.data.seq_len)
     error = _SCALED_ERROR if step.timed else _ERROR
