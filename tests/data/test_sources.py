@@ -34,6 +34,7 @@ from firstlight.data.records import (
 from firstlight.data.sources import (
     DataSource,
     by_ending,
+    distinct_inputs,
     find_sources,
     listed,
     neutral_name,
@@ -233,6 +234,26 @@ def test_find_sources_folder_named_stdlib_needs_its_path(
     assert "stdlib/os.py" in names("stdlib")
     assert note_on_inputs(["stdlib"]).endswith("for the file or folder of that name")
     assert note_on_inputs(["./stdlib"]) == ""
+
+
+def test_note_on_inputs_counts_inputs_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    os.symlink("texts", "linked")
+    again: list[str | Path] = [
+        "texts",
+        "texts/",
+        "./texts",
+        tmp_path / "texts",
+        "linked",
+        "stdlib",
+        "./stdlib",
+    ]
+    assert distinct_inputs(again) == ["texts", "stdlib", "./stdlib"]
+    assert note_on_inputs(again) == ("inputs that repeat an earlier one, read once: 4 of 7")
+    assert note_on_inputs(["texts", "./other"]) == ""
 
 
 def test_note_on_inputs_names_unsearched_linked_folders(tmp_path: Path) -> None:

@@ -1396,6 +1396,22 @@ def test_train_without_disk_space_for_checkpoints_fails(
     refused(recipe, StorageError, r"0 MB free, but the run's checkpoints need about \d MB")
 
 
+def test_train_without_disk_space_for_averaged_weights_fails(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"every_steps": 1, "keep_last": 2, "keep_best": 0}
+    values = changed(recipe, schedule={"max_steps": 3, "warmup_steps": 1}, checkpoint=kept)
+    checkpoint = train(values).checkpoint
+    sizes = {file.name: file.stat().st_size for file in checkpoint.glob("*.safetensors")}
+    # The third checkpoint is written before the first is deleted; the average comes after them.
+    free = 3 * sum(sizes.values()) + sizes[WEIGHTS_NAME] // 2
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - free, free))
+    values = changed(values, run={"dir": str(tmp_path / "averaged")})
+    refused(changed(values, checkpoint={"average_last": 2}), StorageError, "checkpoints need about")
+    assert train(values).step == 3
+
+
 def test_train_checkpoint_folder_not_writable_fails_before_first_step(
     recipe: dict[str, Any],
 ) -> None:

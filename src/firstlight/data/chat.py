@@ -407,7 +407,7 @@ class _ChatPreparation:
 
 
 #: Version of cached folders. Increase it when the result for the same input changes.
-_VERSION = 4
+_VERSION = 5
 
 
 def cached_chat(

@@ -213,9 +213,9 @@ def _learned_fields(record: object) -> dict[str, Any]:
         raise BadRecordError("wrong_type", f"{_kind(record)}, not an object")
     fields = record_fields(record)
     for key in (*_LEARNED, *(["label"] if "completion" in fields else [])):
-        if str(fields.get(key)).lower() in ("0", "0.0", "false"):
+        if str(fields.get(key)).lower() in _OFF:
             raise BadRecordError("not_learned", f"`{key}` is {str(fields[key]).lower()}")
-    if str(fields.get("weight", 1)).lower() not in ("1", "1.0", "true"):
+    if str(fields.get("weight", 1)).lower() not in _ON:
         raise BadRecordError("wrong_type", "the record has a weight other than 0 and 1")
     return fields
 
@@ -396,7 +396,8 @@ def unused_fields(record: object, conversation: Conversation) -> list[str]:
         is_long = len(value) > _CHANCE_CHARACTERS or name in _VALUE_FIELDS
         return is_long and any(_without_end(value).strip() in text for text in texts)
 
-    present = {key: value for key, value in record.items() if value == value}
+    # The index of a table written by pandas is a column named "".
+    present = {key: value for key, value in record.items() if key and value == value}
     return [
         str(key)
         for key, value in present.items()
@@ -532,6 +533,8 @@ def _checked(messages: list[dict[str, Any]]) -> Conversation:
 #: Keys that determine whether a message or record is trained on. They are used in datasets for
 #: OpenAI, axolotl and ms-swift.
 _LEARNED = ("weight", "train", "training", "loss")
+#: Values of these keys, in lower case; tables contain them as text.
+_OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 #: Fields that are always considered used (`_USED_FIELDS`), and fields that are considered used if
 #: their value is not a text (`_VALUE_FIELDS`). A text in any other field is considered used if it
 #: occurs in a message and is too long to occur there by chance: more than `_CHANCE_CHARACTERS`
@@ -550,12 +553,12 @@ def _with_weights(messages: list[dict[str, Any]]) -> Conversation:
     masked = set()
     for index, message in enumerate(messages):
         for key in _LEARNED:
-            value = message.get(key, 1)
-            if value not in (0, 1):
+            value = str(message.get(key, 1)).lower()
+            if value not in (*_OFF, *_ON):
                 raise BadRecordError(
                     "wrong_type", f"message {index + 1} has a {key} other than 0 and 1"
                 )
-            if value == 0 and message["role"] in _ANSWERING:
+            if value in _OFF and message["role"] in _ANSWERING:
                 masked.add(index)
     if all(i in masked for i, one in enumerate(messages) if one["role"] in _ANSWERING):
         raise BadRecordError("not_learned", "all of its answers have weight 0 or `train: false`")
@@ -590,7 +593,17 @@ class _Markup(NamedTuple):
     after: Mapping[str, str] = {}
 
 
-_LLAMA2_ROLES = {"[INST]": "user", "[/INST]": "assistant", "<<SYS>>": "system", "<</SYS>>": "user"}
+_MISTRAL = _Markup(
+    r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>|\[SYSTEM_PROMPT\])[ \n]{0,2}",
+    r"\s?</s>|\[/SYSTEM_PROMPT\]",
+    {
+        "[INST]": "user",
+        "[/INST]": "assistant",
+        "<<SYS>>": "system",
+        "<</SYS>>": "user",
+        "[SYSTEM_PROMPT]": "system",
+    },
+)
 _ZEPHYR = _Markup(r"<\|(system|user|assistant)\|>\n?", r"<\|end\|>|</s>|<\|endoftext\|>")
 #: Control tokens of chat templates, keyed by the token with which a conversation begins.
 _MARKUP = {
@@ -599,8 +612,10 @@ _MARKUP = {
         r"<\|start_header_id\|>\s*(\w+)\s*<\|end_header_id\|>\n{0,2}", r"<\|(?:eot_id|eom_id)\|>"
     ),
     "<start_of_turn>": _Markup(r"<start_of_turn>[ \t]*(\w+)[ \t]*(?:\n|\Z)", "<end_of_turn>"),
-    "[INST]": _Markup(
-        r"\s?(\[INST\]|\[/INST\]|<<SYS>>|<</SYS>>)[ \n]{0,2}", r"\s?</s>", _LLAMA2_ROLES
+    "[INST]": _MISTRAL,
+    "[SYSTEM_PROMPT]": _MISTRAL,
+    "<|START_OF_TURN_TOKEN|>": _Markup(
+        r"<\|START_OF_TURN_TOKEN\|><\|(\w+)_TOKEN\|>", r"<\|END_OF_TURN_TOKEN\|>"
     ),
     "<|system|>": _ZEPHYR,
     "<|user|>": _ZEPHYR,
@@ -614,19 +629,21 @@ _MARKUP = {
 _TRANSCRIPT = _Markup(r"(?:\A\s*|\n\n)(Human|Assistant):", r"(?!)")
 #: Tokens that the tokenizer itself adds at the beginning and end of a text.
 _EDGES = re.compile(
-    "<s>|</s>|<bos>|<eos>|<\\|(?:begin_of_text|end_of_text|startoftext|endoftext)\\|>"
+    r"<s>|</s>|<bos>|<eos>|<(?:BOS|EOS)_TOKEN>|\[gMASK\]|<sop>"
+    r"|<\|(?:begin_of_text|end_of_text|startoftext|endoftext)\|>"
     "|<\uff5c(?:begin|end)\u2581of\u2581sentence\uff5c>"
 )
 #: Pattern for the control tokens of all known chat templates, and substrings for a fast check.
 #: Every control token contains at least one of the substrings.
 _CONTROL_TOKEN = re.compile(
-    r"<\|[a-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
-    r"\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
+    r"<\|[A-Za-z]\w{2,}\|>|<\uff5c\w+\uff5c>|<(?:start|end)_of_turn>|"
+    r"\[/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS|TOOL_RESULTS|AVAILABLE_TOOLS)\]"
 )
-_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]")
+_CONTROL_PARTS = ("<|", "_of_turn>", "<\uff5c", "INST]", "TOOL_", "_TOOLS]", "_PROMPT]")
 #: Tokens that a chat template itself adds at the end of an answer.
 _END = re.compile(
-    rf"(?:\s*(?:{_EDGES.pattern}|<\|(?:im_end|eot_id|eom_id|end)\|>|<end_of_turn>))+\s*\Z"
+    rf"(?:\s*(?:{_EDGES.pattern}|<end_of_turn>|"
+    r"<\|(?:im_end|eot_id|eom_id|end|END_OF_TURN_TOKEN)\|>))+\s*\Z"
 )
 
 

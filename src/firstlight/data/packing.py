@@ -48,6 +48,7 @@ from firstlight.data.conversations import REASONS
 from firstlight.data.corpus import Corpus, DocumentIds, Kind, RowIds, TokenDataset
 from firstlight.data.shards import LABELLED_VERSION, REJECTED_NAME, read_manifest
 from firstlight.errors import DataError
+from firstlight.tokenizer.messages import LOST
 
 LongPolicy = Literal["refuse", "drop", "cut"]
 #: Modes of converting text to rows: "stream" splits one stream of all documents, "document" packs
@@ -576,6 +577,8 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
                 reason = entry["reason"]
                 files.setdefault(reason, Counter())[entry["file"]] += 1
                 first.setdefault(reason, f"{entry['file']}:{entry['line']}: {entry['detail']}")
+    advice = dict.fromkeys(LOST, " (on_bad keep trains on the rest of such records)")
+    advice["held_out"] = ""
     for reason, count in documents["rejected"].items():
         of_files = files.get(reason, Counter())
         shown = ", ".join(f"{n:,} of {file}" for file, n in of_files.most_common(_SHOWN_FILES))
@@ -585,7 +588,7 @@ def _left_out(folder: Path, documents: Mapping[str, Any]) -> Iterator[str]:
             + (f" ({shown}{more})" if len(of_files) > 1 else "")
             + (f"; first: {first[reason]}" if reason in first else "")
             + f"; listed in {path}"
-            + ("" if reason == "held_out" else " (on_bad refuse stops at the first one)")
+            + advice.get(reason, " (on_bad refuse stops at the first one)")
         )
 
 

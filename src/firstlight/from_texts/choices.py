@@ -16,7 +16,6 @@ from typing import Any
 from firstlight.console import counted, rounded
 from firstlight.errors import ConfigError
 from firstlight.from_texts.plan import (
-    LAST_STEP_LEARNS,
     STATE_BYTES,
     Choice,
     Choices,
@@ -383,7 +382,6 @@ def _length_choices(
     schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
-    yield LAST_STEP_LEARNS
     decay = defaults.WEIGHT_DECAY
     reason = f"{counted(epochs, 'epoch', '.2g')}: little is memorised"
     if epochs > defaults.GOOD_EPOCHS:

@@ -41,11 +41,6 @@ class Choice:
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
-#: Choice that makes the decay reach its minimum one step after the last step, so that the learning
-#: rate of the last step is above 0.
-LAST_STEP_LEARNS = Choice("schedule.decay_starts_at_peak", True, "")
-
-
 @dataclass(frozen=True)
 class Choices:
     """All chosen settings of a run, and its expected results.
