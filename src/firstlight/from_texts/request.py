@@ -13,7 +13,7 @@ from firstlight.errors import ConfigError, nearest
 from firstlight.planner.advise import defaults
 from firstlight.planner.advise.law import Length
 
-#: Length of a run in seconds if the user does not set the length and can't be asked for it.
+#: Length of a run in seconds if the user has not set the length and can't be prompted for it.
 DEFAULT_SECONDS = 600.0
 #: Keys that restrict the valid widths of a model.
 HEADS = ("model.num_attention_heads", "model.num_key_value_heads")
@@ -133,7 +133,7 @@ class Request:
         parse_recipe({"data": data, **others}, "options", self.overrides)
 
 
-#: Override with which all inputs are read as conversations.
+#: Setting this key causes all inputs to be read as conversations.
 AS_CHAT = ("data.kind", "chat")
 
 

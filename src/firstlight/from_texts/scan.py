@@ -1,5 +1,5 @@
-"""Scan the inputs once before settings are chosen. The scan finds conversations; in texts, it finds
-the scripts, the duplicates and the documents to hold out."""
+"""Scan the inputs once before settings are chosen. The scan detects conversations. In text, it
+detects the scripts and the duplicates, and it selects the documents to hold out."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_t
 
 #: Maximum number of file names in a message.
 SHOWN_FILES = 5
-#: Maximum bytes to read. Of a larger corpus, the first part of each file is read.
+#: Maximum number of bytes to read. In a larger corpus, only the first part of each file is read.
 MOST_BYTES = 256 << 20
 #: Number of characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of unreadable documents after which reading stops if no readable document was found.
+#: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
 #: Maximum bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
 
-#: Unicode script names -> more familiar names.
+#: More familiar names of some Unicode scripts.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
@@ -90,14 +90,16 @@ class CorpusFacts:
             documents of the corpus.
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
-        gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
+        gzip_bits_per_byte: size of the first 2 MiB of text when compressed with gzip -9, in bits
+            per byte.
         hardness: difficulty of learning the text.
         content_key: hash of all text that was read and, if only a sample was read, of the limit up
             to which each file was read.
         is_sampled: True if only part of the corpus was read.
-        changes: numbers of documents and files, keyed by kind of change; see `cleaning`.
-        changed_files: for kinds of changes that were made in a single file, name of the file, keyed
-            by kind of change.
+        changes: number of documents or files with each kind of change, keyed by kind; see
+            `cleaning`.
+        changed_files: for each kind of change that occurs in a single file, the name of that file,
+            keyed by kind of change.
     """
 
     documents: int
@@ -156,8 +158,8 @@ class Scan:
         """Return sources limited to about `most_bytes` bytes of text in total, including all
         held-out text files.
 
-        Held-out files keep the limits of the scan, because with a different limit, the hash of the
-        text would not be found in `split`.
+        Held-out files keep the limits of the scan, because `split` does not contain the hashes of
+        files that are read up to a different limit.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -170,7 +172,7 @@ def scan_corpus(
     most_bytes: int = MOST_BYTES,
     progress: bool = False,
 ) -> Scan:
-    """Read a corpus once. Of a large corpus, read only the first part of each file.
+    """Read a corpus once. If the corpus is large, read only the first part of each file.
 
     Args:
         sources: see `find_sources`.
@@ -240,8 +242,8 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source, and return its approximate size in bytes for the progress
-        bar."""
+        """Count a document of a source. Return the document's approximate size in bytes for the
+        progress bar."""
         if record.error is not None:
             reason = record.error.reason
             self._rejected[reason] += 1
@@ -401,8 +403,8 @@ def opening_of(text: str, start: int = 0) -> str:
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Return the fraction of the letters' UTF-8 bytes by script, computed from a histogram of code
-    points."""
+    """Return the fraction of the letters' UTF-8 bytes that belongs to each script. `histogram`
+    counts the code points."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -414,7 +416,7 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """Yield the facts of a scan as lines for the user, one line per kind of change or loss."""
+    """Yield lines that describe a scan to the user, one line per kind of change or loss."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
@@ -595,7 +597,7 @@ def scan_texts(
     tell(reading_line(named, [*sources, *val_sources]))
     if note := note_on_inputs(named):
         tell(note)
-    # The check runs after the first message, because it imports torch, which takes seconds.
+    # The check runs after the first message, because it imports torch, which takes several seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     for line in described(scan):
@@ -618,7 +620,7 @@ def scan_texts(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first few file names as one string."""
+    """Join the first few file names into one string."""
     return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 
