@@ -186,8 +186,8 @@ class RunCheckpoints:
         run.require_folder()
         run.take_up(load_checkpoint(folder, verify=False))
         self.saver.saved_step = run.saved_step
-        # Reset the count. With the checkpoint's count, the next attempt could fail at its first bad
-        # step.
+        # Reset the guard's count of skipped steps. With the count from the checkpoint, the next
+        # attempt could fail at its first bad step.
         run.guard.skipped_in_a_row = 0
         # Keep the data position, the micro-batch size that fits, and the events.
         run.state.rows_seen = run.rows_read
@@ -328,7 +328,7 @@ def write_average(run: Run) -> None:
 
 def mean_weights(checkpoints: Sequence[Saved]) -> dict[str, Tensor]:
     """Return the mean of each tensor over several checkpoints, in the tensor's shape and in fp32,
-    summed in fp64. Tensors are read in parts, so only the means need memory.
+    summed in fp64. Tensors are read in parts, so only the means are held in memory.
 
     Raises:
         CheckpointError: a checkpoint is damaged.

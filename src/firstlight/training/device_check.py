@@ -246,8 +246,8 @@ def _program(number: int, keys: CheckedKeys, hardware: Hardware) -> tuple[Traini
 
 
 def _train(program: TrainingProgram, batch: Batch) -> tuple[float, list[Tensor]]:
-    """Run a step. Return its loss and [norm of the gradient, change of each parameter], on the
-    CPU.
+    """Run a step. Return its loss and a list that contains the norm of the gradient and the change
+    of each parameter, all on the CPU.
     """
     before = [parameter.detach().cpu().clone() for parameter in program.model.parameters()]
     result = program.step([batch, batch], lr_scale=1.0)
@@ -272,7 +272,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
 
     Args:
         program: program of the model, which is modified.
-        ids: texts, int64 [2, tokens], on the CPU.
+        ids: token ids of two sequences, int64 of shape [2, tokens], on the CPU.
         watching: see `_error`.
     """
     config, model = program.recipe.efficiency, program.model.eval().cpu()
@@ -280,7 +280,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     choose_attention(model, "plain")
     exact_RTV = model(ids).log_softmax(-1)
     model.cast(program.dtype)
-    # Texts of different lengths need a mask, which some kernels do not support.
+    # Sequences of different lengths need a mask, which some kernels do not support.
     takes_masks = config.attention not in ("flash", "cudnn", "flex")
     choose_attention(model, config.attention if takes_masks else "sdpa")
     if watching is None:
@@ -289,8 +289,8 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
         use_few_rows(model)
     decoder = BatchDecoder(model.to(program.hardware.device), 2, ids.shape[1])
     with watching or contextlib.nullcontext(), matmul_precision(config):
-        # Process two texts of different lengths in one pass, then more tokens of both, and finally
-        # more tokens of one text.
+        # Process two sequences of different lengths in one pass, then more tokens of both
+        # sequences, and finally more tokens of only one of them.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
         places = [*enumerate(decoder.lengths)]  # row and number of tokens
         for count in (2, 2, 2, 1, 1, 1):

@@ -86,7 +86,7 @@ class RunSummary:
 
     @property
     def whole(self) -> str:
-        """Time, tokens and mean speed of the training loop as text."""
+        """Duration, number of tokens and mean speed of the training loop, as text."""
         text = f"training took {time_text(self.seconds)}"
         if not self.tokens:
             return text
@@ -286,7 +286,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # stopped during an evaluation, with which a resumed run begins
+            break  # stopped during an evaluation, which a resumed run repeats first
         except DataError as error:
             # The validation split is damaged. With several processes, only the process that read
             # the damaged part gets this error, so they can't save a checkpoint together.
@@ -306,7 +306,7 @@ def training_loop(
 
 
 class RunAhead:
-    """Passes of the next step that a GPU computes while the host reads the current step's loss and
+    """Runs the passes of the next step on a GPU while the host reads the current step's loss and
     writes its metrics. Otherwise, the GPU would wait for the host in every step.
 
     Nothing is computed ahead if the current step may be followed by an evaluation, a checkpoint or
@@ -349,7 +349,7 @@ class RunAhead:
                 program.loss_sum, program.optimizer, run.micro_batches(batches), None, run.engine
             )
         except Exception as error:  # noqa: BLE001  (the next step raises the error again)
-            # Otherwise the traceback keeps the tensors of the failed passes in memory.
+            # Otherwise, the traceback would keep the tensors of the failed passes in memory.
             traceback.clear_frames(error.__traceback__)
             program.optimizer.zero_grad()
             run.put_back()
@@ -434,8 +434,8 @@ def _watched(
 ) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that passes each step's metrics to the progress view, to the comparison
     with the forecast, and to `on_step`. After each step, it calls `freeze` (see `_frozen_objects`).
-    After the first settled step, it records the compile time, unless other programs kept the cores
-    busy when the run began.
+    After the first settled step (a step that is not slowed down by the start of the process), it
+    records the compile time, unless other programs kept the cores busy when the run began.
     """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)

@@ -92,8 +92,8 @@ def _join_others(recipe: Recipe, world: World) -> Iterator[Hardware]:
 
 
 def on_main(engine: Engine, compute: Callable[[], T]) -> T:
-    """Call a function only in the main process, and return its result, a JSON value, in all
-    processes. This is a collective operation.
+    """Call a function only in the main process and return its result in all processes. The result
+    must be a JSON value. This is a collective operation.
     """
     result: T = broadcast_object(compute() if engine.is_main else None)
     return result
@@ -201,7 +201,7 @@ class Stopping:
             raise StopRequestedError
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle one of the four signals."""
+        """Handle one of the signals listed in `watch`."""
         name = signal.Signals(number).name
         if not self._watching:
             # Record the signal, because an exception raised by the previous handler may be

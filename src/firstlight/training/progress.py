@@ -155,7 +155,7 @@ class RunProgress:
     Args:
         max_steps: function that returns the total number of steps of the run, which may change
             during a run with a time budget.
-        start_step: number of steps completed before this call to `train`.
+        start_step: number of steps already completed when this call to `train` began.
         max_minutes: time budget of the run in minutes, or None.
         clock: monotonic clock in seconds; None for `time.monotonic`.
         step_limit: function that returns the step at which a run with a time budget ends even if
@@ -202,8 +202,8 @@ class RunProgress:
         now = self._clock()
         self._done += 1
         if self._done > _SLOW_STEPS + 1:
-            # The time since the last step includes evaluations and saves, because they will be
-            # repeated.
+            # The time since the last step includes evaluations and saves, because more of them will
+            # follow.
             seconds = now - self._last_at
             # Step n has weight n in the mean, so the mean adapts to a machine that slows down. A
             # mean over only the last few steps would jump at each evaluation, which can take as
@@ -465,8 +465,8 @@ class View:
 
 
 class _LogView(View):
-    """Writes messages to a log, and a line with the run's metrics every minute and after the last
-    step.
+    """Writes messages to a log. A line with the run's metrics is added every minute and after the
+    last step.
     """
 
     def __init__(self) -> None:

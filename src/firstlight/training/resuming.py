@@ -49,8 +49,7 @@ _KEPT_OF_DATA = {
 }
 
 
-#: Maximum difference between two learning rates without a warning, as a fraction of the higher
-#: rate.
+#: No warning is shown if two learning rates differ by at most this fraction of the higher rate.
 _SAME_RATE = 0.01
 
 
@@ -153,7 +152,8 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     if abs(now - was) <= _SAME_RATE * max(now, was):
         return None
     keeps = ""
-    # With a minimum learning rate of 0, further steps of the old schedule would not learn anything.
+    # With a minimum learning rate of 0, additional steps of the old schedule would not learn
+    # anything.
     falls = old.kind in ("cosine", "linear") and old.min_lr_ratio > 0
     # A warm-up given as a fraction of the run would change with the new length.
     falls = falls and config.warmup_ratio is None

@@ -49,7 +49,7 @@ from firstlight.training.time_budget import (
 )
 from firstlight.training.trackers import Trackers
 
-#: Fraction of the number of steps below which a correction is not shown to the user.
+#: A correction of the number of steps by less than this fraction is not shown to the user.
 _SMALL_CORRECTION = 0.05
 
 
@@ -72,7 +72,7 @@ class _Read:
 
 @dataclass
 class Run:
-    """Run that has been set up and checked. The training loop, evaluations and saves operate on
+    """A run that has been set up and checked. The training loop, evaluations and saves operate on
     this object.
 
     Attributes:
@@ -104,12 +104,12 @@ class Run:
         times: durations of the loop's steps, evaluations and saves.
         budget: the time budget, or None for runs without one.
         generation: content of generation_config.json of the model from which the run started.
-        chose_compiling: see `loop.train`.
+        chose_compiling: True if the user did not choose whether the run compiles; see `loop.train`.
         loader, logs, trackers, bar: data loader, log files, trackers and progress view; set by
             `open_run`.
         schedule: learning-rate schedule of the whole run.
-        batch: number of sequences of each optimizer step, summed over all processes.
-        data_identity: see `datasets.data_identity`.
+        batch: number of sequences per optimizer step, summed over all processes.
+        data_identity: identity of the run's data; see `datasets.data_identity`.
     """
 
     recipe: ResolvedRecipe
@@ -333,8 +333,8 @@ class Run:
         self.bar.message(f"step {step}: the run will have {counted(steps, 'step')}{words}")
 
     def _periodic(self, sequence_seconds: float) -> list[Periodic]:
-        """Return the evaluations and saves of the run. The duration of each is that of its last
-        occurrence, or an estimate if it has not occurred yet.
+        """Return the evaluations and saves of the run. The duration of each of them is that of its
+        last occurrence, or an estimate if it has not occurred yet.
 
         Args:
             sequence_seconds: seconds per sequence in a training step, from which the duration of

@@ -546,7 +546,7 @@ def begin_run(
     run.await_first_evaluation()
     if not run.goes_on:
         return
-    # Predict only in the main process, because a prediction takes seconds.
+    # Predict only in the main process, because a prediction takes several seconds.
     if forecaster is not None and run.has_steps_left:
         wait_for_main(run.engine, lambda: _predict(run, forecaster, comparison))
     forecast = comparison.forecast
@@ -575,7 +575,7 @@ def _expert_code_bytes(recipe: ResolvedRecipe, hardware: Hardware) -> int:
 
 
 def _predict(run: Run, forecaster: Forecaster, comparison: ForecastComparison) -> None:
-    """Forecast memory and speed of a run, show the forecast, and set `run.advise`."""
+    """Forecast the memory and speed of a run, show the forecast, and set `run.advise`."""
     hardware, size = run.program.hardware, run.engine.world.size
     comparison.label_share = run.dataset.label_share(run.seq_len)
     comparison.seq_len = run.seq_len

@@ -32,8 +32,8 @@ _NUMPY_WORDS = 624
 
 
 def torch_random_states() -> dict[str, Tensor]:
-    """Return the states of torch's random generators, which are used for dropout, as uint8 [n] for
-    each device.
+    """Return the states of torch's random generators, which are used for dropout, as one uint8
+    tensor of shape [n] per device.
     """
     states = {f"{RNG_PREFIX}cpu": torch.get_rng_state()}
     # Read the states of GPUs only if CUDA is already in use, because reading a state would create a
