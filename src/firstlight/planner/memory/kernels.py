@@ -23,7 +23,7 @@ from firstlight.models.moe import ROWS_OF_BLOCKS
 _aten: Any = torch.ops.aten
 _firstlight: Any = torch.ops.firstlight
 
-#: (shape, dtype) of a tensor, as in an operator's key.
+#: (shape, dtype) of a tensor, as stored in an `Operator`.
 Layout = tuple[tuple[int, ...], torch.dtype]
 
 #: Number of lists in the inputs of each operator on tensor lists. The inputs of a call are its
@@ -231,7 +231,7 @@ def blockwise_bytes(operator: Operator) -> int:
     held = wide * of_queries + (2 * narrow + (wide if has_wide_keys else 0)) * of_keys
     if is_backward:
         held += 2 * narrow * (of_queries + of_keys)
-    # Sinks add a column to the scores.
+    # Attention sinks add a column to the scores.
     columns = ((end - start) * (seen + has_sinks) for start, end, seen in blocks_of(new, total))
     scores = own * max(columns)
     block = min(QUERIES, new)
@@ -343,8 +343,8 @@ def _laid_out_bytes(
 
 
 def _laid_out_in_tiles_bytes(sizes: tuple[int, int, int], transposed: bool, threads: int) -> int:
-    """Return an upper bound on the bytes of matrix products in tiles, measured with one and two
-    threads.
+    """Return an upper bound on the bytes that a matrix product in tiles (AMX) allocates, based on
+    measurements with one and two threads.
 
     Each thread copies its part of the second factor into a different layout. If the first factor is
     transposed, it also copies its part of that factor. If a long inner dimension is split, partial

@@ -339,7 +339,8 @@ def stubbed_compiler() -> Iterator[None]:
         replaced(guards, "_reinterpret_tensor", _reinterpret),
         # Memory is allocated by the code around the kernels, so the kernels need not be compiled.
         replaced(async_compile.AsyncCompile, "cpp_pybinding", lambda *_, **__: _nothing),
-        # Inductor would start the C++ compiler to detect the machine's vector instructions.
+        # Otherwise, inductor would start the C++ compiler to detect the machine's vector
+        # instructions.
         replaced(vector_units, "valid_vec_isa_list", list),
         # Readable code is only needed for logs and caches, which are discarded.
         replaced(torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),

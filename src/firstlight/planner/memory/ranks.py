@@ -306,8 +306,8 @@ class _ZeRO:
         if phase in ("clipping", "optimizer"):
             if self.offloads:
                 return {}
-            # The gradients' shard is copied into one tensor for the update, in stage 3 in addition
-            # to the existing buffer of the shard.
+            # For the update, the shard of the gradients is copied into one tensor. In stage 3, the
+            # shard's existing buffer stays allocated as well.
             copies = 1 if self.stage == 3 or phase == "clipping" else 2
             return {"gradients": self.shard * copies}
         if _is_backward(phase):
@@ -531,7 +531,7 @@ def _share_elsewhere(
         *([model.embedding.weight] if table else []),
     ]
     elsewhere = 0
-    # The number of rows is rounded up, as in the first process, which has the most.
+    # The number of rows is rounded up, as for the first process, which stores the most rows.
     for p in {id(p): p for p in weights}.values():
         own = -(-len(p) // pieces) if pieces else 0
         elsewhere += (len(p) - own) * (p.numel() // len(p))

@@ -447,7 +447,8 @@ def in_fewer_layers(recipe: ResolvedRecipe) -> tuple[list[ResolvedRecipe], Join]
     depth = recipe.model.num_hidden_layers
     if depth <= _FEW + 1 or not are_alike(recipe.model):
         return [recipe], lambda found: merged(found[0])
-    # Two shallow models determine the line, whose slope is the memory added per layer.
+    # Memory grows linearly with the number of layers. Two shallow models determine the line, whose
+    # slope is the memory added per layer.
     steps = depth - _FEW - 1
     return (
         [with_layers(recipe, count) for count in (_FEW + 1, _FEW)],
@@ -638,7 +639,7 @@ def merged(prediction: MemoryPrediction) -> MemoryPrediction:
 def are_alike(config: ModelConfig) -> bool:
     """Return True if all layers attend to the same number of tokens, and all or none have
     experts."""
-    # GPT-2 may scale the scores of each layer by a different number, which does not need memory.
+    # GPT-2 can scale the scores of each layer by a different factor, which does not affect memory.
     kinds = {
         (replace(config.attention_spec(i), scale=None), config.has_experts(i))
         for i in range(config.num_hidden_layers)

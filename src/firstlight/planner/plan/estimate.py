@@ -43,7 +43,7 @@ from firstlight.recipe.conflicts import require_combination
 from firstlight.recipe.resolve import attention_backend, open_compile_modes
 
 #: Once an `Estimator` has timed steps for _TIMING_SECONDS, it stops timing candidates. Once it has
-#: timed steps for _METHODS_SECONDS, it stops timing the methods of the table.
+#: timed steps for _METHODS_SECONDS, it stops timing the methods in the plan's table of methods.
 _TIMING_SECONDS, _METHODS_SECONDS = 60.0, 30.0
 
 #: Duration of a run, in minutes, above which the ten seconds for tracing its compiled step are
@@ -328,9 +328,9 @@ def in_a_run(
     recipe: ResolvedRecipe,
     machine: Machine,
 ) -> tuple[MemoryPrediction, MemoryPrediction | None]:
-    """Add the memory that a run needs outside of steps and evaluations to their predictions. The
-    returned evaluation also has a "save" phase and, if checkpoints are averaged, an "averaging"
-    phase.
+    """Return the predictions for training and evaluation, with the memory added that a run needs
+    outside of steps and evaluations. The prediction for evaluation also gets a "save" phase and, if
+    checkpoints are averaged, an "averaging" phase.
 
     On a CPU, a checkpoint that is written in the background needs a copy of the state, whose memory
     stays allocated after the first save. With a GPU, this copy is in the host's memory.

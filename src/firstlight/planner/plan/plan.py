@@ -404,7 +404,7 @@ def _for_budget(
         reached = estimate.tokens_per_second.expected
         factor = reached / expected
         is_same = max(factor, 1 / factor) < defaults.OTHER_SPEED or found.config in seen
-        # With a token budget, the speed only changes the duration.
+        # With a token budget, the speed affects only the duration.
         if budget.seconds is None or is_same:
             break
         seen.append(found.config)

@@ -136,8 +136,8 @@ def started() -> Iterator[WorkerProcesses]:
     # Only the fork server is started here, because starting a worker would wait for the server's
     # imports.
     #
-    # When a worker is killed, its semaphores are removed by the resource tracker, with a warning
-    # that is useless to the user.
+    # When a worker is killed, its semaphores are removed by the resource tracker, which shows a
+    # warning that is useless to the user.
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore:resource_tracker:UserWarning"
     os.environ["PYTHONWARNINGS"] = quiet if before is None else f"{before},{quiet}"

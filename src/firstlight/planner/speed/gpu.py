@@ -521,7 +521,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fused_traffic": (0.6, 4.0),
 }
 
-#: Minimum relative error of a range on each side. Runs of the same program differ by this much.
+#: Minimum relative width of a range on each side, because repeated runs of the same program differ
+#: by this much.
 _LEAST_ERROR = 0.03
 
 

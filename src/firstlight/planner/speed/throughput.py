@@ -535,7 +535,8 @@ _PARAMETER_SECONDS = {"cpu": 2e-8, "cuda": 1e-9}
 _ERROR = 0.15
 _SCALED_ERROR = 0.2
 
-#: `hardware.device.peak_flops`, which takes some time, cached for each precision.
+#: Version of `hardware.device.peak_flops` that caches the result for each precision, because a
+#: measurement takes some time.
 _peak_flops = functools.cache(peak_flops)
 
 
