@@ -364,7 +364,8 @@ def _length_choices(
         if run.seconds < defaults.EARLY * length.seconds:
             reason = "upper limit; the limit of epochs ends the run earlier"
         else:
-            # A higher limit fills the time even if steps are faster than measured.
+            # With a higher limit on epochs, the run fills its time even if steps are faster than
+            # measured.
             most /= defaults.EARLY
         yield Choice("schedule.max_minutes", minutes, reason)
         # The limit on epochs is also set for runs that are expected to stay far below it. A machine

@@ -219,7 +219,7 @@ def _longer(
     model."""
     length = read_length(call.folder)
     if length.get("max_steps") is not None and length["max_steps"] == length.get("most_steps"):
-        return  # The run has reached the limit of epochs.
+        return  # The run has reached the limit on epochs.
     seconds = request.seconds
     if seconds is None:
         seconds = sum(line.get("seconds", 0.0) for line in metrics)

@@ -263,7 +263,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
             progress=call.progress,
             forecaster=forecaster,
             began=call.began,
-            is_announced=True,  # by the call that started the run
+            is_announced=True,  # The call that started the run announced it.
         )
 
 

@@ -294,7 +294,7 @@ def final_numbers(run: RunRecord) -> dict[str, Any]:
         - medians: `tokens_per_second`, `learned_tokens_per_second`, `samples_per_second`,
           `step_seconds`, `mfu`, `gpu_utilization`
         - peaks: `memory_bytes` and, on a GPU, `reserved_bytes` and `device_used_bytes`
-        - time: `hours`, including steps and the time that they waited for saves
+        - time: `hours`, the total duration of the steps, including the time spent waiting for saves
         - counts: `skipped_steps`, `rollbacks`, `resumed`
     """
     metrics = run.metrics

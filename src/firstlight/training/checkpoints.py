@@ -277,7 +277,8 @@ def captured(run: Run) -> Checkpoint:
     )
 
 
-#: Folder inside a run folder that contains the averaged weights, a Hugging Face model folder.
+#: Name of the folder inside a run folder that contains the averaged weights as a Hugging Face
+#: model.
 AVERAGED_NAME = "averaged"
 _EVALUATION_NAME = "averaged.json"
 
@@ -298,8 +299,8 @@ def write_average(run: Run) -> None:
     config = run.recipe.checkpoint
     if not config.average_last or run.goes_on:
         return
-    # All processes can read the checkpoints: a run with several processes requires a run.dir that
-    # all of them can access.
+    # All processes can read the checkpoints, because a run with several processes requires a
+    # run.dir that all of them can access.
     past = own_past(saved_checkpoints(run.folder))
     found = averaged_checkpoints(past, config)
     average = mean_weights(found)

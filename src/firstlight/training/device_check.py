@@ -160,8 +160,8 @@ def _has_passed(hardware: Hardware, keys: CheckedKeys) -> bool:
 def _passed_file(hardware: Hardware, keys: CheckedKeys) -> Path:
     """Return the path of the cache file that records that a device has passed."""
     nvidia = Path("/proc/driver/nvidia/version")
-    # For other GPUs, the driver is part of the operating system's kernel, so use the kernel's
-    # version. Under WSL2, the NVIDIA file does not exist either.
+    # If NVIDIA's file does not exist, use the version of the operating system's kernel, which
+    # contains the drivers of other GPUs. The file is also missing under WSL2.
     driver = nvidia.read_text() if nvidia.exists() else platform.release()
     name, device = hardware.name, hardware.device
     if device.type == "cuda":

@@ -173,7 +173,7 @@ class ForecastComparison:
         self._steps += 1
         if self._steps == _SLOW_STEPS:
             self._allocated.look_less()
-        # Evaluations, saves and the first steps leave buffers allocated by libraries.
+        # Evaluations, saves and the first steps leave behind buffers that libraries have allocated.
         if self._allocated.is_running and (self._steps <= _SLOW_STEPS or "val/loss" in record):
             self._allocated.find_level(self.tensor_bytes())
         for name, found in self._rates.items():

@@ -265,7 +265,7 @@ def training_loop(
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
-                while result is None:  # repeated with smaller micro-batches or without compiling
+                while result is None:  # A failed attempt is repeated with changed settings.
                     with repeated_step(run), program.stepping(lr_scale):
                         result = train_step(
                             program.loss_sum,

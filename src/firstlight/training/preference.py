@@ -318,7 +318,7 @@ def _place(
 
 
 def _read(path: Path, dataset: PreferenceDataset) -> npt.NDArray[np.float64] | None:
-    """Read the references from a cache file, as an fp64 tensor of shape [examples]. Return None if
+    """Read the references from a cache file, as an fp64 array of shape [examples]. Return None if
     the file is missing or damaged.
     """
     try:
@@ -343,7 +343,7 @@ def _digest(values: npt.NDArray[np.float64]) -> str:
 def reference_log_probs(
     dataset: PreferenceDataset, recipe: ResolvedRecipe, model: Model, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """Compute the log-probability in nats of each example's answer, as an fp64 tensor of shape
+    """Compute the log-probability in nats of each example's answer, as an fp64 array of shape
     [examples]. The value is NaN for examples that are not in any row.
 
     Args:

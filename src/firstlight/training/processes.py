@@ -1,5 +1,5 @@
-"""Processes of a run: their rendezvous, functions that only the main process calls, and an orderly
-early stop on a signal or at a time limit.
+"""Support for the processes of a run: connect them, call functions only in the main process, and
+stop early in an orderly way on a signal or at a time limit.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from firstlight.console import (
 )
 from firstlight.report.summary import MOSTLY_LEARNED, memory_kind
 
-#: Number of steps at the start of a process that are excluded from the mean, because they allocate
-#: memory and compile.
+#: Number of steps at the start of a process that are excluded from the mean step time, because they
+#: allocate memory and compile.
 _SLOW_STEPS = 2
 
 #: Maximum height in rows of the loss curve, of the sample text with its prompt, and of the figures.
@@ -224,7 +224,7 @@ class RunProgress:
 
     @property
     def is_done(self) -> bool:
-        """True if the last step is complete."""
+        """True if the last step of the run is complete."""
         return self._is_settled() and bool(self._record["step"] >= self._max_steps())
 
     @property
@@ -236,8 +236,8 @@ class RunProgress:
         by_steps = 0.0 if last is None else min(float(self._record["step"]) / max(last, 1), 1.0)
         if self._budget_left is None or self._max_minutes is None:
             return by_steps
-        # Never return a smaller fraction than before: the decision can only lower the step limit,
-        # but a correction may raise it.
+        # Never return a smaller fraction than before: deciding the number of steps can only lower
+        # the step limit, but a later correction may raise it.
         by_time = 1 - self._budget_left / (60 * self._max_minutes)
         return max(by_steps, by_time, self._most_share)
 

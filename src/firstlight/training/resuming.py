@@ -224,9 +224,9 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
 
 def _as_written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recipe in a checkpoint in its current form. For optimizers that are not 8-bit,
-    older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current version writes
-    null.
+    """Return the recipe stored in a checkpoint, converted to its current form. For optimizers that
+    are not 8-bit, older versions wrote false for `optimizer.embeddings_in_32_bits`, but the current
+    version writes null.
     """
     optimizer = saved.get("optimizer", {})
     spec = OPTIMIZERS.get(optimizer.get("name"))

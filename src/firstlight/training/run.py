@@ -287,8 +287,8 @@ class Run:
         budget = self.budget
         if budget is None or not budget.is_new:
             return
-        # All processes use the main process's speed. If they had different lengths, some would end
-        # while others still wait for them.
+        # All processes use the main process's speed. With different run lengths, some processes
+        # would end while others are still waiting for them.
         rate = on_main(self.engine, lambda: tokens_per_second)
         if rate is not None:
             steps = predicted_steps(budget.seconds / 60, rate, self.batch, self.seq_len)

@@ -61,7 +61,7 @@ from firstlight.weights.loading import (
     nonfinite_tensor,
 )
 
-#: Keys of the `model` section that may change the --init-from model. They configure its positions.
+#: Keys of the `model` section that can change the --init-from model. They configure its positions.
 _POSITION_KEYS = frozenset(("max_position_embeddings", "rope_scaling", "rope_theta"))
 
 

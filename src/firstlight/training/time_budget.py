@@ -180,8 +180,8 @@ class LoopTimes:
         finally:  # an evaluation may end in a rollback, after which the run continues
             taken = self._clock() - began
             self._apart += taken
-        # Not reached if the work was interrupted, because its duration does not predict the next
-        # one.
+        # The duration is not stored if the work was interrupted, because it would not predict the
+        # next duration.
         self.seconds[name] = taken
 
 
