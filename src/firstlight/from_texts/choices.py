@@ -185,7 +185,7 @@ def _best_of_all(
     for shape in shapes:
         try:
             candidates.append(_candidate(shape, text, machine, length, fixed=fixed))
-        except ConfigError as error:  # the given batch is not a multiple of this sequence length
+        except ConfigError as error:  # The batch is not a multiple of this sequence length.
             problem = problem or error
     if problem is not None and not candidates:
         raise problem

@@ -306,7 +306,7 @@ def _is_better(other: Choices, kept: Choices) -> bool:
 def _forget_first_steps(folder: Path) -> None:
     """Delete the checkpoints, times and metrics of a run's first steps.
 
-    A run that is killed after this restarts with the model in its recipe.
+    If the run is killed afterwards, it restarts with the model in its recipe.
     """
     from firstlight.checkpoint.manifest import CHECKPOINTS
     from firstlight.files.atomic import remove_file, remove_folder

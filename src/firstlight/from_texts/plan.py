@@ -636,8 +636,8 @@ class RunPlan(ABC):
 
 
 def _whole_minutes(seconds: float) -> str:
-    """Return a duration as the value of an option. It is rounded up to a multiple of 10 s if it is
-    at most two minutes, and otherwise to full minutes."""
+    """Format a duration as the value of a command-line option. Durations of up to two minutes are
+    rounded up to a multiple of 10 s, and longer durations to full minutes."""
     if seconds <= 120:
         return f"{10 * math.ceil(seconds / 10)}s"
     return f"{math.ceil(seconds / 60)}m"

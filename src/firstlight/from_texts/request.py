@@ -63,7 +63,7 @@ class Request:
         return (self.seconds, self.tokens, self.steps) != (None, None, None)
 
     def training_length(self, text_bytes: float = 0.0) -> Length:
-        """Return the expected length of the training.
+        """Return the expected length of training.
 
         With a time budget (by default `DEFAULT_SECONDS`), this is the budget minus the seconds that
         the other parts of the command are expected to take.
@@ -153,7 +153,7 @@ def request_of(
     """Return the request for the arguments of `train_texts`.
 
     Raises:
-        ConfigError: a time, number or size is invalid, or two lengths are given.
+        ConfigError: a time, number or size is invalid, or more than one length is set.
     """
     pairs = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     if not all(isinstance(value, str) for _, value in pairs):

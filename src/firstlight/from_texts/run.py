@@ -230,7 +230,7 @@ def _result(
         )
         try:
             plan = plan or work.plan(request)
-            for note in notes:  # printed after planning, because the plan may be rejected
+            for note in notes:  # Print notes only after planning, because the plan may be rejected.
                 call.tell(note)
             result = work.begin(plan, request, call)
         except BaseException:

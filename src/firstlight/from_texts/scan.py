@@ -473,7 +473,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         held_out: bytes of text that are held out.
     """
     # Non-Latin scripts have more bytes per character and about as many characters per token as
-    # Latin. The exponent of 0.8 assumes slightly fewer characters per token.
+    # Latin script. The exponent of 0.8 assumes slightly fewer characters per token.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,

@@ -238,7 +238,7 @@ def number_table(found: RunComparison) -> list[tuple[str, list[str], set[int]]]:
             target = max(known) if more else min(known)
             best = {number for number, value in enumerate(values) if value == target}
         if form is gib:
-            form = functools.partial(gib, beside=max(known))  # use the same unit for all runs
+            form = functools.partial(gib, beside=max(known))  # Use the same unit for all runs.
         texts = ["—" if value is None else form(value) for value in values]
         errors = [numbers.get(f"{key}_stderr") for numbers in found.numbers]
         for number, error in enumerate(errors):

@@ -75,7 +75,7 @@ def check_machine(tell: Callable[[str], None]) -> list[dict[str, Any]]:
     for name in names:
         try:
             hardware = find_hardware(name)
-        except ConfigError as error:  # a GPU that the installed torch does not support
+        except ConfigError as error:  # The installed torch does not support this GPU.
             unknown = {"device": name, "name": name, "precision": "", "attention": ""}
             results.append({**unknown, "problem": str(error)})
             continue
@@ -117,7 +117,7 @@ def check_device(hardware: Hardware, keys: CheckedKeys) -> dict[str, Any]:
     """
     problem, name = None, f"{hardware.device} ({hardware.name})"
     try:
-        if not _error(hardware, keys) <= 1:  # also true for NaN
+        if not _error(hardware, keys) <= 1:  # This is also true for NaN.
             wrong = _wrong_operation(hardware, keys)
             problem = f"{name} computes wrong values in {keys.precision}: {wrong}"
     except (RuntimeError, MemoryError, FirstlightError) as error:
@@ -214,7 +214,7 @@ def _error(hardware: Hardware, keys: CheckedKeys, watching: _Comparison | None =
         try:
             with watching or contextlib.nullcontext():
                 loss, moved = _train(program, batch)
-        except DivergedError:  # a loss that is not finite
+        except DivergedError:  # The loss is not finite.
             return float("inf")
         exact_loss, exact_moved = _train_exactly(number)
         losses = [abs(loss - exact_loss), *_generate(program, batch.input_ids.cpu(), watching)]
@@ -292,7 +292,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
         # Process two sequences of different lengths in one pass, then more tokens of both
         # sequences, and finally more tokens of only one of them.
         found = [decoder.add_many([ids[0, :20].tolist(), ids[1, :23].tolist()])]
-        places = [*enumerate(decoder.lengths)]  # row and number of tokens
+        places = [*enumerate(decoder.lengths)]  # pairs of (row, number of tokens)
         for count in (2, 2, 2, 1, 1, 1):
             if len(decoder) > count:
                 decoder.remove(1)

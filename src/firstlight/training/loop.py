@@ -195,7 +195,7 @@ def train(
     with (
         Stopping(recipe.run.max_minutes, shown=progress) as stopping,
         run_processes(recipe) as (hardware, engine),
-        ForecastComparison(hardware) as comparison,  # created before the run allocates any memory
+        ForecastComparison(hardware) as comparison,  # Create this before the run allocates memory.
         set_up(
             recipe,
             resume,
@@ -254,14 +254,14 @@ def training_loop(
     ahead = RunAhead(run, checkpoints, stopping)
     while run.goes_on:
         run.times.begin_step()
-        run.decide_length()  # only for a run with a time budget
+        run.decide_length()  # This has an effect only with a time budget.
         batches = run.read_batches()
         run.stopped_by = first_reason(stopping.reason or run.unreadable)
         if run.stopped_by is not None:
             ahead.drop()
             break
         try:
-            if run.state.pending is None:  # otherwise, the last step is not yet evaluated
+            if run.state.pending is None:  # Otherwise, the last step must still be evaluated.
                 checkpoints.require_written()
                 lr_scale = run.begin_step()  # the learning-rate schedule
                 result = None
@@ -286,7 +286,7 @@ def training_loop(
             checkpoints.go_back(error)
             continue
         except StopRequestedError:
-            break  # stopped during an evaluation, which a resumed run repeats first
+            break  # The run was stopped during an evaluation, which a resumed run repeats.
         except DataError as error:
             # The validation split is damaged. With several processes, only the process that read
             # the damaged part gets this error, so they can't save a checkpoint together.
@@ -415,7 +415,7 @@ def _frozen_objects() -> Iterator[Callable[[], None]]:
     def freeze() -> None:
         nonlocal is_frozen
         if not is_callers and not is_frozen:
-            gc.collect()  # collect first, so that no garbage is frozen
+            gc.collect()  # Collect garbage first, so that it is not frozen.
             gc.freeze()
             is_frozen = True
 
@@ -444,7 +444,7 @@ def _watched(
 
     def watch(record: Mapping[str, Any]) -> None:
         if not record["step"]:
-            return  # the evaluation before the first step has no step metrics
+            return  # The evaluation before the first step has no step metrics.
         run.bar.step(record)
         comparison.add(record)
         if run.times.settled_steps == 1 and run.engine.is_main and not is_busy:

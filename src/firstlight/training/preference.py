@@ -145,7 +145,8 @@ class PreferenceObjective:
             log_probs = self.log_probs(logits_BTV, labels, document_ids, references.shape[1])
             rewards_BP2 = rewards(log_probs, references, self.config.beta)
             there_BP = references.isfinite().view(len(references), -1, 2).all(-1)
-            # Detached, so that the sums do not keep the graph of a micro-batch in memory.
+            # The rewards are detached, so that the sums do not keep the graph of a micro-batch in
+            # memory.
             self._add(rewards_BP2.detach(), there_BP)
             margins_BP = rewards_BP2[..., 0] - rewards_BP2[..., 1]
             losses_BP = pair_losses(margins_BP, self.config.label_smoothing)

@@ -220,7 +220,7 @@ class Stopping:
                 # print is not used, because Python's streams do not allow re-entrant writes.
                 try:
                     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
-                except OSError:  # the terminal was closed
+                except OSError:  # The terminal was closed.
                     silence()
             return
         # The second signal has its previous effect, which may end the process immediately.
@@ -229,7 +229,7 @@ class Stopping:
         self._do(before, number, frame)
 
     def _do(self, before: Any, number: int, frame: FrameType | None) -> None:
-        """Apply the previous effect of a signal."""
+        """Handle a signal as it was handled before this object replaced its handler."""
         if callable(before):
             before(number, frame)
         else:

@@ -100,7 +100,7 @@ def take_up(run: Run, folder: Path) -> None:
         for section, values in now.items()
         if isinstance(values, dict) and isinstance(before.get(section), dict)
         for key in changed_keys(before[section], values)
-        # A key that did not exist in an older version has not changed.
+        # Keys that are missing from a checkpoint of an older version are not reported.
         if key != "dir" and key in before[section] and not (is_branch and section == "schedule")
     ]
     if changed:
@@ -142,11 +142,11 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
             steps = run.batch.steps_for(Fraction(config.warmup_tokens or 0, seq_len))
             config = config.model_copy(update={"warmup_tokens": None, "warmup_steps": steps})
         if config.max_minutes is not None and length is None:
-            return None  # a checkpoint of an older version
+            return None  # The checkpoint was written by an older version.
         known = None if length is None else length_of(length)
         old = resolve_schedule(config, peak, rows, run.batch, seq_len=seq_len, length=known)
     except (KeyError, TypeError, ValidationError, ConfigError):
-        return None  # a checkpoint of an older version or with a different batch size
+        return None  # The checkpoint is from an older version or has a different batch size.
     was = peak * old.lr_scale(step)
     now = run.recipe.optimizer.learning_rate * run.schedule.lr_scale(step)
     if abs(now - was) <= _SAME_RATE * max(now, was):
@@ -195,7 +195,8 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"{init_from} does not contain optimizer state, which schedule.resume needs: pass "
                 "a run or one of its checkpoints, or remove schedule.resume"
             )
-        checkpoint = load_checkpoint(folder, verify=False)  # verified when it was selected
+        # The checkpoint was already verified when it was selected.
+        checkpoint = load_checkpoint(folder, verify=False)
         keys = _STATE_KEYS
         if run.recipe.optimizer.name == "adafactor":
             keys = (*keys, "adafactor_variant")
@@ -290,7 +291,8 @@ def shared_newest(
         newest = _newest_checkpoint(run_folder, resume, branch_from, tell)
         if newest is None:
             return None
-        require_kept(newest)  # a trunk that is still running may have deleted it
+        # A trunk that is still running may have deleted the checkpoint.
+        require_kept(newest)
         return str(newest)
 
     found = on_main(engine, find)

@@ -324,7 +324,7 @@ class Run:
             return
         self.take_length()
         if not is_open and abs(steps - before) < _SMALL_CORRECTION * before:
-            return  # a small correction is only recorded in length.json
+            return  # Small corrections are recorded only in length.json.
         words = f" instead of {before:,}, to end in time"
         if is_open:
             words = f": {self.schedule.in_words(self.recipe.optimizer.learning_rate)}"
@@ -377,8 +377,8 @@ class Run:
 
     @property
     def _write_seconds(self) -> float:
-        """Estimated seconds for writing a checkpoint, based on a file written at the start of the
-        run if there was one.
+        """Estimated seconds for writing a checkpoint, based on the time taken to write a file at
+        the start of the run, if one was written.
         """
         if "file" in self.times.seconds:
             return self.times.seconds["file"] * self.checkpoint_bytes / PROBE_BYTES

@@ -116,7 +116,8 @@ def contradictions(recipe: Recipe, config: ModelConfig) -> list[str]:
     if not given <= _POSITION_KEYS | {"model_type"}:
         given |= {"model_type"}
     elif recipe.model.model_type == DEFAULT_FAMILY:
-        given -= {"model_type"}  # position keys do not imply a family
+        # If the recipe sets only position keys, it does not specify a family.
+        given -= {"model_type"}
     return [f"model.{name}" for name in found if name in given]
 
 

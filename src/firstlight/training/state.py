@@ -131,7 +131,7 @@ def python_random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     rest: dict[str, Any] = {"python": {"version": version, "next_gauss": next_gauss}}
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
-    if numpy["bit_generator"] == "MT19937":  # otherwise, the user has set a different generator
+    if numpy["bit_generator"] == "MT19937":  # Otherwise, the user has set a different generator.
         keys = numpy["state"]["key"].astype(np.int64)
         tensors[f"{RNG_PREFIX}numpy"] = torch.from_numpy(keys)
         rest["numpy"] = {

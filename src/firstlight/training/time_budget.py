@@ -177,7 +177,7 @@ class LoopTimes:
         began = self._clock()
         try:
             yield
-        finally:  # an evaluation may end in a rollback, after which the run continues
+        finally:  # An evaluation may end in a rollback, after which the run continues.
             taken = self._clock() - began
             self._apart += taken
         # The duration is not stored if the work was interrupted, because it would not predict the
@@ -590,8 +590,8 @@ def budget_of(
         # unchanged.
         if (record.get("max_minutes"), record.get("most_steps")) == (minutes, most):
             return record
-        # This is a new run or a resumed run with a different time budget. A resumed run keeps its
-        # used seconds.
+        # This is a new run, or a resumed run with a different time budget. A resumed run keeps the
+        # time that it has already used.
         rate = _usual_tokens_per_second(recipe, program)
         steps = predicted_steps(minutes, rate, batch, recipe.data.seq_len)
         return {"seconds_used": record["seconds_used"], "predicted_steps": steps, "is_new": True}

@@ -516,8 +516,8 @@ class _TrackerThread(threading.Thread):
                     begun = -1
                 for part in _parts(steps, begun):
                     begun = part[-1][0]["step"]
-                    # Record the step before the write. If this process is killed in between, the
-                    # tracker lacks these steps, but does not contain any step twice.
+                    # Record the step before the write. If this process is killed between the two,
+                    # these steps are missing from the tracker, but no step is written twice.
                     _note(state, begun=begun)
                     tracker.write(part)
                     _note(state, done=begun)
@@ -607,7 +607,7 @@ class Trackers:
         with self._redirected:
             try:
                 self._wait()
-            finally:  # even if Ctrl-C interrupts the wait
+            finally:  # This also happens if Ctrl-C interrupts the wait.
                 GIVEN_UP.update(thread.name for thread in self._threads if thread.is_alive())
 
     def give_checkpoint(self, checkpoint: Path) -> None:

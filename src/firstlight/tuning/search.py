@@ -539,7 +539,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     return watch.result()
 
 
-class _Done(Exception):  # noqa: N818 - no error
+class _Done(Exception):  # noqa: N818 - not an error
     """Raised to end a run early, without writing a checkpoint or a report."""
 
 

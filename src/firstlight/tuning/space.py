@@ -25,7 +25,7 @@ from firstlight.recipe.load import changed_recipe, parse_yaml
 #: Number of evaluations in a trial. The last evaluation is at the end of the trial.
 POINTS = 6
 
-#: Sections whose keys can be searched because they affect the training result.
+#: Recipe sections whose keys can be searched. These keys affect the result of training.
 _SECTIONS = (
     "model",
     "init",

@@ -54,7 +54,7 @@ class Operator:
 
     @property
     def base_name(self) -> str:
-        """The name without library and overload, such as "mm" for "aten.mm.default"."""
+        """The name without its library and overload, such as "mm" for "aten.mm.default"."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else parts[0]
 

@@ -299,7 +299,8 @@ class _Block:
 
 
 class CachingAllocator:
-    """A model of the allocator's blocks and segments, which allocates no memory.
+    """A model of the allocator's blocks and segments. The model does not allocate any memory
+    itself.
 
     Attributes:
         reserved: bytes of all segments, which are never returned to CUDA.

@@ -96,8 +96,8 @@ _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax of torch versions before 1.11, which save the entire input for the backward pass,
-    although they only need its dtype (PyTorch issue 64000)."""
+    """Softmax as implemented in torch versions before 1.11. It saves the entire input for the
+    backward pass, although only the input's dtype is needed (PyTorch issue 64000)."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, scores: Tensor, args: Any, kwargs: Any) -> Any:

@@ -184,7 +184,8 @@ def _of_fsdp(
         parts["communication"] = parts.get("communication", 0) + together(phase, peak)
         return _sum(parts)
 
-    host = 16 * (outside + inside) // pieces if offloads else 0  # weights, gradients, two moments
+    # The state consists of the weights, the gradients and two moments.
+    host = 16 * (outside + inside) // pieces if offloads else 0
     return with_peaks(prediction, cut, host)
 
 

@@ -123,7 +123,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Phases and parts
 
     def enter_phase(self, name: str) -> None:
-        """Start a phase: the following operators belong to it."""
+        """Start a phase, to which all subsequent operators belong."""
         if name == self._phase:
             return
         names = self.trace.phase_names

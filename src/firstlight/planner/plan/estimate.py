@@ -63,8 +63,8 @@ class Candidate:
         name: short description, as shown to the user.
         changes: recipe keys (`section.key`) that the candidate sets, and their values.
         evaluates: True to include the memory of evaluations.
-        compiles: True to predict the memory of the compiled step if the recipe compiles, which
-            takes at least ten seconds; False to predict the memory of the step without
+        compiles: True to predict the memory of the compiled step if the recipe compiles (this
+            prediction takes at least ten seconds); False to predict the memory of the step without
             torch.compile.
     """
 
@@ -189,8 +189,8 @@ class Estimator:
         return self._with_speed(_memory_estimate(candidate, self._workers), candidate)
 
     def estimate_all(self, candidates: Sequence[Candidate]) -> Iterator[Estimate]:
-        """Yield the estimates for several candidates in the given order, yielding each as soon as
-        it is available. For each estimate, call `tell` with the candidate's name."""
+        """Yield the estimates for several candidates in the given order, each as soon as it becomes
+        available. For each estimate, call `tell` with the candidate's name."""
         traced = self._workers.map(_memory_estimate, [(candidate,) for candidate in candidates])
         for estimate, candidate in zip(traced, candidates, strict=True):
             found = self._with_speed(estimate, candidate)

@@ -134,8 +134,8 @@ def find_machine(
 
     Args:
         gpu: name of a GPU; None for this machine's GPU or, if it has none, its CPU.
-        memory_bytes: bytes of each GPU. They replace the table's value or, without `gpu`, describe
-            a GPU of unknown speed.
+        memory_bytes: bytes of each GPU. This value replaces the value in the GPU table or, without
+            `gpu`, describes a GPU of unknown speed.
         count: number of GPUs.
         device: `run.device` of a run on this machine.
 

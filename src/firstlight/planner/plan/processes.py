@@ -193,8 +193,8 @@ def _work(end: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             function, arguments = end.recv()
-            # Free the garbage of the last call only now, so that sending its result was not
-            # delayed.
+            # Collect the garbage of the previous call only after its result has been sent, so that
+            # sending is not delayed.
             gc.collect(0)
             try:
                 answer = (True, function(*arguments))
