@@ -217,7 +217,7 @@ def hold_out_given(near: NearDuplicates, sizes: Mapping[bytes, int], count: int)
     validation.
 
     Args:
-        near, sizes: see `hold_out`.
+        near, sizes: near-duplicates and sizes of the documents; see `hold_out`.
         count: number of validation documents, without duplicates.
     """
     digests, counts = list(sizes), list(sizes.values())

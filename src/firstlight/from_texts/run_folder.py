@@ -198,7 +198,7 @@ def commented_yaml(recipe: Recipe, reasons: Mapping[str, str], header: Iterable[
             its key.
         header: lines of a comment at the top.
     """
-    from firstlight.recipe.load import yaml_text  # imports torch, which is already loaded here
+    from firstlight.recipe.load import yaml_text  # This imports torch, already loaded here.
 
     text = yaml_text(recipe.model_dump())
     # File names may contain line breaks.

@@ -175,8 +175,8 @@ def scan_corpus(
     """Read a corpus once. If the corpus is large, read only the first part of each file.
 
     Args:
-        sources: see `find_sources`.
-        text_key: see `read_documents`.
+        sources: files and datasets to read; see `find_sources`.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
         val_sources: texts to validate on; if empty, a part of `sources` is held out.
         most_bytes: maximum number of bytes to read.
         progress: True to show a progress bar on stderr.
@@ -316,7 +316,7 @@ class _Counts:
         Args:
             sources: all sources.
             limited: sources with the limits up to which they were read.
-            text_key: see `read_documents`.
+            text_key: field that holds the text in JSONL lines, tables and datasets.
             held: documents that are held out.
 
         Raises:
@@ -566,7 +566,7 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     return list(dict.fromkeys(others))
 
 
-#: Minimum bytes of text. With less text, there would be no text left for validation.
+#: Minimum number of bytes of text. With less text, none would be left for validation.
 LEAST_BYTES = 1000
 
 

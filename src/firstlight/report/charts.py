@@ -273,7 +273,7 @@ def svg(chart: Chart, width: int, height: int, *, log: bool = False) -> Markup:
         chart: the chart.
         width, height: size in pixels before the page scales the chart. Each additional axis
             increases the height.
-        log: see `draw`.
+        log: True to draw a logarithmic y axis; see `draw`.
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -55,7 +55,7 @@ class CheckedKeys(NamedTuple):
 
     Attributes:
         precision: "fp32", "bf16" or "fp16".
-        attention: see `EfficiencyConfig`.
+        attention: the attention backend; see `EfficiencyConfig`.
     """
 
     precision: str
@@ -273,7 +273,7 @@ def _generate(program: TrainingProgram, ids: Tensor, watching: _Comparison | Non
     Args:
         program: program of the model, which is modified.
         ids: token ids of two sequences, int64 of shape [2, tokens], on the CPU.
-        watching: see `_error`.
+        watching: comparison that is active during the generation, or None.
     """
     config, model = program.recipe.efficiency, program.model.eval().cpu()
     model.cast(torch.float64)
@@ -346,7 +346,7 @@ class _Comparison(TorchFunctionMode):
         own = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), inputs)
         exact = tree_map_only(Tensor, _exact, inputs)
         result = func(*args, **inputs[1])
-        # Some operations can't be repeated on another device or in another dtype.
+        # Some operations can't be repeated on a different device or in a different dtype.
         with contextlib.suppress(Exception):
             expected = func(*exact[0], **exact[1])
             # Compare the inputs too, because the operation may have written to them.

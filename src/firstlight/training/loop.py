@@ -181,9 +181,9 @@ def train(
     Raises:
         ConfigError, DataError, ModelError, CheckpointError: the recipe, data, model and checkpoint
             do not match. These errors are raised before any file is written. During training, they
-            are also raised if data can't be read or if the run folder was moved. In the former
-            case, a checkpoint is saved first. In the latter case, nothing is written to the old
-            path.
+            are also raised if data can't be read or if the run folder was moved. If data can't be
+            read, a checkpoint is saved first. If the run folder was moved, nothing is written to
+            the old path.
         RankError: another process failed.
         DivergedError: the run diverged and can't be rolled back to a checkpoint.
         TrainingError: one row or an update does not fit in memory, or a batch has no labels.

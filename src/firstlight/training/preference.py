@@ -80,7 +80,7 @@ def rewards(log_probs_BD: Tensor, references_BD: Tensor, beta: float) -> Tensor:
     Args:
         log_probs_BD: log-probabilities of the answers, in nats.
         references_BD: log-probabilities of the starting model; NaN where a row has no answer.
-        beta: see `PreferenceConfig`.
+        beta: scale of the rewards; see `PreferenceConfig`.
 
     Returns:
         [B, P, 2]: rewards of the chosen and the rejected answers; 0 where a row has no answer.
@@ -97,7 +97,7 @@ def pair_losses(margins: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
     Args:
         margins: reward of the chosen answer minus the reward of the rejected one; any shape.
-        label_smoothing: see `PreferenceConfig`.
+        label_smoothing: label-smoothing coefficient; see `PreferenceConfig`.
     """
     # log(sigmoid(x)) is not used, because it is -inf for large negative margins.
     right = -F.logsigmoid(margins)
@@ -208,7 +208,7 @@ def give_references(
     model.
 
     Args:
-        recipe: see `take_references`.
+        recipe: a recipe whose row length, precision and attention are resolved.
         splits: the run's splits. Splits without preference pairs are left unchanged.
         model: the model to be trained, with its initial weights in a new run.
         newest: the checkpoint from which the run is resumed; None for a new run. The checkpoint

@@ -154,7 +154,8 @@ class TrainingProgram:
         Args:
             batches: micro-batches on the device.
             lr_scale: learning rate as a fraction of its peak.
-            accepts: see `train_step`.
+            accepts: called with the loss and gradient norm; returns False to skip the update. See
+                `train_step`.
 
         Raises:
             DivergedError, MicroBatchTooLargeError: see `train_step`.

@@ -173,7 +173,7 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
 
     Args:
         run: the new run.
-        init_from: see `train`.
+        init_from: run or checkpoint to start from; see `train`.
 
     Raises:
         ConfigError: `init_from` is None, the recipe has a `lora` section, or no step is left.
@@ -207,17 +207,19 @@ def continue_schedule(run: Run, init_from: str | Path | None) -> None:
                 f"with optimizer.{key} {before}, not {now}: restore that value, or remove "
                 "schedule.resume"
             )
-        # Restore the full state. Parts that belong only to the other run are dropped below.
+        # Restore the full state. Parts that belong only to the run that saved the checkpoint are
+        # dropped below.
         return folder, restore(checkpoint, run.program)
 
     folder, found = read_start(init_from, run.engine, restored)
-    # max_steps counts from the start of the schedule, which began in the other run.
+    # max_steps counts from the start of the schedule, which began in the run that saved the
+    # checkpoint.
     if found.step >= run.max_steps:
         raise ConfigError(
             f"schedule.resume continues at step {found.step} of {init_from}, but "
             f"schedule.max_steps is {run.max_steps}, counted from the start of that run: raise it"
         )
-    # Drop the other run's data position, events and best loss.
+    # Drop the data position, events and best loss of the run that saved the checkpoint.
     run.state = TrainState(
         step=found.step, tokens_seen=found.tokens_seen, skipped_steps=found.skipped_steps
     )

@@ -104,7 +104,7 @@ def set_up(
     """Lock the run folder, and yield the run of a recipe, ready for its next step.
 
     Args:
-        recipe, resume, init_from, new_rows, branch_from: see `train`.
+        recipe, resume, init_from, new_rows, branch_from: arguments of `train`.
         hardware: the hardware of this process.
         engine: the engine that connects the processes of the run.
         shown: True to show messages to the user from the main process.
@@ -393,7 +393,7 @@ def _require_disk(run: Run) -> None:
         kept += left // config.keep_every
     one = checkpoint_bytes(run.program.optimizer.num_parameters, run.program.optimizer.state_bytes)
     # A new checkpoint is written before the oldest one is deleted. A run with a time budget also
-    # saves checkpoints at other steps than those counted above.
+    # saves checkpoints at steps other than those counted above.
     needed = one * (min(saves, kept + 1) if run.save_interval is None else kept + 1)
     if config.average_last:
         needed += checkpoint_bytes(run.program.optimizer.num_parameters, 0)

@@ -158,8 +158,8 @@ def restore_python_random_states(words: Mapping[str, Tensor], rest: Mapping[str,
         # Check the value here, because Python would raise an error only when a number is drawn.
         if type(found["next_gauss"]) not in (float, type(None)):
             raise ValueError(f"Python's next_gauss is {found['next_gauss']!r:.100}")
-        # A generator with an all-zero state returns only zeros. The last entry is a position, not a
-        # word of the state.
+        # A generator whose words are all zero returns only zeros. The last entry of the state is a
+        # position, not a word.
         if not any(python[:-1]):
             raise ValueError("Python's words are all zeros")
         random.setstate((found["version"], python, found["next_gauss"]))

@@ -195,8 +195,8 @@ _FEWEST_STEPS = 8
 _FEWEST_SECONDS = 30.0
 _FEWEST_SHARE = 0.02
 
-#: After this fraction of the remaining time, fewer settled steps are sufficient. This is for runs
-#: that consist of a few long steps.
+#: After this fraction of the remaining time, fewer settled steps are sufficient. This rule is meant
+#: for runs that consist of a few long steps.
 _ENOUGH_SHARE = 0.2
 
 #: Fraction of the run's step limit (`max_steps`, `epochs`) after which the number of steps may be

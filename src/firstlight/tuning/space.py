@@ -310,7 +310,7 @@ def trial_recipe(
 
     Args:
         recipe: the recipe as written by the user.
-        values: see `with_values`.
+        values: values of the searched keys, keyed by `section.key`; see `with_values`.
         trial_steps: number of steps in a trial with the recipe's batch size.
         full_steps: number of steps in the full run with the recipe's batch size.
         seq_len: number of tokens per sequence.

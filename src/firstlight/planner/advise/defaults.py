@@ -111,7 +111,7 @@ MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32_768, "mps": 8192}
 
 #: Expected bits per character of held-out text:
 #:
-#:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA,
+#:     FLOOR x^FLOOR_POWER + A / parameters^ALPHA + B / max(x, 1) / characters^BETA
 #:
 #: The result is multiplied by (n-gram bits / NGRAM_BITS)^NGRAM_POWER. If xz's bits per character
 #: exceed DENSE_XZ_BITS, it is also divided by (xz's bits per character / DENSE_XZ_BITS).
@@ -203,7 +203,7 @@ EARLY = 0.8
 #: Expected seconds that a command spends on work other than training and preparing the text:
 #: imports, measuring the machine's speed, the first evaluation and the report. PREPARED_PER_SECOND
 #: is the number of bytes of text that are read and prepared per second. With 1.1 MB of text
-#: (Shakespeare) on 2 cores, the other work and the preparation together took 11 s.
+#: (Shakespeare) on 2 cores, this work and the preparation together took 11 s.
 OTHER_SECONDS, PREPARED_PER_SECOND = 10.0, 4e6
 #: Minimum number of bytes of text to prepare. A shorter text is prepared in full. A run that reads
 #: more text prepares as much as it needs.

@@ -177,9 +177,9 @@ def cuda_target(
     """Return the target for a CUDA GPU.
 
     Args:
-        name, capability, torch_version: see `Target`.
-        context_bytes: see `Target`; None for 500 MiB, about the size observed with torch 2 and CUDA
-            12.
+        name, capability, torch_version: attributes of the target; see `Target`.
+        context_bytes: bytes that a process uses on the device before it creates a tensor; None for
+            500 MiB, about the size observed with torch 2 and CUDA 12.
     """
     context = 500 * 2**20 if context_bytes is None else context_bytes
     # Size of the cuBLAS workspace of each handle in torch's CUDABlas.cpp: 32 MiB on Hopper and

@@ -1,6 +1,6 @@
-"""The memory in use at each tick of a trace, the peak by part and by phase, and the bytes that
-CUDA's caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the memory
-of a recipe."""
+"""Compute the memory in use at each tick of a trace, the peak by part and by phase, and the bytes
+that CUDA's caching allocator reserves. `trace.py` creates the trace, and `recipe.py` predicts the
+memory of a recipe."""
 
 from __future__ import annotations
 
@@ -371,7 +371,8 @@ def reserved_bytes(lifetimes: Iterable[tuple[int, int, int]]) -> int:
     for number, (size, birth, death) in enumerate(lifetimes):
         if size:
             events += [(birth, 1, number, size), (death + 1, 0, number, size)]
-    # Storages freed at a tick (0) come before those allocated at the next tick (1).
+    # Storages that are freed at a tick (0) come before storages that are allocated at the next tick
+    # (1).
     blocks: dict[int, _Block] = {}
     for _, makes, number, size in sorted(events):
         if makes:

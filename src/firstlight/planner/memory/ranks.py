@@ -128,7 +128,7 @@ def _of_fsdp(
     outside the layers.
     """
     pieces = part.distributed.shard or copies_of(recipe, processes)
-    # On a CPU, the shards are in the CPU's memory in any case.
+    # On a CPU, the shards are in the CPU's memory with or without offloading.
     offloads = part.distributed.offload == "cpu" and not on_cpu
     state = 0 if offloads else 1
     in_bf16 = is_put_together_in_bf16(recipe, processes)
@@ -251,7 +251,8 @@ class _ZeRO:
     def _held_by_stages_1_and_2(
         self, states: int, largest: int
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that are always on the device, and those moved to the CPU's memory."""
+        """Return the number of bytes that are always on the device and the number of bytes that are
+        moved to the CPU's memory."""
         if not self.offloads:
             # The update makes a copy of the weights' shard, even if the weights are already in
             # fp32.
@@ -268,7 +269,8 @@ class _ZeRO:
         return {"weights": self.whole, "communication": largest}, moved
 
     def _held_by_stage_3(self, states: int, _: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that are always on the device, and those moved to the CPU's memory."""
+        """Return the number of bytes that are always on the device and the number of bytes that are
+        moved to the CPU's memory."""
         # The bucket and a buffer for the gradients' shard exist during the entire run. Small
         # parameters stay gathered.
         buffers = {"communication": self.bucket + self.small}

@@ -155,7 +155,7 @@ def evaluation_job(
     batch has the recipe's micro-batch size and row length, and the optimizer's state is in memory.
 
     Args:
-        recipe, target: see `training_job`.
+        recipe, target: the resolved recipe and the device for which to predict; see `training_job`.
         samples: True to add a second phase for the recipe's sample texts, which a run generates
             during an evaluation.
 

@@ -37,8 +37,9 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: Value of `death` for a storage that is alive at the end of the trace.
 ALIVE = 2**62
 
-#: Values that are returned when code reads a number from a fake tensor, which has no data. The key
-#: is True for floating-point dtypes. The values are small and finite.
+#: Values that are returned when code reads a number from a fake tensor, which has no data. The
+#: value with key True is for floating-point dtypes, and the value with key False is for all other
+#: dtypes. Both values are small and finite.
 _READ_VALUES = {True: 0.5, False: 1}
 
 

@@ -119,7 +119,8 @@ def _rate(one: Estimate) -> float:
 
 def _this_machine(hardware: Hardware, processes: int) -> Machine | None:
     machine = find_machine()
-    # If the run uses another kind of device than the planner detects, a forecast would be wrong.
+    # If the run uses a different kind of device than the planner detects, a forecast would be
+    # wrong.
     if machine.target.kind != hardware.device.type:
         return None
     return dataclasses.replace(machine, count=processes)
@@ -141,7 +142,7 @@ def planned_elsewhere(
     counted as memory of the run.
 
     Args:
-        recipe, hardware, tell, init_from: see `planned_recipe`.
+        recipe, hardware, tell, init_from: arguments of `planned_recipe`.
 
     Raises:
         ConfigError: see `planned_recipe`.

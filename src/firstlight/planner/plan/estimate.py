@@ -81,7 +81,7 @@ class Estimate:
     """Estimated memory and speed of one candidate, or the reason why it is invalid.
 
     Attributes:
-        name, changes: see `Candidate`.
+        name, changes: attributes of the candidate; see `Candidate`.
         recipe: the recipe with `changes` applied; without them if they are invalid.
         training, evaluation: predicted memory per device during training, and during an evaluation
             with its sample texts; see `in_a_run`.
@@ -687,7 +687,7 @@ def _fastest(
         estimator: the estimator to use.
         looked_at: dictionary to which each candidate's estimate is added by name, with the largest
             micro-batch that fits.
-        compiles: see `Candidate`.
+        compiles: True to predict the memory of compiled steps; see `Candidate`.
         hopeless: names of candidates to skip.
     """
     found: list[Estimate] = []
@@ -757,7 +757,8 @@ def largest_that_fits(
     seq_len = recipe.data.seq_len
     for size in sizes[:-2]:
         expected = first.needed_bytes + slope * (size - sizes[-1])
-        # More than twice the tokens that keep the device busy would not be faster.
+        # A micro-batch with more than twice the number of tokens that keeps the device busy would
+        # not be faster.
         if expected > machine.usable_bytes or size * seq_len > 2 * busy:
             continue
         one = estimator.estimate(asked(size))
@@ -824,7 +825,8 @@ def _is_busy(one: Estimate, machine: Machine) -> bool:
 
 
 def _rate(one: Estimate) -> float:
-    """Return the expected tokens/s, or the micro-batch size if the speed is unknown."""
+    """Return the value by which candidates are ranked: the expected tokens/s, or the micro-batch
+    size if the speed is unknown."""
     if one.tokens_per_second is not None:
         return one.tokens_per_second.expected
     return float(one.recipe.batch.micro_batch_size)
@@ -833,9 +835,9 @@ def _rate(one: Estimate) -> float:
 def nearest_estimates(
     recipe: ResolvedRecipe, machine: Machine, estimator: Estimator | None = None
 ) -> list[Estimate]:
-    """Return alternatives that fit in memory, for a recipe of which no candidate fits: LoRA, LoRA
-    with 4-bit weights, offloading to the CPU, and more devices. All alternatives use a micro-batch
-    of one sequence and full activation checkpointing.
+    """Return alternatives that fit in memory when no candidate for the recipe fits: LoRA, LoRA with
+    4-bit weights, offloading to the CPU, and more devices. All alternatives use a micro-batch of
+    one sequence and full activation checkpointing.
 
     Args:
         recipe: the resolved recipe.

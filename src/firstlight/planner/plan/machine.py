@@ -273,7 +273,7 @@ def facts_of(recipe: Recipe, machine: Machine, start: ModelConfig | None = None)
     """Return the facts needed to resolve the recipe on the machine.
 
     Args:
-        recipe, machine: see `resolve_for`.
+        recipe, machine: the recipe as written and the machine to run on.
         start: config of the model to start from; None for the recipe's new model.
 
     Raises:

@@ -212,7 +212,8 @@ def streamed_bytes(operator: Operator) -> float:
     if name == "nll_loss_forward":
         return float(total_bytes(operator.inputs[1:]))
     if name in ("nll_loss_backward", "embedding_dense_backward"):
-        # The full gradient is set to zero. For nll_loss, all other traffic is negligible.
+        # These operators first set the full gradient to zero. For nll_loss, all other traffic is
+        # negligible.
         return float(
             total_bytes(operator.outputs) + 2 * total_bytes(operator.inputs[:1])
             if name.startswith("emb")
@@ -562,7 +563,7 @@ def shares_of(constants: Mapping[str, float], error: float = 0.0, source: str = 
     Args:
         constants: value for each name in `BOUNDS`.
         error: relative width of the ranges, on each side.
-        source: see `Shares`.
+        source: where the constants come from, as shown to the user.
     """
 
     def share(value: float) -> Range:
@@ -631,8 +632,8 @@ def shares_for(gpu: GPU) -> Shares:
 
 
 def read_measured(path: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements in a file by GPU name, or {} if the file is missing, damaged or in
-    another format."""
+    """Return the measurements in a file by GPU name, or {} if the file is missing, is damaged or
+    has a different format."""
     try:
         values = read_json(path)
         if values["format"] != FORMAT:
@@ -644,7 +645,8 @@ def read_measured(path: Path) -> dict[str, MeasuredGpu]:
 
 @functools.cache
 def all_measured(own: Path) -> dict[str, MeasuredGpu]:
-    """Return the measurements in the package, updated with those in a file on this machine."""
+    """Return the measurements included in the package, updated with the measurements in a file on
+    this machine."""
     return read_measured(PACKAGED) | read_measured(own)
 
 

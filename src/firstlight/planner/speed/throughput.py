@@ -520,7 +520,7 @@ def estimate_speed(
 _STEPS = 2
 
 #: Maximum time in seconds for timing the steps of a recipe. One step of a two-layer model with one
-#: sequence is timed in any case.
+#: sequence is always timed.
 SECONDS = 3.0
 
 #: Number of tokens in a micro-batch that keeps a device busy, by kind of device. With fewer tokens,
@@ -694,7 +694,7 @@ def _measured_speed(
         recipe: the resolved recipe.
         seconds: seconds of an optimizer step.
         peak: FLOP/s that `mfu` is relative to.
-        source, phases: see `SpeedPrediction`.
+        source, phases: attributes of the result; see `SpeedPrediction`.
     """
     frozen = recipe.lora is not None
     flops = train_flops_per_token(meta_model(recipe.model), recipe.data.seq_len, frozen=frozen)
