@@ -2,10 +2,10 @@
 training and validation.
 
 Near-duplicates are found by comparing sketches of the documents. A sketch is a bottom-k MinHash of
-a document's shingles, and a shingle is a window of bytes of the document's text, converted to lower
-case and with normalised whitespace. The smallest hashes in the union of two sketches are a random
-sample of the shingles of both documents. The fraction of these hashes that occur in both sketches
-is an estimate of the documents' Jaccard similarity (Broder 1997).
+a document's shingles. A shingle is a window of bytes of the document's text, which is first
+converted to lower case with normalised whitespace. The smallest hashes in the union of two sketches
+are a random sample of the shingles of both documents. The fraction of these hashes that occur in
+both sketches is an estimate of the documents' Jaccard similarity (Broder 1997).
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _given_passes(fixed: Mapping[str, Any]) -> int:
 
 
 def given_unit(fixed: Mapping[str, Any], seq_len: int) -> int:
-    """Return the number by which the number of tokens in a step must be divisible: the sequence
-    length times the micro-batch size and the number of micro-batches set by the user."""
+    """Return the number that must divide the number of tokens in a step evenly. It is the sequence
+    length times the micro-batch size and the number of micro-batches that the user has set."""
     rows = fixed.get("batch.micro_batch_size")
     return seq_len * (rows if isinstance(rows, int) else 1) * _given_passes(fixed)
 
@@ -357,8 +357,8 @@ class PartFacts:
 
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop. At least half of
-        this time is spent on steps, and the loop contains at least `defaults.LEAST_STEPS` steps or,
-        if the data is too short for them, as many steps as the data allows.
+        this time is spent on steps. The loop contains at least `defaults.LEAST_STEPS` steps, or as
+        many steps as the data allows if there are fewer.
 
         Args:
             rate: training speed in tokens per second.

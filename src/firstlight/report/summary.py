@@ -24,9 +24,10 @@ from firstlight.run_log.reader import Floats, Metrics, RunRecord, Series
 #: fraction of the overall token rate. In plain text, all tokens are learned, except for padding in
 #: the last row of an epoch.
 MOSTLY_LEARNED = 0.9
-#: Overfitting is reported if the validation loss has increased above its lowest value by more than
-#: both of these amounts, which are a fraction of the lowest value and a difference in nats. Every
-#: evaluation uses the same rows, so the validation loss is less noisy than the training loss.
+#: Overfitting is reported if the validation loss has risen above its lowest value by more than both
+#: of these thresholds. The first is a fraction of the lowest value, and the second is a difference
+#: in nats. Every evaluation uses the same rows, so the validation loss is less noisy than the
+#: training loss.
 _RISE, _LEAST_RISE = 0.01, 0.01
 #: The training loss is considered to have fallen if a median (see `_medians`) is below the first
 #: loss by at least this fraction of the first loss.
@@ -34,8 +35,8 @@ _FALL = 0.003
 #: Number of losses from which each median is computed. Medians are used because the loss of a
 #: single batch is noisy.
 _WINDOW = 10
-#: Minimum number of steps after the warm-up before reporting that the loss is above the loss of
-#: guessing, and before reporting that the loss never fell.
+#: Minimum number of steps after the warm-up before a loss above the loss of guessing is reported,
+#: and before a loss that never fell is reported.
 _FEWEST, _FEWEST_TO_FALL = 10, 15
 #: A loss above this multiple of the bound is reported early, if at least this number of losses has
 #: been logged.

@@ -324,9 +324,10 @@ class RunAhead:
         self._checkpoints, self._stopping = checkpoints, stopping
         self._passes: Passes | None = None
         program = run.program
-        # Running ahead is not possible if the loss scale depends on the current gradients, if
-        # statistics are collected per step, if random numbers would be drawn before `on_step` draws
-        # its own, or if offloaded activations of two steps would need memory at the same time.
+        # Running ahead is not possible if the loss scale depends on the current gradients or if
+        # statistics are collected per step. It is not possible with dropout either, because random
+        # numbers would be drawn before `on_step` can draw its random numbers. With offloaded
+        # activations, the activations of two steps would need memory at the same time.
         self._is_possible = (
             run.engine.world.size == 1
             and program.scaler is None
@@ -434,8 +435,8 @@ def _watched(
 ) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that passes each step's metrics to the progress view, to the comparison
     with the forecast, and to `on_step`. After each step, it calls `freeze` (see `_frozen_objects`).
-    After the first settled step (a step that is not slowed down by the start of the process), it
-    records the compile time, unless other programs kept the cores busy when the run began.
+    After the first step that is not slowed down by the start of the process, it records the compile
+    time. The time is not recorded if other programs kept the cores busy when the run began.
     """
     efficiency, model = run.recipe.efficiency, run.recipe.model
     record_compiling = compile_time_recorder(efficiency, run.program.hardware, model)

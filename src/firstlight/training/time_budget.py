@@ -38,16 +38,16 @@ from firstlight.run_log.reader import read_length, sound_json_lines
 from firstlight.training.processes import on_main
 from firstlight.training.program import TrainingProgram
 
-#: Parts of the training loop, other than steps, whose durations are measured: generating the first
-#: text of a process and two more texts of `PROBE_TOKENS` tokens, writing a file of `PROBE_BYTES`,
-#: sample texts, loss evaluations, task evaluations and saves.
+#: Parts of the training loop, other than steps, whose durations are measured. They are the
+#: generation of the first text of a process and of two more texts of `PROBE_TOKENS` tokens, the
+#: writing of a file of `PROBE_BYTES`, sample texts, loss evaluations, task evaluations and saves.
 Part = Literal[
     "first text", "short text", "long text", "file", "samples", "evaluation", "tasks", "save"
 ]
 
-#: Estimates used before measurements exist: the duration of a sequence in an evaluation as a
-#: fraction of its duration in a step, and the bytes of a checkpoint that are written and verified
-#: per second.
+#: Estimates used until measurements are available. FORWARD_SHARE is the duration of a sequence in
+#: an evaluation, as a fraction of its duration in a training step. WRITTEN_PER_SECOND is the number
+#: of bytes of a checkpoint that are written and verified per second.
 FORWARD_SHARE = 0.35
 WRITTEN_PER_SECOND = 150e6
 
@@ -208,12 +208,12 @@ _QUICK_SHARE = 0.2
 #: be decided.
 _CHECKS = 500
 
-#: Fraction of the remaining steps after which a decided number of steps is checked again, and
-#: fraction of the time budget by which the predicted end of the run may differ from the budget
-#: without a correction. In simulations of machines that became three times slower or faster during
-#: the decay, runs missed the budget by 2%. With checks after half of the remaining steps, they
-#: missed it by 20%. With checks after an eighth of them, the number of steps was corrected up to
-#: twice as often.
+#: _CHECK_SHARE is the fraction of the remaining steps after which a decided number of steps is
+#: checked again. _TOLERANCE is the largest difference between the predicted end of the run and the
+#: time budget that does not cause a correction, as a fraction of the budget. In simulations of
+#: machines that became three times slower or faster during the decay, runs missed the budget by 2%.
+#: With checks after half of the remaining steps, they missed it by 20%. With checks after an eighth
+#: of them, the number of steps was corrected up to twice as often.
 _CHECK_SHARE = 0.25
 _TOLERANCE = 0.02
 

@@ -1,8 +1,8 @@
 """The search space of `firstlight tune`, and the recipe of a trial.
 
 A trial is a shortened run of the recipe. The schedule and all other values that count steps are
-scaled to the length of the trial, so that the learning rate decays to the same value as at the end
-of the full run. The search space contains values for the full run, not for a trial. All trials
+scaled to the length of the trial. The learning rate therefore decays to the same value as at the
+end of the full run. The search space contains values for the full run, not for a trial. All trials
 process the same number of tokens.
 """
 

@@ -185,7 +185,7 @@ MOST_PARAMETERS_A_TOKEN = 16.0
 #:
 #: Measurements with Muon after four passes over 1 MB (Shakespeare, vocabulary of 1,024 tokens):
 #: with 7.5 parameters per token, a weight decay of 2.0 gave 0.9% fewer bits than 1.0, and 3.0 gave
-#: 0.1% fewer than 2.0; with 18 parameters per token, 2.5 gave 1.9% fewer than 1.0. After four
+#: 0.1% fewer than 2.0. With 18 parameters per token, 2.5 gave 1.9% fewer than 1.0. After four
 #: passes over the standard library with 0.25 parameters per token, 0.1 gave 5.4% fewer bits than
 #: 2.0. Between 0.25 and 3 parameters per token, the weight decay is interpolated. AdamW's value was
 #: not remeasured. All results are from one run each.

@@ -401,11 +401,11 @@ class _Pairs(Batch):
 
 # Predicting the memory of a deep model from the memory of the same model with few layers
 #
-# If all layers are alike, each layer adds the same amount: the bytes at a given point of a step are
-# a linear function of the number of layers. With more layers, however, the peak may move to a
-# different point: early in the backward pass, when all activations are in memory, or late in it,
-# when all gradients are in memory. Each section of the step is therefore extrapolated separately,
-# and the largest result is used.
+# If all layers are alike, each layer adds the same amount of memory. The bytes in memory at a given
+# point of a step are therefore a linear function of the number of layers. With more layers,
+# however, the peak may move to a different point: early in the backward pass, when all activations
+# are in memory, or late in it, when all gradients are in memory. Each section of the step is
+# therefore extrapolated separately, and the largest result is used.
 #
 # Compiling a model with one more layer takes several seconds. However, the memory that a layer adds
 # is known before inductor fuses operators: the tensors saved for the backward pass, and the
@@ -597,8 +597,9 @@ def _with_phases(
 
 
 def padded_logits_bytes(recipe: ResolvedRecipe, target: Target) -> int:
-    """Return the bytes of the padded copy of the logits' gradient that a fully compiled step makes
-    on a GPU, or 0 if the rows of the logits are multiples of 16 bytes.
+    """Return the size in bytes of the padded copy of the logits' gradient that a fully compiled
+    step makes on a GPU. Return 0 if the rows of the logits are multiples of 16 bytes, because no
+    copy is made.
 
     Inductor pads an operand of a matrix product (`pad_mm`) if its rows are not multiples of 16
     bytes. On an H100, a step of GPT-2 with 50,257 logits needed exactly this many bytes more than

@@ -489,8 +489,9 @@ def _suggested_recipe(plan: Plan, found: Suggestion, written: Recipe) -> Resolve
 def optimizer_of_width(
     recipe: ResolvedRecipe, written: Recipe, hidden_size: int
 ) -> OptimizerConfig:
-    """Return the recipe's optimizer with learning rates for a model of this width: the recipe's
-    rates converted to this width or, if the recipe does not set them, the rates of new models."""
+    """Return the recipe's optimizer with learning rates for a model of this width. If the recipe
+    sets learning rates, they are converted to this width. Otherwise, the rates of new models are
+    used."""
     optimizer, given = recipe.optimizer, written.optimizer.model_fields_set
     # Muon's learning rates for new models were measured together with initial weights and betas
     # that only a recipe without an optimizer section gets.

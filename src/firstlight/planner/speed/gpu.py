@@ -381,9 +381,10 @@ _REACHED = {
 def reached_share(gpu: GPU) -> float:
     """Return the fraction of the data sheet's 16-bit rate that large matrix products alone reach.
 
-    For GPUs without a published measurement, the fraction is 1 if their matrix units have half the
-    usual rate, as in GeForce cards, because the board supplies enough power for this rate (RTX
-    3060, 3090, 4090: 1.0 to 1.08). For all other GPUs, it is 0.8 (RTX A6000: 0.79, L40S: 0.74).
+    For GPUs without a published measurement, the fraction depends on their matrix units. If the
+    units have half the usual rate, as in GeForce cards, the fraction is 1, because the board
+    supplies enough power for this rate (RTX 3060, 3090, 4090: 1.0 to 1.08). Otherwise, the fraction
+    is 0.8 (RTX A6000: 0.79, L40S: 0.74).
     """
     for name in sorted(_REACHED, key=len, reverse=True):
         if re.match(rf"{name}\b", gpu.name):

@@ -509,9 +509,9 @@ def estimate_speed(
 #
 # The model, optimizer and methods of a recipe train for a few steps on random tokens. If that would
 # take too long, a micro-batch of fewer sequences is timed. If even that would take too long, models
-# with fewer layers are timed. The time of a full step is computed from these times, assuming that
-# the time of the passes is proportional to the number of sequences, and that each additional layer
-# adds the same time to the passes and to the update.
+# with fewer layers are timed. The time of a full step is computed from these times, based on two
+# assumptions. The time of the passes is proportional to the number of sequences, and each
+# additional layer adds the same time to the passes and to the update.
 #
 # torch.compile is not timed, because compiling takes longer than an entire plan.
 
