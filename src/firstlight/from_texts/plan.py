@@ -358,7 +358,7 @@ class PartFacts:
     def least_seconds(self, rate: float, most_tokens: float, unit: int) -> float:
         """Return the duration in seconds of the shortest useful training loop. At least half of
         this time is spent on steps. The loop contains at least `defaults.LEAST_STEPS` steps, or as
-        many steps as the data allows if there are fewer.
+        many steps as the data allows, whichever is less.
 
         Args:
             rate: training speed in tokens per second.

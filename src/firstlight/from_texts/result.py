@@ -260,7 +260,8 @@ def result_lines(run: TextRun) -> Iterator[str]:
         )
     for prompt, text in run.samples[:_SHOWN_SAMPLES]:
         yield f"  {sample_line(prompt, text, console().width - 2)}"
-    # If the run was already complete, the call took only a moment.
+    # The duration is omitted if the run was already complete, because the call then took only a
+    # moment.
     took = "" if run.training is None else f"; total time: {time_text(run.seconds)}"
     yield f"model: {run.run_folder}; report: {run.run_folder / 'report.html'}{took}"
     yield from command_lines(run.next_commands)

@@ -92,7 +92,7 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
         alike = [labels.count(label) > 1 for label in labels]
         if not any(alike):
             return labels
-        # If one path is a suffix of another, only the longer label can grow.
+        # If one path is a suffix of another, only the label of the longer path can be extended.
         lengths = [n + is_alike for n, is_alike in zip(lengths, alike, strict=True)]
 
 

@@ -248,8 +248,8 @@ def training_loop(
         DivergedError, TrainingError, CheckpointError, StorageError: see `train`.
     """
     program, engine = run.program, run.engine
-    # If one of several processes stopped during an evaluation, the others would wait for it
-    # forever.
+    # If one of several processes stopped during an evaluation, the other processes would wait for
+    # it forever.
     check = stopping.check if engine.world.size == 1 else lambda: None
     ahead = RunAhead(run, checkpoints, stopping)
     while run.goes_on:

@@ -424,9 +424,9 @@ def _memory(record: Mapping[str, Any], planned: int | None = None) -> str:
 
 
 def _rates(record: Mapping[str, Any]) -> str:
-    """Return the tokens and sequences per second as text. If clearly fewer tokens have a loss, as
-    in conversations, the text also includes the number of these tokens per second. Metrics written
-    by older releases may lack some of these values.
+    """Return the tokens and sequences per second as text. If clearly fewer tokens contribute to the
+    loss, as in conversations, the text also includes the rate of these tokens. Metrics written by
+    older releases may lack some of these values.
     """
     tokens = record["tokens_per_second"]
     learned, samples = (record.get(f"{n}_per_second") for n in ("learned_tokens", "samples"))

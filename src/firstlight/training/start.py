@@ -487,8 +487,8 @@ def _make_folder_ready(run: Run) -> None:
     if not _says(run.folder / RECIPE_NAME, run.recipe):
         text = yaml_text(run.recipe.model_dump())
         write_file(run.folder / RECIPE_NAME, text)
-    # Write the length before the logs drop the lines after the checkpoint's step, because the time
-    # of those steps has been used.
+    # Write the length before the logs drop the lines after the checkpoint's step. The time of the
+    # dropped steps still counts as used, and it would otherwise be lost.
     if run.budget is None:
         remove_file(run.folder / LENGTH_NAME)
     else:

@@ -382,7 +382,7 @@ def _options(func: Any, args: tuple[Any, ...]) -> str:
 
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-#: Matrix products, and the index of their first factor among the arguments.
+#: Index of the first factor among the arguments of each matrix product.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.mm.out: 0,

@@ -61,7 +61,7 @@ class WorkerProcesses:
 
     def __init__(self, start: Callable[[], Mapping[Connection, BaseProcess]] = dict) -> None:
         self._start = start
-        #: Busy worker -> number of the call that it runs.
+        #: Number of the call that each busy worker is running.
         self._busy: dict[Connection, int] = {}
         self._calls = 0
 

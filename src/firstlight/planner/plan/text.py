@@ -125,7 +125,8 @@ def _between_steps(one: Estimate) -> str:
 
 
 def memory_table(one: Estimate) -> Table:
-    """Return a table of memory by part, for training and for the largest phase between steps."""
+    """Return a table of memory by part, for training and for the phase between steps that takes the
+    most memory."""
     columns = [
         (name, p)
         for name, p in (("training", one.training), (_between_steps(one), one.evaluation))
