@@ -1,5 +1,5 @@
-"""Scan the inputs once before settings are chosen. The scan finds conversations; in texts, it finds
-the scripts, the duplicates and the documents to hold out."""
+"""Scan the inputs once before settings are chosen. The scan detects conversations. In text, it
+detects the scripts and the duplicates, and it selects the documents to hold out."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ from firstlight.planner.advise.law import Hardness, TextFacts, latin_bytes_per_t
 
 #: Maximum number of file names in a message.
 SHOWN_FILES = 5
-#: Maximum bytes to read. Of a larger corpus, the first part of each file is read.
+#: Maximum number of bytes to read. In a larger corpus, only the first part of each file is read.
 MOST_BYTES = 256 << 20
 #: Number of characters that are counted at a time.
 _BLOCK_CHARACTERS = 1 << 22
-#: Number of unreadable documents after which reading stops if no readable document was found.
+#: Number of unreadable documents after which reading stops if no readable document has been found.
 _HOPELESS = 1000
 #: Maximum bytes of text that are compressed by gzip.
 _GZIP_BYTES = 2 << 20
 
-#: Unicode script names -> more familiar names.
+#: More familiar names of some Unicode scripts.
 _SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Japanese kana", "KATAKANA": "Japanese kana"}
 
 
@@ -91,14 +91,16 @@ class CorpusFacts:
             documents of the corpus.
         rejected: number of unreadable documents, keyed by reason (see `records.REASONS`).
         first_rejected: location and error of the first unreadable document, keyed by reason.
-        gzip_bits_per_byte: bits per byte of the first 2 MiB of text, compressed by gzip -9.
+        gzip_bits_per_byte: size of the first 2 MiB of text when compressed with gzip -9, in bits
+            per byte.
         hardness: difficulty of learning the text.
         content_key: hash of all text that was read and, if only a sample was read, of the limit up
             to which each file was read.
         is_sampled: True if only part of the corpus was read.
-        changes: numbers of documents and files, keyed by kind of change; see `cleaning`.
-        changed_files: for kinds of changes that were made in a single file, name of the file, keyed
-            by kind of change.
+        changes: number of documents or files with each kind of change, keyed by kind; see
+            `cleaning`.
+        changed_files: for each kind of change that occurs in a single file, the name of that file,
+            keyed by kind of change.
     """
 
     documents: int
@@ -157,8 +159,8 @@ class Scan:
         """Return sources limited to about `most_bytes` bytes of text in total, including all
         held-out text files.
 
-        Held-out files keep the limits of the scan, because with a different limit, the hash of the
-        text would not be found in `split`.
+        Held-out files keep the limits of the scan, because `split` does not contain the hashes of
+        files that are read up to a different limit.
         """
         return limited_sources(self.sources, most_bytes, self.held_out_files)
 
@@ -171,11 +173,11 @@ def scan_corpus(
     most_bytes: int = MOST_BYTES,
     progress: bool = False,
 ) -> Scan:
-    """Read a corpus once. Of a large corpus, read only the first part of each file.
+    """Read a corpus once. If the corpus is large, read only the first part of each file.
 
     Args:
-        sources: see `find_sources`.
-        text_key: see `read_documents`.
+        sources: files and datasets to read; see `find_sources`.
+        text_key: field that holds the text in JSONL lines, tables and datasets.
         val_sources: texts to validate on; if empty, a part of `sources` is held out.
         most_bytes: maximum number of bytes to read.
         progress: True to show a progress bar on stderr.
@@ -241,8 +243,8 @@ class _Counts:
         return self._rejected.total()
 
     def add(self, record: Record, source: DataSource) -> int:
-        """Count a document of a source, and return its approximate size in bytes for the progress
-        bar."""
+        """Count a document of a source. Return the document's approximate size in bytes for the
+        progress bar."""
         if record.error is not None:
             reason = record.error.reason
             self._rejected[reason] += 1
@@ -315,7 +317,7 @@ class _Counts:
         Args:
             sources: all sources.
             limited: sources with the limits up to which they were read.
-            text_key: see `read_documents`.
+            text_key: field that holds the text in JSONL lines, tables and datasets.
             held: documents that are held out.
 
         Raises:
@@ -402,8 +404,8 @@ def opening_of(text: str, start: int = 0) -> str:
 
 
 def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
-    """Return the fraction of the letters' UTF-8 bytes by script, computed from a histogram of code
-    points."""
+    """Return the fraction of the letters' UTF-8 bytes that belongs to each script. `histogram`
+    counts the code points."""
     counts: Counter[str] = Counter()
     for code in np.flatnonzero(histogram).tolist():
         character = chr(code)
@@ -415,7 +417,7 @@ def _scripts(histogram: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str,
 
 
 def described(scan: Scan) -> Iterator[str]:
-    """Yield the facts of a scan as lines for the user, one line per kind of change or loss."""
+    """Yield lines that describe a scan to the user, one line per kind of change or loss."""
     facts = scan.facts
     shown = [f"{name} {share:.0%}" for name, share in facts.scripts.items() if share >= 0.01]
     scripts = ", ".join(shown[:5]) or "no letters"
@@ -472,7 +474,7 @@ def estimated_text(facts: CorpusFacts, vocab_size: int, held_out: float) -> Text
         held_out: bytes of text that are held out.
     """
     # Non-Latin scripts have more bytes per character and about as many characters per token as
-    # Latin. The exponent of 0.8 assumes slightly fewer characters per token.
+    # Latin script. The exponent of 0.8 assumes slightly fewer characters per token.
     per_token = latin_bytes_per_token(vocab_size) * facts.bytes_per_character**0.8
     return TextFacts(
         vocab_size,
@@ -565,7 +567,7 @@ def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[st
     return list(dict.fromkeys(others))
 
 
-#: Minimum bytes of text. With less text, there would be no text left for validation.
+#: Minimum number of bytes of text. With less text, none would be left for validation.
 LEAST_BYTES = 1000
 
 
@@ -596,7 +598,7 @@ def scan_texts(
     tell(reading_line(named, [*sources, *val_sources]))
     if note := note_on_inputs(named):
         tell(note)
-    # The check runs after the first message, because it imports torch, which takes seconds.
+    # The check runs after the first message, because it imports torch, which takes several seconds.
     check(request)
     scan = scan_corpus(sources, request.text_key, val_sources=val_sources, progress=progress)
     for line in described(scan):
@@ -619,7 +621,7 @@ def scan_texts(
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first few file names as one string."""
+    """Join the first few file names into one string."""
     return ", ".join(names[:SHOWN_FILES]) + (", ..." if len(names) > SHOWN_FILES else "")
 
 

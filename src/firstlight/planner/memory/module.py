@@ -113,7 +113,7 @@ def _backward(
 
 
 def _trained_parameters(model: nn.Module, *, checkpoints: bool) -> list[nn.Parameter]:
-    """Put a module in training mode, and return its trained parameters."""
+    """Put a module in training mode and return its trained parameters."""
     if checkpoints:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
@@ -172,7 +172,7 @@ def _autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[ob
 
 def _fake_copy(model: nn.Module) -> nn.Module:
     """Copy a module, with fake tensors in place of its tensors."""
-    # The keys are identities, so that tied parameters stay tied.
+    # The keys are object ids, so that tied parameters stay tied.
     memo: dict[int, Any] = {}
     for module in model.modules():
         # Modules also store tensors in plain attributes, which deepcopy would copy.
