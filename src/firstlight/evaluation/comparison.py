@@ -273,6 +273,9 @@ def compare(
     for name, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
+    for name, option in {"items": items, "task_folder": task_folder}.items():
+        if option is not None and not tasks:
+            raise ConfigError(f"{name} applies to tasks: add a task")
     settings = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0)
     documents = {name: documents_of(name) for name in map(str, _listed(texts))}
     models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
