@@ -1,10 +1,12 @@
 """firstlight: from raw text to your own language model.
 
+Run all steps from a folder of texts to a trained model:
+
     import firstlight
 
     run = firstlight.train_texts("my_texts/", budget="30m")
 
-runs all steps from a folder of texts to a trained model. The individual steps are:
+Or run the steps individually:
 
     tokenizer = firstlight.train_tokenizer(texts, vocab_size=4096)
     firstlight.prepare(["corpus/"], tokenizer, "data/corpus")
@@ -12,9 +14,9 @@ runs all steps from a folder of texts to a trained model. The individual steps a
     print(firstlight.evaluate("runs/recipe").bits_per_byte)
     print(firstlight.generate("runs/recipe", "Once upon a time").text)
 
-Public names are imported on first use, so `import firstlight` itself is fast. The import sets the
-environment variables GOMP_SPINCOUNT and, with an NVIDIA GPU, PYTORCH_ALLOC_CONF, which torch reads
-when it is imported.
+Public names are imported on first use, so `import firstlight` itself is fast. It sets the
+environment variable GOMP_SPINCOUNT and, on a machine with an NVIDIA GPU, PYTORCH_ALLOC_CONF. torch
+reads both variables when it is imported.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Module -> the public names that are imported from it on first use.
+#: Public names that are imported on first use, grouped by module.
 _PUBLIC = {
     "conversion.convert": ["Conversion", "convert"],
     "data.chat": ["ChatOptions", "prepare_chat"],
@@ -96,8 +98,8 @@ _MODULES = {name: f"firstlight.{module}" for module, names in _PUBLIC.items() fo
 
 __all__ = sorted(_MODULES)
 
-# With torch's default spin time for threads, a step takes ten times as long while other programs
-# are busy.
+# By default, torch's threads spin while they wait. If other programs keep the CPU busy, a training
+# step then takes ten times as long.
 _environment = importlib.import_module("firstlight.hardware.environment")
 _environment.set_at_import()
 

@@ -1,8 +1,7 @@
-"""Messages and progress bars on stderr, and the formatting and parsing of numbers and texts.
+"""Messages and progress bars on stderr, and formatting and parsing of numbers and durations.
 
-In a notebook, which shows stderr as errors, messages are outputs of the cell instead. stdout is
-reserved for results: generated text, tables of a command, or the JSON object of `--json`
-(`cli/output.py`).
+Notebooks display stderr as errors, so messages are shown as cell output there. stdout is reserved
+for results: generated text, tables, or the JSON object that `--json` prints (see `cli/output.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +25,16 @@ from firstlight.errors import ConfigError
 
 
 def console() -> Console:
-    """Return a console on the current `sys.stderr`, which tests and notebooks may replace."""
+    """Return a console that writes to the current `sys.stderr`.
+
+    The console is not cached, because tests and notebooks may replace `sys.stderr`.
+    """
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def notebook_display() -> Callable[..., Any] | None:
     """Return IPython's `display` function inside a notebook kernel, or None elsewhere."""
-    # In a notebook, IPython has been imported already.
+    # In a notebook, IPython is already imported.
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     if getattr(shell, "kernel", None) is None:
@@ -42,10 +44,11 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def say(message: str, *, end: str = "\n") -> None:
-    """Print a message and then `end` on stderr, as plain text without markup or control characters
-    (see `visible`).
+    """Print a message to stderr, followed by `end`.
 
-    If stderr is not writable (a closed pipe or terminal), the program continues silently.
+    The message is printed as plain text: markup is not interpreted, and control characters are
+    replaced (see `visible`). If stderr is not writable, for example because a pipe or terminal was
+    closed, the program continues without messages.
     """
     message = visible(message)
     if (display := notebook_display()) is not None:
@@ -59,16 +62,17 @@ def say(message: str, *, end: str = "\n") -> None:
 
 def silence() -> None:
     """Discard all further output to stderr."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream has no descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stderr.fileno())
         os.close(nowhere)
 
 
 def progress_bar(*columns: ProgressColumn, shown: bool = True) -> Progress:
-    """Return a progress bar on stderr: description, bar, percentage, `columns`, remaining time.
+    """Return a progress bar on stderr with description, percentage, `columns` and remaining time.
 
-    It is only shown in terminals; for logs, the caller prints messages.
+    The bar is shown only in a terminal. If stderr is a log file, the caller prints messages
+    instead.
     """
     target = console()
     return Progress(
@@ -92,9 +96,10 @@ _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: object) -> str:
-    """Return the text in a form that is safe to display: control characters, bidirectional
-    formatting characters and surrogates are replaced with their code points, such as '⟨U+202E⟩'.
-    "\\r\\n" becomes "\\n"; tabs are kept.
+    """Return text in a form that is safe to display.
+
+    Control characters, bidirectional formatting characters and surrogates are replaced with their
+    code points, such as '⟨U+202E⟩'. Tabs and line breaks are kept; "\\r\\n" becomes "\\n".
     """
     lines = str(text).replace("\r\n", "\n")
     if lines.isprintable():
@@ -122,8 +127,10 @@ def plain(value: object) -> str:
 
 
 def loss_text(loss: float, decimals: int = 4) -> str:
-    """Format a loss with `decimals` decimals, or with 4 significant digits if it is at least
-    10,000, as in a diverged run."""
+    """Format a loss with the given number of decimals.
+
+    A loss of 10,000 or more, as in a diverged run, is formatted with 4 significant digits instead.
+    """
     return f"{loss:.{decimals}f}" if abs(loss) < 10_000 else f"{loss:.4g}"
 
 
@@ -136,12 +143,13 @@ def own_version() -> str:
 
 
 def gib(size: float, beside: float = 0) -> str:
-    """Format a number of bytes of memory in GiB, or in MiB below 1 GiB: 1610612736 -> '1.50 GiB',
+    """Format a memory size in GiB, or in MiB if it is below 1 GiB: 1610612736 -> '1.50 GiB',
     83886080 -> '80 MiB'.
 
     Args:
-        size: number of bytes.
-        beside: number of bytes to which `size` is compared: both get the unit of the larger one.
+        size: size in bytes.
+        beside: another size in bytes that is shown next to `size`. The larger of the two determines
+            the unit, so that both have the same unit.
     """
     count = size / 2**30
     if max(size, beside) >= 2**30:
@@ -151,12 +159,12 @@ def gib(size: float, beside: float = 0) -> str:
 
 
 def shortened(text: str, width: int, *, at_space: bool = False) -> str:
-    """Truncate the text to `width` characters, ending in "…" if it is longer.
+    """Truncate text to at most `width` characters. Truncated text ends in "…".
 
     Args:
         text: text to truncate.
         width: maximum number of characters.
-        at_space: True to cut at the last space, if there is one in the second half.
+        at_space: True to cut the text at its last space, unless that space is in the first half.
     """
     if len(text) <= width:
         return text
@@ -178,7 +186,7 @@ def human_bytes(count: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Format a number briefly, with up to 10 significant digits: 1500 -> '1.5k', 0.00025 ->
+    """Format a number compactly, with up to 10 significant digits: 1500 -> '1.5k', 0.00025 ->
     '0.00025', 1e-7 -> '1e-07'."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
@@ -190,8 +198,8 @@ def compact(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """Format a number rounded to four digits: 1234567 -> '1.235M', 4494.2 -> '4,494', 3.14159 ->
-    '3.142'."""
+    """Format a number rounded to four significant digits: 1234567 -> '1.235M', 4494.2 -> '4,494',
+    3.14159 -> '3.142'."""
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-4:
         return f"{value:.3e}"
@@ -202,7 +210,10 @@ def rounded(value: float) -> str:
 
 
 def counted(count: float, noun: str, form: str = ",") -> str:
-    """Format a number with its noun: '2 shards' for 2 and "shard", in the format `form`."""
+    """Format a number with its noun in the singular or plural: '2 shards' for 2 and "shard".
+
+    `form` is the format specification of the number.
+    """
     text = f"{count:{form}}"
     return f"{text} {noun}{'' if text == '1' else 's'}"
 

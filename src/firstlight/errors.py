@@ -31,8 +31,8 @@ DIVERGED_EXIT_CODE = 76
 #: Advice in the messages about a diverged run.
 DIVERGED_REMEDY = "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
 
-#: Maximum number of characters in a message; longer messages are shortened, because a name in a
-#: damaged file can have any length.
+#: Maximum number of characters in a message. Longer messages are shortened, because a message can
+#: quote a name from a damaged file, and such a name can have any length.
 _MAX_CHARS = 2000
 
 
@@ -88,9 +88,11 @@ class TrainingError(FirstlightError):
 
 
 class RunReplacedError(Exception):
-    """Raised by a run's `on_step` to end the run because another run will replace it. It has no
-    effect if a signal has already asked the run to stop; the run then saves a checkpoint and
-    ends."""
+    """Raised by the `on_step` callback of a run to end the run because another run will replace it.
+
+    The exception has no effect if a signal has already stopped the run. In that case the run saves
+    a checkpoint and ends as usual.
+    """
 
 
 class MissingDependencyError(FirstlightError):
@@ -118,8 +120,13 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
-    """Return `" (did you mean 'x'?)"` for the known name nearest to `word`, or `""` if no name
-    reaches the minimum similarity `likeness` (a `difflib` ratio from 0 to 1).
+    """Return `" (did you mean 'x'?)"` for the known name that is most similar to `word`, or `""` if
+    no name is similar enough.
+
+    Args:
+        word: an unknown name.
+        known: the known names.
+        likeness: minimum similarity, a `difflib` ratio from 0 to 1.
     """
     names = list(known)
     # "every" should suggest "every_steps", although "keep_every" is closer by edit distance.
@@ -129,10 +136,10 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an error in one line: what failed, the path, and for common errors (a full disk, no
-    permission) what to do."""
-    # Name the final file instead of the temporary one (files/atomic.py), which users don't know.
-    # For a copy, `filename2` is the target.
+    """Describe an error in one line: the failure, the path and, for common errors such as a full
+    disk or a denied permission, a remedy."""
+    # Users don't know the temporary file (see files/atomic.py), so name the final file instead. For
+    # a copy, `filename2` is the target.
     path = error.filename2 or error.filename or ""
     name = re.sub(r"\.tmp-([^/]+)-[0-9a-f]{8}", r"\1", str(path))
     where = f" at {name}" if name else ""
@@ -152,8 +159,10 @@ def describe_os_error(error: OSError) -> str:
 
 
 def describe_read_error(error: OSError) -> str:
-    """Describe an error from reading an input file like `describe_os_error`, but with different
-    advice for a denied permission: make the file readable.
+    """Describe an error that occurred while reading an input file.
+
+    The description is the same as that of `describe_os_error`, except for a denied permission: the
+    advice is to make the file readable.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         where = f" at {error.filename}" if error.filename else ""
@@ -176,11 +185,11 @@ _LACK_OF_MEMORY = (
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return True if an error means that memory ran out, on any device. Does not import torch."""
+    """Return True if an error means that a device ran out of memory. Does not import torch."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        # Its text can contain a file name, so only the error number counts.
+        # The error text can contain a file name, so only the error number is checked.
         return error.errno == errno.ENOMEM
     # oneDNN reports errors about a "primitive descriptor" for unsupported operators or dtypes, not
     # for memory.

@@ -6,11 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """An immutable pydantic model. Unknown keys, wrong types and numbers that are not finite are
-    errors.
+    """An immutable pydantic model that rejects unknown keys, wrong types, NaN and infinity.
 
-    The text below a key is its documentation: `model_fields[key].description`, which
-    `firstlight train --help-all` and the reference pages show.
+    The docstring below a key becomes `model_fields[key].description`, which is shown by
+    `firstlight train --help-all` and on the reference pages.
     """
 
     model_config = ConfigDict(

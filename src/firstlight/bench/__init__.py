@@ -1,4 +1,4 @@
-"""`firstlight bench`: measure the effects of settings on the user's machine.
+"""The benchmarks of `firstlight bench`: measurements of the effects of settings on this machine.
 
 Published figures, such as GPU results, are measured by the separate package `benchmarks/` next to
 `src/`.

@@ -1,9 +1,11 @@
 """Display benchmark results as tables and pictures.
 
-Table cells are rendered from templates; the templates of a row are one string, separated by " | ".
-A template is a Python format string that can also use the names in `UNITS` as format
-specifications. Pictures are PNG files with panels of horizontal bars. This module also contains
-helpers for other figures.
+Table cells are rendered from templates. The templates of a row are joined in one string with " | "
+between them. Each template is a Python format string that can also use the names in `UNITS` as
+format specifications.
+
+Pictures are PNG files with panels of horizontal bars. This module also contains helpers for other
+figures.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 from firstlight.console import human_bytes
 
 
-def _binary(size: int) -> str:  # Processor data sheets give cache sizes like this.
+def _binary(size: int) -> str:  # The unit in which processor data sheets give cache sizes.
     return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
 
 
@@ -42,9 +44,7 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """Render a cell of a row. Return "" if the row lacks one of the template's values or the value
-    is None.
-    """
+    """Render a cell of a row. Return "" if one of the template's values is missing or None."""
     try:
         return _Formatter().vformat(template, (), row)
     except (KeyError, TypeError):  # The value None can't be formatted or indexed.
@@ -61,14 +61,14 @@ class Panel:
     """A panel of horizontal bars.
 
     Attributes:
-        xlabel: quantity and unit shown at the x axis.
+        xlabel: quantity and unit shown on the x axis.
         names: names of the bars, from top to bottom.
         values: lengths of the bars.
-        labels: texts next to the bars; None to write the values.
-        colors: color of each bar, or of all bars.
-        spread: lowest and highest value of each bar; None for no error lines.
-        inner: lengths of thin black bars inside the bars; empty for none.
-        line: name and value of a dashed vertical line, such as a goal or a ceiling.
+        labels: texts next to the bars; None to show the values.
+        colors: colors of the bars, or one color for all bars.
+        spread: lowest and highest value of each bar, shown as error bars, or None.
+        inner: lengths of thin black bars inside the bars, or an empty sequence.
+        line: name and value of a dashed vertical line, such as a target or an upper limit, or None.
         title: heading of the panel.
     """
 
@@ -90,7 +90,7 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
         title: heading of the picture.
         grid: rows of panels; all rows have the same number of panels.
     """
-    # If there are no panels, draw an empty one, so that the picture has only a heading.
+    # If there are no panels, draw an empty panel, because matplotlib requires at least one row.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
@@ -99,10 +99,11 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     for row, panels in zip(axes, grid, strict=True):
         for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
             _draw(place, panel)
-            # If several panels share the same bar names, only the first one shows them.
+            # If the panels of a row have the same bar names, show the names only in the first
+            # panel.
             if number and panel.names == panels[0].names:
                 place.set_yticklabels([])
-    # Not parsed as math, because a model path or GPU name may contain dollar signs.
+    # Don't parse the title as math, because a model path or GPU name can contain dollar signs.
     figure.suptitle(title, parse_math=False)
     return png_of(figure)
 
@@ -115,7 +116,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     most = max([*panel.values, 1e-12])
     if panel.spread is not None:
         pairs = list(zip(panel.values, panel.spread, strict=True))
-        # max is needed because rounding errors can put a median outside its spread.
+        # Error bars must not be negative, but rounding errors can put a median outside its spread.
         low = [max(value - least, 0.0) for value, (least, _) in pairs]
         high = [max(greatest - value, 0.0) for value, (_, greatest) in pairs]
         style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}

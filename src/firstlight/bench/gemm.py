@@ -1,26 +1,27 @@
 """`firstlight bench gemm`: measure this machine's matrix-product rate by shape and alignment.
 
 The operands are random and are created once per number format. Each result overwrites the previous
-one, so that no memory is allocated during the measurement. A product that takes less time than one
+one, so that no memory is allocated during a measurement. A product that takes less time than one
 measurement is repeated with the same operands. One untimed product runs first, so operands that fit
-into the caches are already cached. Each round measures every product once; products in `COMPARED`
-are measured `GemmPlan.turns` times. A row shows the median. Compared products are measured in quick
-succession, so that other load on the machine affects both, and their ratio is the median over the
-pairs.
+into the caches are already cached. A round measures every product once, except that products in
+`COMPARED` are measured `GemmPlan.turns` times. Tables show the median. Compared products are
+measured in quick succession, so that other load on the machine affects both, and their ratio is the
+median over the pairs.
 
-A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, its layout is two letters, one for A and
-one for B: "n" means stored row by row in memory, and "t" means the transposed view of a matrix
-stored that way. A linear layer with weight W [out, in], input x [tokens, in] and gradient g
-[tokens, out] has three products per step:
+A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, a layout consists of one letter for A and
+one for B: "n" is a matrix stored row by row, and "t" is the transposed view of such a matrix. A
+linear layer with weight W [out, in], input x [tokens, in] and gradient g [tokens, out] has three
+products per step:
 
     forward             x @ W.T   "nt"
     gradient of input   g @ W     "nn"
     gradient of weight  g.T @ x   "tn"
 
-GPT-2's Conv1D stores W as [in, out]: x @ W "nn", g @ W.T "nt", x.T @ g "tn".
+GPT-2's Conv1D stores W as [in, out], so its products are x @ W "nn", g @ W.T "nt" and x.T @ g "tn".
 
-This module has five parts: the products; a single measurement; rates of one thread and of all
-threads for memory reads, blocked products and waves; the run; and the ratios and the picture.
+The module first defines the products and the measurement of a single product. Next come further
+measurements on the CPU (memory reads and blocked products on one thread, waves on all threads), the
+benchmark run, and finally the summary and the picture.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ Part = Literal["size", "model", "alignment", "tile", "wave"]
 COMPARED = ("alignment", "tile", "wave")
 #: Multiples to which sizes are padded.
 MULTIPLES = (8, 64, 128)
-#: Edge length of a tile; the products in the "tile" part use values of N around it.
+#: Edge length of a tile. The products in the "tile" part have values of N around this length.
 TILE_EDGE = 256
-#: Number of tokens in the training step for which the times of all products are added up: 4
-#: sequences of 1024 tokens.
+#: Number of tokens in the training step for which the times of all products are summed: 4 sequences
+#: of 1024 tokens.
 STEP_TOKENS = 4096
 
 
@@ -71,8 +72,8 @@ class GemmProduct:
 
     Attributes:
         part: part of the benchmark to which the product belongs.
-        group: group of products that are compared, named after the dimension that varies or after
-            the storage of weights ("conv1d", "linear").
+        group: group of products that are compared with each other. It is named after the dimension
+            that varies, or after the storage of the weights ("conv1d", "linear").
         value: size of the dimension that varies, or 0.
         name: name used in tables.
         m: number of rows of A and C.
@@ -122,14 +123,14 @@ class GemmPlan:
     Attributes:
         sizes: sizes of the square products.
         base: aligned size of the products in the parts "alignment" and "tile".
-        tokens: number of tokens in the model's products; on CPUs, fewer than STEP_TOKENS to save
-            time.
+        tokens: number of tokens in the model's products. On CPUs, it is less than STEP_TOKENS to
+            save time.
         tile_sizes: values of N around TILE_EDGE.
-        measure_seconds: approximate duration of a measurement, which repeats its product.
+        measure_seconds: approximate duration of one measurement, in which a product is repeated.
         budget_seconds: approximate duration of all rounds.
         min_rounds: minimum number of rounds.
         max_rounds: maximum number of rounds.
-        turns: number of measurements per round of the products in COMPARED. It is larger because
+        turns: number of measurements per round for products in COMPARED. Several are needed because
             these products, and the differences between them, are small.
         pass_bytes: sizes in bytes of the arrays that `gemm` reads; empty on GPUs.
         blocked_edge: rows and columns of the product that `gemm` splits into blocks; 0 on GPUs.
@@ -154,9 +155,7 @@ _QUICK_STEPS = tuple(sorted({*range(192, 321, 32), *_EDGES}))
 
 
 def plan_for(device_type: str, quick: bool) -> GemmPlan:
-    """Return the plan for the device type "cuda" or for any other device, which is assumed to be
-    slower.
-    """
+    """Return the plan for a device type. Devices other than "cuda" are assumed to be slower."""
     sizes = tuple(1 << power for power in range(7, 15))
     if device_type == "cuda":
         plan = GemmPlan(sizes, 4096, STEP_TOKENS, _STEPS, measure_seconds=0.05, budget_seconds=150)
@@ -187,8 +186,8 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """Return `size` padded to each of MULTIPLES, keyed by multiple. Several multiples may give the
-    same padded size.
+    """Return `size` padded to each of MULTIPLES, keyed by multiple. Different multiples can result
+    in the same padded size.
     """
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
@@ -222,8 +221,8 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """Return the products of one training step except the products inside attention: the layers
-    both as Conv1D and as linear layers, and the head for each vocabulary size."""
+    """Return the products of one training step, except those inside attention. The layers are
+    included both as Conv1D and as linear layers, and the head once per vocabulary size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -242,7 +241,7 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
         rows: layer_products(f"head {rows}", tokens, C, rows)
         for rows in sorted({vocabulary, *paddings(vocabulary).values()})
     }
-    # Sizes of the same product are measured consecutively, because the machine's load drifts.
+    # Measure the sizes of a product consecutively, because the load of the machine changes slowly.
     products += [
         GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
         for one in range(3)
@@ -252,10 +251,10 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Return products in which one dimension at a time has aligned and unaligned sizes, and
-    products of a model's MLP for aligned and unaligned hidden sizes.
+    """Return square products in which one dimension is varied between aligned and unaligned sizes,
+    and products of a model's MLP for aligned and unaligned hidden sizes.
 
-    In the "nt" layout, K is the contiguous dimension of A and B in memory, and N is the contiguous
+    The layout is "nt", in which K is the contiguous dimension of A and B, and N is the contiguous
     dimension of C.
     """
     off = unaligned(shape, base)
@@ -311,7 +310,7 @@ def all_products(shape: GPT2Shape, plan: GemmPlan, multiprocessors: int = 0) -> 
     return products + wave_products(multiprocessors) if multiprocessors else products
 
 
-#: Dtypes, keyed by their names in recipes. With tf32, a GPU rounds the factors of fp32 products to
+#: Dtypes, keyed by their names in recipes. In tf32, a GPU rounds the operands of fp32 products to
 #: 10 mantissa bits.
 DTYPES = {
     "fp32": torch.float32,
@@ -320,8 +319,8 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-#: fp8, multiplied with `torch._scaled_mm`. It supports only the "nt" layout and multiples of 16, so
-#: the products in COMPARED are not measured in fp8.
+#: Dtype of fp8 products, which use `torch._scaled_mm`. That function supports only the "nt" layout
+#: and multiples of 16, so the products in COMPARED are not measured in fp8.
 FP8 = torch.float8_e4m3fn
 
 #: Maximum number of repetitions of a product in a measurement.
@@ -333,8 +332,8 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """Compute fp32 products in full precision, or as TF32 if `name` is "tf32". Restore torch's
-    global setting on exit.
+    """Context manager in which fp32 products are computed in full precision, or in TF32 if `name`
+    is "tf32". On exit, torch's global setting is restored.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -347,25 +346,27 @@ def fp32_products(name: str) -> Iterator[None]:
 def make_operands(
     products: Sequence[GemmProduct], dtype: torch.dtype, device: torch.device
 ) -> Operands:
-    """Create flat tensors for A, B and C, large enough for each of `products`; A and B are random.
+    """Create flat tensors for A, B and C that are large enough for each of `products`.
 
-    C has the same dtype, except for fp8, where it is bf16.
+    A and B contain random numbers of the given dtype. C has the same dtype or, for fp8, bf16.
     """
     sizes = [
         max(sizes)
         for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
     ]
-    # torch can't generate random fp8 numbers, and fp8 products are written as bf16.
+    # For fp8, draw the numbers in bf16 and convert them, because torch can't generate random fp8
+    # numbers. The results of fp8 products are bf16.
     drawn = torch.bfloat16 if dtype == FP8 else dtype
     a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
-    # Random numbers are used because a GPU multiplies zeros or ones with less power and therefore
-    # at a higher clock rate.
+    # Use random numbers, because multiplying zeros or ones takes less power, and a GPU then runs at
+    # a higher clock rate.
     return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 
 def make_multiply(product: GemmProduct, operands: Operands) -> Callable[[], object]:
-    """Return a function that computes the product once, in its layout, and writes it to C. For fp8,
-    which works only in the "nt" layout, the function allocates the result.
+    """Return a function that computes the product once, in the product's layout, and writes the
+    result to C. For fp8, only the "nt" layout is supported, and the result is allocated on each
+    call.
     """
     m = product.m
     n = product.n
@@ -404,15 +405,20 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
-    """Return how many products of `product_seconds` fit in a measurement of `measure_seconds`."""
+    """Return the number of repetitions of a product in a measurement.
+
+    Args:
+        product_seconds: duration of the product.
+        measure_seconds: duration of the measurement.
+    """
     return min(_MOST_REPEATS, max(1, math.ceil(measure_seconds / max(product_seconds, 1e-9))))
 
 
 def measure_product(
     product: GemmProduct, operands: Operands, repeats: int, device: torch.device
 ) -> float:
-    """Measure the mean seconds per product over `repeats` products. If `repeats` is above 1, one
-    untimed product runs first.
+    """Return the mean seconds per product over `repeats` products. If `repeats` is greater than 1,
+    one untimed product runs first.
     """
     multiply = make_multiply(product, operands)
     if repeats > 1:
@@ -426,11 +432,11 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Minimum number of bytes read per call.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements per row; their median is reported.
+#: Number of measurements per row. The median is reported.
 _REPEATS = 5
 
-#: Number of measurements for each number of products; larger because each takes only a few
-#: milliseconds.
+#: Number of measurements for each number of concurrent products. It is larger than `_REPEATS`,
+#: because each measurement takes only a few milliseconds.
 _WAVE_REPEATS = 15
 
 
@@ -445,7 +451,7 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
                 (index / name).read_text(encoding="ascii").strip()
                 for name in ("type", "level", "size")
             )
-        except OSError:  # Some ARM machines list a cache without its size.
+        except OSError:  # Some ARM machines list caches without their sizes.
             continue
         if kind != "Instruction":
             found[f"L{level}"] = int(size.removesuffix("K")) * 1024
@@ -453,8 +459,13 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
 
 
 def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
-    """Return a function that sums the array `data` [numbers] in several passes and returns the sum
-    of each pass [passes], and the number of passes, which together read about `_CALL_BYTES`."""
+    """Prepare summing the array `data`, [numbers], several times.
+
+    Returns:
+        A function that sums the array in several passes and returns the sum of each pass, [passes];
+        and the number of passes. Together, the passes read about `_CALL_BYTES`; a larger array is
+        read once.
+    """
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
     return lambda: torch.sum(repeated, 1, out=sums), passes
@@ -476,8 +487,8 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
-#: (function, smallest block) for each way of splitting; block sizes are powers of 2. Square blocks
-#: below 32 would mostly measure call overhead.
+#: Ways to split a product into blocks, each with its function and smallest block size. Block sizes
+#: are powers of 2. With square blocks smaller than 32, call overhead would dominate.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
@@ -485,17 +496,17 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
     """Measure passes over arrays and blocked products on one thread, and waves on all threads.
 
     Args:
-        plan: plan whose `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds` are used.
+        plan: plan that specifies `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds`.
 
     Returns:
         - "caches": see `cache_sizes`
-        - "passes": "bytes" and "bytes_per_second" of each array
-        - "blocks": "cut" ("row blocks", "square blocks"), "block" (rows of a block) and
-          "flops_per_second"
-        - "edge": rows and columns of the product that is cut into blocks
+        - "passes": "bytes" and "bytes_per_second" for each array
+        - "blocks": "cut" ("row blocks" or "square blocks"), "block" (number of rows of a block) and
+          "flops_per_second" for each block size
+        - "edge": number of rows and columns of the product that is split into blocks
         - "waves": see `measure_waves`
 
-        Rates are medians, with "lowest" and "highest".
+        Rates are medians. "lowest" and "highest" are added to each rate.
     """
     edge, measure_seconds = plan.blocked_edge, plan.measure_seconds
     waves = measure_waves(edge // 2, torch.get_num_threads())
@@ -528,14 +539,15 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
     """Measure the time of several concurrent products relative to the time of a single product.
 
     Args:
-        edge: rows and columns of each product.
-        threads: number of threads; each multiplies one product at a time.
+        edge: number of rows and columns of each product.
+        threads: number of threads. Each thread computes one product at a time.
 
     Returns:
         "threads", "edge" and "rows". Each row has "products", the number of concurrent products,
-        and "time_ratio" with "lowest" and "highest": the median ratio of two consecutive
-        measurements. The numbers are 1 and, for each of one to four waves, the number of products
-        that fills the waves, and that number plus one.
+        and "time_ratio", the median ratio of two consecutive measurements, with "lowest" and
+        "highest". There is one row for a single product, and two rows for each of one to four
+        waves: one with the number of products that fills the waves, and one with an additional
+        product.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a = torch.rand(edge, edge)
@@ -549,7 +561,7 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
                 pass
             return time.perf_counter() - start
 
-        seconds(counts[-1])  # Untimed call in which the pool starts its threads.
+        seconds(counts[-1])  # This first call is not used, because the pool starts its threads.
         rows = [
             {
                 "products": count,
@@ -600,9 +612,9 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
 
     Args:
         loops: the result to draw.
-        passes: matplotlib axes for the rates of passes, with the sizes of the caches.
-        blocks: axes for the rates of products in blocks.
-        waves: axes for the times of several concurrent products.
+        passes: matplotlib axes for the rates of passes and the sizes of the caches.
+        blocks: matplotlib axes for the rates of products in blocks.
+        waves: matplotlib axes for the times of several concurrent products.
     """
     rows = loops["passes"]
     _draw_medians(passes, rows, "bytes", "bytes_per_second", color="C0", label="passes, fp32")
@@ -656,8 +668,8 @@ def _draw_medians(
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """Return the dtypes from DTYPES with hardware support for matrix multiplication; always
-    includes "fp32".
+    """Return the names of the DTYPES that the device can multiply in hardware. "fp32" is always
+    included.
     """
     names = ["fp32"]
     if hardware.device.type == "cuda":
@@ -673,15 +685,15 @@ def hardware_dtypes(hardware: Hardware) -> list[str]:
 
 
 class GemmRun:
-    """A running benchmark, whose measurements so far can be read at any time.
+    """A run of the benchmark. Its results so far can be read at any time.
 
     Attributes:
         dtypes: names of the DTYPES to measure.
         products: all products.
-        seconds: seconds of a product in each measurement, keyed by dtype and by index of the
+        seconds: seconds per product in each measurement, keyed by dtype and by index of the
             product.
         rounds: number of rounds that have begun.
-        loops: result of `measure_loops`; None before it is measured, and on GPUs.
+        loops: result of `measure_loops`; None until it is measured, and always None on GPUs.
         complete: True once everything is measured.
 
     Raises:
@@ -716,7 +728,8 @@ class GemmRun:
         self.load = machine_facts(self.hardware)["load"]
 
     def measure(self) -> None:
-        """Warm everything up, then measure round after round until the plan's time is used up."""
+        """Run all products once to warm up, then measure rounds until the plan's time is used
+        up."""
         device = self.hardware.device
         start = time.perf_counter()
         with progress_bar() as progress:
@@ -727,7 +740,7 @@ class GemmRun:
                 for key in costs
                 if turn == 0 or self.products[key[0]].part in COMPARED
             ]
-            # A product that is repeated is multiplied one additional time before the measurement.
+            # If a product is repeated, one additional untimed product runs before the measurement.
             work = {key: (n + (n > 1)) * once for key, (n, once) in costs.items()}
             round_seconds = sum(work[key] for key in order)
             left = self.plan.budget_seconds - (time.perf_counter() - start)
@@ -752,10 +765,14 @@ class GemmRun:
     def _warm_up(
         self, progress: Progress
     ) -> tuple[dict[str, Operands], dict[tuple[int, str], tuple[int, float]]]:
-        """Return the operands, keyed by dtype, and the repeats and seconds, keyed by (index of the
-        product, dtype).
+        """Run all products once.
 
-        The dtypes of one product are measured consecutively, because they are compared as well.
+        The dtypes of a product are measured consecutively, because they are also compared with each
+        other.
+
+        Returns:
+            The operands, keyed by dtype; and the (number of repetitions, seconds per product),
+            keyed by (index of the product, dtype) in the order of measurement.
         """
         device, names = self.hardware.device, self.dtypes
         flops = sum(product.flops for product in self.products)
@@ -797,8 +814,8 @@ class GemmRun:
         }
 
 
-#: Products with fewer FLOPs than this are excluded from the ceiling, because their operands are
-#: read from a cache.
+#: Products with fewer FLOPs than this are ignored when the ceiling (the highest rate) is
+#: determined, because their operands are read from a cache.
 _CEILING_FLOPS = 1e9
 
 #: Seconds of each measurement, keyed by product, for one dtype.
@@ -816,16 +833,17 @@ def summarize(
 
     Args:
         products: all products.
-        seconds: seconds of a product in each measurement, keyed by dtype and product.
+        seconds: seconds per product in each measurement, keyed by dtype and index of the product.
         shape: shape of the model.
         plan: plan of the measurements.
 
     Returns:
-        - "ceilings": highest FLOP/s of a large product, keyed by format (of any product if none is
-          large)
-        - "rows": each product in each format, its times (seconds), its median, lowest and highest
-          FLOP/s, and the median as a fraction of the ceiling
-        - "step": `step_times`; "padding", "tile", "wave": ratios of `compare` to another size
+        - "ceilings": highest FLOP/s of a large product, or of any product if none is large, keyed
+          by dtype
+        - "rows": for each product and dtype, the times in seconds; the median, lowest and highest
+          FLOP/s; and the median as a fraction of the ceiling
+        - "step": the result of `step_times`
+        - "padding", "tile" and "wave": ratios to another size, see `compare`
     """
     result: dict[str, Any] = {"ceilings": {}}
     result |= {name: [] for name in ("rows", "step", "padding", "tile", "wave")}
@@ -866,13 +884,13 @@ def step_times(
 ) -> list[dict[str, Any]]:
     """Return the total time of the matrix products in a training step of STEP_TOKENS.
 
-    Products were measured with `tokens` rows; their time is assumed to be proportional to the
-    number of rows.
+    The products were measured for `tokens` tokens. Their time is assumed to be proportional to the
+    number of tokens.
 
     Returns:
-        For each storage of weights ("conv1d", "linear") and each vocabulary of the head: "weights",
-        "vocabulary", "seconds", "flops", "share_of_ceiling". Empty until all products of the model
-        have been measured.
+        One dict for each storage of the weights ("conv1d", "linear") and each vocabulary size of
+        the head, with "weights", "vocabulary", "seconds", "flops" and "share_of_ceiling". The list
+        is empty until all products of the model have been measured.
     """
     model = [one for one in products if one.part == "model"]
     if not model or any(one not in times for one in model):
@@ -931,7 +949,13 @@ def compare(
 
 
 def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Compare each aligned size with the unaligned size `off` of its group, over all products."""
+    """Compare each aligned size of a group with the unaligned size, by the total time of all
+    products.
+
+    Args:
+        times: measured times.
+        off: unaligned size of each group.
+    """
     result = []
     for group, base in off.items():
         these: dict[int, list[GemmProduct]] = {}
@@ -965,8 +989,8 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Return a PNG of a result: rates by size, the model's products, padding, tiles, caches and
-    waves."""
+    """Draw a result as a PNG. The panels show rates by size, the products of the model, padding and
+    tiles and, on a CPU, caches, blocks and waves."""
     loops = result.get("loops")
     figure = upper = new_figure(14, 16 if loops else 11)
     if loops:

@@ -1,22 +1,23 @@
 """`firstlight bench methods`: measure the speed and memory of each efficiency method on this
 machine.
 
-There are two tables:
+The result consists of two tables:
 
-- "alone": each method alone, compared with the plain run. The plain run uses fp32, attention as two
-  matrix products, AdamW with a loop over parameters, no compilation, and one micro-batch per step.
-- "ladder": the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in the same
-  order, each added to the methods before it. In the first row of a GPT-2, mask, LayerNorm and GELU
-  are written out (`steps.write_out`).
+- "alone" compares each method alone with the plain run, which uses fp32, attention as two matrix
+  products, AdamW with a loop over parameters, no compilation and one micro-batch per step.
+- "ladder" contains the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in
+  the same order. Each method is added to the methods before it. For a GPT-2, the first row uses a
+  mask, LayerNorm and GELU that are written out in elementary operations (`steps.write_out`).
 
-Fresh processes train every row for a few steps (`steps` describes the measurements). With `quick`
-on a CPU, they are forked from a process that has only done the imports. The rows take turns (A B C,
-A B C). The number of threads, the data and the initial weights are the same for all rows. Rates are
-medians over the timed steps of all turns. A row that can't run on this machine is skipped, and the
-reason is shown. A row that fails is shown with its error, and the ladder continues without it.
+Each row is trained for a few steps in a fresh process (`steps` describes the measurements). With
+`quick` on a CPU, this process is forked from one that has already imported all libraries. The rows
+take turns (A B C, A B C), and all rows have the same number of threads, data and initial weights.
+Rates are medians over the timed steps of all turns. A row that can't run on this machine is
+skipped, and the reason is shown. A row that fails is shown with its error, and the ladder continues
+without it.
 
-In all rows, MFU is relative to the same rate: the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`), or of fp32 products if a CPU computes them faster. The rate is
+MFU is relative to the same rate in all rows: the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`), or of fp32 products on a CPU that computes these faster. The rate is
 measured at the start and at the end, and the higher value is used. Operations that are computed
 twice, as with activation checkpointing, are counted once.
 """
@@ -59,7 +60,7 @@ from firstlight.models import GPT2Config, ModelConfig
 from firstlight.recipe import parse_resolved_recipe
 from firstlight.recipe.load import changed_recipe
 
-#: Names of the tables: each method alone, and each method added to the previous ones.
+#: Names of the two tables.
 ALONE, LADDER = "alone", "ladder"
 
 _TITLES = {ALONE: "each method alone", LADDER: "each method added to those above it"}
@@ -74,10 +75,11 @@ class MethodRow:
         changes: values of the recipe keys (`section.key`) that the method sets. A row of the ladder
             contains only its own changes, not the changes of the rows before it.
         needs_gpu: reason why CPUs skip the row, or "".
-        not_here: reason why the row is skipped on any machine, or "".
+        not_here: reason why the row is skipped regardless of the device, or "".
         in_quick: False to exclude the row from `--quick`, because it starts slowly or resembles
             another row.
-        huge_pages: True to let torch use huge pages for large tensors, unlike `firstlight train`.
+        huge_pages: True to let torch use huge pages for large tensors, which `firstlight train`
+            does not do.
     """
 
     name: str
@@ -90,7 +92,7 @@ class MethodRow:
 
 @dataclass
 class MethodOutcome(RowOutcome):
-    """Results of one recipe, which may be a row of both tables.
+    """Results of one recipe, which can be a row of both tables.
 
     Attributes:
         changes: values of the keys (`section.key`) that differ from the plain recipe.
@@ -101,22 +103,22 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key in `MethodRow.changes` that is not a recipe key; its value is a list of names in
-#: `steps.WRITTEN_OUT_PARTS`.
+#: Key in `MethodRow.changes` for the parts of the model that are written out. It is not a recipe
+#: key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
-#: Another such key: the number of processes, which share the threads of a CPU or use one GPU each.
+#: Key in `MethodRow.changes` for the number of processes, which share the threads of a CPU or use
+#: one GPU each. It is not a recipe key either.
 PROCESSES = "bench.processes"
 
 
 def plain_recipe(
     model: ModelConfig, device: str, seq_len: int, micro_batch_size: int
 ) -> dict[str, Any]:
-    """Return the values of the plain recipe without any method, to which every row adds its
-    changes.
+    """Return the values of the plain recipe, to which each row adds its changes.
 
-    Gradients are not clipped, because an optimizer that updates inside the backward pass never
-    holds all gradients at once, and all rows must compute the same update.
+    Gradients are not clipped, because all rows must compute the same update, and an optimizer that
+    updates parameters during the backward pass never has all gradients at once.
     """
     return {
         "run": {"device": device},
@@ -139,8 +141,8 @@ def plain_recipe(
 
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
-    """Return the keys that split a step with the same number of sequences into four micro-batches,
-    or into micro-batches of one sequence if the number is not divisible by four.
+    """Return the recipe keys that split a step of `micro_batch_size` sequences into four
+    micro-batches, or into micro-batches of one sequence if the number is not divisible by four.
     """
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
@@ -150,13 +152,14 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
-    """Return the keys for a step with twice the plain run's sequences in one micro-batch."""
+    """Return the recipe keys for a step of one micro-batch that has twice as many sequences as the
+    plain run."""
     return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Return half the number of tokens in the smallest micro-batch of any row, so that each
-    micro-batch has at least two chunks.
+    """Return the number of tokens per chunk of the loss: half of the smallest micro-batch of any
+    row, so that each micro-batch has at least two chunks.
     """
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
@@ -221,7 +224,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
 
 def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
-        # "auto" is the default value, which the plain recipe replaces with "for-loop".
+        # Restore the default value "auto", which the plain recipe replaces with "for-loop".
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
@@ -263,14 +266,17 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 def ladder_rows(
     micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
-    """Return the rows of the ladder in the guide's order. Each method is added to the previous
-    ones.
+    """Return the rows of the ladder. Each row adds a method to the rows before it, in the order of
+    Raschka's guide.
 
-    Mixed precision is bf16 if the hardware supports it, and fp16 on other GPUs. The rows that
-    replace the written-out mask and layers are skipped for models other than GPT-2.
+    Mixed precision is fp16 on GPUs without bf16, and otherwise bf16. The rows that replace the
+    written-out mask and layers are skipped for models other than GPT-2.
 
     Args:
-        processes: number of processes in the `+ddp` row; 1 skips the row.
+        micro_batch_size: number of sequences per step of the plain run.
+        hardware: this machine's device.
+        is_gpt2: True if the model is a GPT-2.
+        processes: number of processes in the `+ddp` row; with 1, the row is skipped.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
@@ -350,17 +356,21 @@ def summarize(
         head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
-        For each row "name", "keys" (its changes), "huge_pages", "status" ("measured", "skipped",
-        "failed", "waiting") and the "reason" for it. A measured row also has:
+        A dict for each row with "name", "keys" (the row's changes), "huge_pages", "status"
+        ("measured", "skipped", "failed" or "waiting") and "reason" (of the status). A measured row
+        also has:
 
-        - "micro_batch_size", "gradient_accumulation_steps" of each process, number of "processes"
-        - "samples_per_second" (sequences) of all processes: the median over all timed steps; the
-          extremes as "samples_per_second_min" and "_max"; and "tokens_per_second"
-        - "mfu": fraction of the machine's "matmul_flops", for each of its devices
-        - "peak_bytes" of the largest process, the median over the turns
-        - "speed_ratio", "memory_ratio" to the first row, "ratio_to_previous": speed relative to the
-          previous measured row; None if the first row is not measured
-        - "final_loss" (median over the turns), "first_step_seconds" of the first turn, "runs"
+        - "micro_batch_size" and "gradient_accumulation_steps" per process, and "processes", the
+          number of processes
+        - "samples_per_second": sequences per second of all processes, the median over all timed
+          steps; "samples_per_second_min" and "samples_per_second_max", the extremes; and
+          "tokens_per_second"
+        - "mfu": rate per device as a fraction of the machine's "matmul_flops"
+        - "peak_bytes": peak memory of the largest process, the median over the turns
+        - "speed_ratio" and "memory_ratio": speed and memory relative to the first row; and
+          "ratio_to_previous": speed relative to the previous measured row. These are None if the
+          first row is not measured.
+        - "final_loss": median over the turns; "first_step_seconds" of the first turn; and "runs"
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]
     if not result or result[0]["status"] != "measured":
@@ -391,7 +401,7 @@ def _summary(
         changes.get(key, 1) for key in ("batch.gradient_accumulation_steps", PROCESSES)
     )
     rates = [processes * micro * passes / seconds for seconds in outcome.values("step_seconds")]
-    # "matmul_flops" is the rate of one GPU, but of all threads of a CPU.
+    # On GPUs, "matmul_flops" is the rate of one GPU. On a CPU, it is the rate of all threads.
     devices = 1 if head["machine"]["device"] == "cpu" else processes
     tokens_per_second = statistics.median(rates) * head["seq_len"]
     return {
@@ -419,10 +429,10 @@ def _summary(
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Return a PNG of the result of `bench_methods`: a row of panels (tokens/s, peak memory) per
-    table.
+    """Draw the result of `bench_methods` as a PNG.
 
-    Failed rows are listed without a bar; skipped rows are omitted.
+    Each table is drawn as two panels, for tokens/s and peak memory. Failed rows are listed without
+    a bar, and skipped rows are omitted.
     """
     grid = [
         _panels(_TITLES[table], rows)
@@ -477,20 +487,21 @@ TIME_IS_UP = "the time limit of --quick was reached"
 #: five minutes.
 QUICK_SECONDS = 275.0
 
-#: Number of untimed steps. A CPU's heap still grows in the fourth step; `--quick` has only two.
+#: Number of untimed steps, normally and with `--quick`. On a CPU, the heap still grows in the
+#: fourth step.
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 
 Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes of a row whose keys are recipe keys."""
+    """Return only those changes of a row that are recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
-    """Return the number of processes in the `+ddp` row: one per GPU, two on a CPU with several
-    threads, otherwise 1.
+    """Return the number of processes in the `+ddp` row: one per GPU, or two on a CPU with several
+    threads, or otherwise 1.
     """
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
@@ -509,11 +520,12 @@ def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]
 def choose_rows(
     tables: dict[str, list[MethodRow]], names: Sequence[str]
 ) -> dict[str, list[MethodRow]]:
-    """Return the rows chosen by name or by the name of their table, or all rows if there are no
-    names.
+    """Return the rows that are selected by name or by the name of their table, or all rows if there
+    are no names.
 
-    A row of the "alone" table also selects the plain run, which is its baseline. A row of the
-    ladder also selects the rows before it, whose methods it includes.
+    Selecting a row of the "alone" table also selects the plain run, which is the baseline.
+    Selecting a row of the ladder also selects the rows before it, because it includes their
+    methods.
 
     Args:
         tables: all rows, keyed by table.
@@ -544,14 +556,14 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         on_run: called with the result so far after each run.
 
     Returns:
-        The values of `StepsPlan.head`, "quick", "complete", and under "alone" and "ladder" the rows
-        of each table as `summarize` returns them. "machine" also has the base of MFU,
-        "matmul_flops", and its "matmul_dtype".
+        The values of `StepsPlan.head`; "quick" and "complete"; and "alone" and "ladder", the rows
+        of each table as returned by `summarize`. "machine" also contains "matmul_flops", the
+        reference rate for MFU, and "matmul_dtype", its dtype.
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: this Python installation lacks the source of its standard library, which is
-            needed as training data.
+        InputError: this Python installation lacks the source code of its standard library, which is
+            the training data.
         StorageError: a file system error.
     """
     deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
@@ -589,7 +601,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         request = {"data": str(data), "warmup_steps": warmup_steps, "steps": plan.steps}
         work = MethodsWork(plain, request, folder / "caches", deadline, server=server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
-    # The machine may have been slower at the start, which would make MFU too high.
+    # Measure the rate again and keep the higher value: if the machine was slower at the start, MFU
+    # would be too high.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
     done = result(True)
     on_run(done)
@@ -597,14 +610,15 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """Measure the reference rate for MFU: "matmul_flops", the FLOP/s of matrix products, and their
-    "matmul_dtype".
+    """Measure the reference rate for MFU. Return "matmul_flops", the FLOP/s of matrix products, and
+    "matmul_dtype", their dtype.
     """
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
     if hardware.device.type == "cpu":
-        # Some CPUs convert bf16 and multiply it at half the rate of fp32. Other load on the machine
-        # can only lower the measured rate.
+        # Also measure fp32, because some CPUs convert bf16 and multiply it at half the rate of
+        # fp32. Repeat the measurement and keep the highest rate, because other load on the machine
+        # can only lower it.
         dtypes, tries = [*dtypes, torch.float32], 9
     rates = {
         dtype: max(peak_flops(hardware.device, dtype) for _ in range(tries))
@@ -619,13 +633,13 @@ class MethodsWork:
     """Settings shared by all runs.
 
     Attributes:
-        plain: values of the recipe that the rows change.
-        request: "data", "warmup_steps" and "steps" of every request of `steps`.
-        caches: cache folder of torch.compile, initially empty so that the first turn compiles.
-        deadline: value of `time.monotonic` after which no measurement is started; None means no
+        plain: values of the plain recipe, to which the rows apply their changes.
+        request: "data", "warmup_steps" and "steps" for all requests to `steps`.
+        caches: cache folder of torch.compile. It is initially empty, so the first turn compiles.
+        deadline: value of `time.monotonic` after which no measurement is started; None for no
             limit.
-        server: process from which rows that need no special environment are forked; None to start a
-            new Python process for every row.
+        server: process from which rows are forked if they need no special environment; None to
+            start a new Python process for every row.
     """
 
     plain: Mapping[str, Any]
@@ -635,7 +649,7 @@ class MethodsWork:
     server: ForkServer | None = None
 
     def measure(self, changes: Mapping[str, Any], *, huge_pages: bool) -> Found:
-        """Train the plain recipe with some keys changed, for one run.
+        """Run one measurement: train the plain recipe with some keys changed.
 
         Args:
             changes: values of keys, see `MethodRow.changes`.
@@ -711,8 +725,10 @@ class MethodRuns:
         )
 
     def _order(self) -> list[str]:
-        """Return the labels in measurement order: first the rows that do not compile, then the rows
-        that do, in both cases the ladder first. If time runs out, the last rows are not measured.
+        """Return the labels in the order of measurement.
+
+        Rows without compilation come first, then rows with compilation; in both groups, the ladder
+        comes first. If time runs out, the last rows are not measured.
         """
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
@@ -731,8 +747,8 @@ class MethodRuns:
     def _outcome(self, label: str) -> MethodOutcome:
         """Return the row's outcome so far.
 
-        The changes of a ladder row are determined when the row is first measured, because they omit
-        the rows before it that failed.
+        The changes of a ladder row are determined when the row is first measured, because the
+        changes of failed rows before it are omitted.
         """
         if label in self.outcomes:
             return self.outcomes[label]

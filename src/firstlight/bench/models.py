@@ -54,9 +54,9 @@ ROPE: dict[str, Any] = {"rope_theta": 500000.0}
 LLAMA_3 = {**ROPE, "vocab_size": 128256, "max_position_embeddings": 131072}
 LLAMA_110M = llama(768, 2048, 12, 12, num_key_value_heads=4, **ROPE)
 
-#: `model` sections of the models that options can name, keyed by name.
+#: `model` sections of the models that can be selected by name, keyed by name.
 MODELS: dict[str, dict[str, Any]] = {
-    # Its vocabulary size is odd, like GPT-2's.
+    # The vocabulary size is odd, as in GPT-2.
     SMALL: gpt2(256, 4, 4, 16001),
     "gpt2-124m": gpt2(768, 12, 12),
     "gpt2-355m": gpt2(1024, 24, 16),
@@ -70,10 +70,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }
 
-#: Current model name for each name from earlier versions, which options still accept.
+#: Model names from earlier versions, which are still accepted, mapped to the current names.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
-#: Vocabulary size (the same as GPT-2's) for a recipe that leaves it to the tokenizer.
+#: Vocabulary size for a recipe that does not specify one; the same as GPT-2's.
 _VOCAB_SIZE = 50257
 
 
@@ -93,7 +93,7 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the config of a model, given its name in `MODELS` or the path of a recipe (.yaml).
+    """Return the config of the model with a name in `MODELS`, or of the model in a recipe (.yaml).
 
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or has no model.

@@ -1,13 +1,12 @@
-"""Code shared by the benchmarks: their options, which the command line uses without importing
-torch, and their rows. Each row is measured in a fresh process.
+"""Options and rows of the benchmarks. Importing this module does not import torch.
 
-A benchmark declares rows and a measurement: a module that takes a row's request and returns a JSON
-object. A failure of a row's process (out of memory, a crash, a timeout) does not affect the other
-rows, and the row is not retried. Rows take turns (A B A B), so that other load on the machine
-affects all of them.
+A benchmark defines rows and a measurement, which is a module that receives a row's request and
+returns a JSON object. Each row is measured in a fresh process. If this process fails (out of
+memory, a crash, a timeout), the other rows are not affected, and the row is not retried. Rows take
+turns (A B A B), so that other load on the machine affects all of them.
 
-The documentation of an attribute in an options class is the help text of the option; its default
-values are in brackets.
+In the options classes, the documentation of an attribute is also the help text of the option.
+Default values are given in brackets.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Keep = Callable[[Result], None]
 #: Result of one measurement, or {"error": ...}; see `fresh_process.ask`.
 Found = Mapping[str, Any]
 
-#: Types of errors that make a row skipped ("refused") rather than failed.
+#: Types of errors after which a row counts as skipped ("refused") and not as failed.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
 
@@ -173,8 +172,8 @@ def take_turns(
         title: name of the benchmark.
         names: names of the rows, in order.
         turns: number of measurements per row.
-        outcome_of: function that returns the outcome for a name. Rows that share an outcome are
-            measured once.
+        outcome_of: function that returns the outcome for a name. Rows with the same outcome are
+            measured only once.
         measure: function that performs one measurement for a name and returns the result.
         on_turn: called after every measurement.
         before_turn: called before each turn of all rows.
@@ -186,8 +185,8 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # If the shared outcome already includes this turn, do not measure again. A failed
-                # row would fail again.
+                # Skip the measurement if another row with the same outcome has already made it in
+                # this turn, or if the row has failed before, because it would fail again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()

@@ -1,15 +1,14 @@
-"""Benchmarks that train for some steps: their options, and the measurement of one row.
+"""Measure a row of a benchmark that trains for some steps.
 
     python -m firstlight.hardware.fresh_process firstlight.bench.steps REQUEST
 
-The same command also runs as one of several ranks of a run with `distributed.engine`
-(`fresh_process.ask_ranks`): each rank trains on different sequences, with its share of a CPU's
-threads.
+For a run with `distributed.engine`, `fresh_process.ask_ranks` starts this command once per rank.
+Each rank trains on different sequences and uses its share of a CPU's threads.
 
 REQUEST is a JSON object:
 
-    recipe            values of a recipe, including its model, data.seq_len and device
-    resolved          true if the recipe has no open key; otherwise its keys are resolved here
+    recipe            values of a recipe, including the model, data.seq_len and the device
+    resolved          true if the recipe has no open keys; otherwise they are resolved here
     data              file written by `write_tokens`
     warmup_steps      number of steps that are not timed
     steps             number of steps that are timed
@@ -19,32 +18,32 @@ REQUEST is a JSON object:
 The measurement consists of these steps:
 
 1. All libraries that the run needs are imported, including torch's compiler and 8-bit libraries,
-and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
-the kernel's peak counter is reset.
+   and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
+   the kernel's peak counter is reset.
 2. Model, optimizer and loss function are created as in `firstlight train`.
-3. `first_step_seconds`: the first step, with compilation. It belongs to the warm-up steps; only
-   these allocate and compile.
-4. `step_seconds` of each timed step, from its batches in host memory to the updated parameters.
-   `step_cpu_seconds` is the processor time of all threads in the step: other load on the machine
-   affects it less, but it includes threads that wait by spinning.
+3. The warm-up steps run, in which memory is allocated and code is compiled. `first_step_seconds` is
+   the duration of the first one.
+4. The timed steps run. `step_seconds` is the duration of each timed step, from batches in host
+   memory to updated parameters. `step_cpu_seconds` is the processor time of all threads in the
+   step. Other load on the machine affects it less, but it includes threads that wait by spinning.
 
 Step s trains on the n sequences starting at s * n, where n is the number of sequences per step, so
-that recipes with the same n see the same tokens. `losses` contains the losses of all warm-up and
-timed steps, each before the step's update. The learning rate rises linearly over the first four
+recipes with the same n see the same tokens. `losses` contains the losses of all warm-up and timed
+steps, each computed before the step's update. The learning rate rises linearly over the first four
 steps and is constant afterwards.
 
 On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is its
-excess over the level of step 1. On a GPU, both are the peak of torch's allocator. With several
-processes, both are values of the process with the largest peak, and losses are means over the
+excess over the memory recorded in (1). On a GPU, both are the peak of torch's allocator. With
+several processes, both are the largest values of all processes, and losses are means over the
 sequences of all processes.
 
-The result also contains `chosen`: the values of the recipe keys that can be left open.
+The result also contains `chosen`, the values of the recipe keys that can be left open.
 
-The data is the source code of Python's standard library: it is available on every machine, it is
-real text, and it is the same for every row of a table. Each word, run of whitespace or punctuation
-mark is a token, whose id is its CRC-32 modulo the vocabulary size minus one. Ids from the entire
-vocabulary therefore occur with the frequencies of words, regardless of the vocabulary size, and no
-tokenizer is needed. A new document begins at each line that starts a function, method or class.
+The training data is the source code of Python's standard library, because it is real text that is
+available on every machine. Each word, run of whitespace or punctuation mark is a token. Its id is
+its CRC-32 modulo the vocabulary size minus one. No tokenizer is needed, and for any vocabulary
+size, ids from the entire vocabulary occur with the frequencies of words. A new document begins at
+each line that starts a function, method or class.
 """
 
 from __future__ import annotations
@@ -92,13 +91,13 @@ from firstlight.training.starting_model import attach
 #: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Number of tokens per epoch assumed when open keys are resolved.
+#: Number of tokens per epoch that is assumed to resolve open keys.
 EPOCH_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """Resolved options of a `StepsBench`; `name` is the value of the `model` option."""
+    """Options of a `StepsBench` after resolution. `name` is the value of the `model` option."""
 
     name: str
     model: ModelConfig
@@ -125,7 +124,7 @@ class StepsPlan:
 
 
 def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
-    """Resolve the options that are None.
+    """Return a plan in which options that are None have default values.
 
     Raises:
         ConfigError: a value is out of range, or the model or the device is unknown.
@@ -159,7 +158,8 @@ def steps_title(result: Mapping[str, Any]) -> str:
 
 
 class StepClock:
-    """Clock that measures the duration of each step, waiting for the device at its start and end.
+    """Clock that measures the duration of each step. It waits for the device at the start and at
+    the end of a step.
 
     Attributes:
         seconds: wall-clock seconds of each step so far.
@@ -185,7 +185,8 @@ class StepClock:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train and measure. The module's docstring describes the request and the result.
+    """Train a model, and measure its steps. The request and the result are described in the
+    docstring of this module.
 
     Raises:
         FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
@@ -219,10 +220,10 @@ def read_recipe(request: Mapping[str, Any]) -> Recipe:
 
 
 def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
-    """Import libraries that would be imported during the run, so that their memory is not
-    attributed to the program.
+    """Import the libraries that would otherwise be imported during the run, so that their memory is
+    not included in the measurement.
 
-    A missing library is ignored here: the code that needs it raises a better error.
+    A missing library is ignored here, because the code that needs it raises a better error.
 
     Args:
         recipe: the recipe of the run.
@@ -251,7 +252,7 @@ def use_threads(
 
 
 def resolved(recipe: Recipe, hardware: Hardware) -> ResolvedRecipe:
-    """Return the recipe with its open keys resolved, as for a run on many tokens."""
+    """Return the recipe with its open keys resolved as for a run on `EPOCH_TOKENS` tokens."""
     if isinstance(recipe, ResolvedRecipe):
         return recipe
     facts = facts_here(
@@ -276,7 +277,7 @@ def step_figures(
         clock: clock that measured the steps.
         losses: loss of each step.
         chosen: values of the recipe keys that can be left open.
-        peak_bytes: result of `memory.peaks` on this rank.
+        peak_bytes: result of `process_memory.peaks` on this rank.
     """
     timed = slice(request["warmup_steps"], request["warmup_steps"] + request["steps"])
     peak, total = map(max, zip(*gather_objects(list(peak_bytes)), strict=True))
@@ -314,8 +315,8 @@ def train_steps(
     clock: StepClock,
     written_out: Collection[str] = (),
 ) -> tuple[list[float], dict[str, Any]]:
-    """Train. Return the loss of each step and the values of the recipe keys that can be left
-    open.
+    """Train a model for `steps` steps. Return the loss of each step, and the values of the recipe
+    keys that can be left open.
     """
     torch.manual_seed(decided.run.seed)
     model = empty_model(decided.model, decided.efficiency.vocab_multiple)
@@ -330,7 +331,8 @@ def train_steps(
     for step in range(steps):
         first = (step * engine.world.size + engine.rank) * micro * count
         batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
-        # Not timed, because a loader's threads pin batches while a step computes.
+        # Pinning is not timed, because in training the loader's threads pin batches while a step
+        # is computed.
         if pins:
             batches = [batch.pin_memory() for batch in batches]
         barrier()
@@ -354,14 +356,14 @@ _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:
-    """Write `count` tokens of the standard library's source code, repeating the code if it has
+    """Write `count` tokens of the standard library's source code. The code is repeated if it has
     fewer tokens.
 
     Args:
-        path: safetensors file to write: "tokens" int64 [count] and "starts" int64 [documents], the
-            position of each document's first token.
+        path: safetensors file to write. It contains "tokens", int64 [count], and "starts", the
+            position of each document's first token, int64 [documents].
         count: number of tokens.
-        vocab_size: size of the vocabulary; its last id ends every document.
+        vocab_size: size of the vocabulary. Every document ends with its last id.
 
     Raises:
         InputError: this Python installation lacks the source of its standard library.
@@ -417,8 +419,10 @@ class Tokens:
         """Return `rows` rows, starting at row `first`, as one batch.
 
         Args:
-            documents: True to add document numbers for masking. The token that ends a document is
-                counted as the first input of the next document, so that no label is masked.
+            first: index of the first row.
+            rows: number of rows.
+            documents: True to add document numbers for masking. The token that ends a document
+                belongs to the next document as its first input, so that no label is masked.
 
         Returns:
             `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
@@ -438,12 +442,13 @@ class Tokens:
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
 
 
-# Parts of a GPT-2 in elementary operations, as in textbooks, instead of torch's classes. They are
-# used only in the first rows of the ladder of `bench methods`.
+# Parts of a GPT-2 that are written in elementary operations, as in textbooks, instead of using
+# torch's classes. They are used only in the first rows of the ladder of `bench methods`.
 
-#: Names of these parts. "mask": each layer stores a causal mask of the full context in fp32, which
-#: it slices and converts for each batch instead of creating a mask for the batch. "layers":
-#: LayerNorm and GELU in elementary operations instead of torch.nn.LayerNorm and gelu.
+#: Names of the parts that can be written out. With "mask", each layer stores a causal mask of the
+#: full context in fp32, and slices and converts it for each batch instead of creating a mask for
+#: the batch. With "layers", LayerNorm and GELU consist of elementary operations instead of
+#: torch.nn.LayerNorm and gelu.
 WRITTEN_OUT_PARTS = ("mask", "layers")
 
 
@@ -457,7 +462,8 @@ class WrittenOutNorm(nn.LayerNorm):
 
 
 class WrittenOutMLP(GPT2MLP):
-    """GPT-2's MLP, [B, T, C] to [B, T, C], with the tanh form of GELU in elementary operations."""
+    """GPT-2's MLP, [B, T, C] to [B, T, C], in which the tanh approximation of GELU is computed with
+    elementary operations."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x = self.c_fc(x_BTC)
@@ -468,8 +474,9 @@ class WrittenOutMLP(GPT2MLP):
 def _attend_with(
     stored: Tensor, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute `plain_attention` with a stored mask, fp32 [context, context], which is 1 where a
-    query [row] must not attend to a key [column]. A mask in `options` replaces it."""
+    """Compute `plain_attention` with a stored mask, fp32 [context, context]. The mask is 1 where
+    the query of a row must not attend to the key of a column. A mask in `options` takes
+    precedence."""
     if options.mask is None:
         mask = ~stored.bool()[: q_BHTD.shape[-2], : k_BKSD.shape[-2]]
         options = options._replace(mask=mask)
@@ -477,8 +484,8 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 with their written-out versions. The weights stay the same, as do
-    the results except for rounding.
+    """Replace parts of a GPT-2 with their written-out versions. The weights do not change, and the
+    results change only by rounding.
 
     Args:
         model: the model, modified in place.

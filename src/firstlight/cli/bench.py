@@ -1,4 +1,4 @@
-"""`firstlight bench ...`."""
+"""`firstlight bench`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from firstlight.files.atomic import write_file, write_json
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-#: Options from a class of `firstlight.bench.rows`; see `config_options`.
+#: Decorator that adds the options of a class in `firstlight.bench.rows`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
 #: Options shared by the benchmarks that train for a few steps, listed before the benchmark-specific
@@ -50,17 +50,18 @@ def publish(
     show_result: Callable[[Result], None],
     draw: Callable[[Result], bytes | dict[str, bytes]],
 ) -> Result:
-    """Measure, print the tables and write the files. If `measure` is interrupted, print and write
-    the results so far.
+    """Run a benchmark, print its tables and write its files. If `measure` is interrupted, the
+    results so far are printed and written.
 
     Args:
-        name: name of the files in `out`, without suffix; the JSON file is written again after every
+        name: name of the files in `out`, without suffix. The JSON file is rewritten after every
             measurement.
         out: folder of the files; None to write no files.
-        measure: function that runs the benchmark and calls its argument with the result so far.
+        measure: function that runs the benchmark. It calls its argument with each intermediate
+            result.
         show_result: function that prints the tables of a result.
-        draw: function from a result to the bytes of a PNG file, or to a mapping from names to
-            several PNG files.
+        draw: function that draws a result. It returns the bytes of a PNG file, or those of several
+            PNG files, keyed by file name.
 
     Returns:
         The last result.
@@ -100,8 +101,8 @@ _IN_CHECKOUT = (
 
 
 class _Benches(click.Group):
-    """Command group for benchmarks. For a benchmark that exists only in a checkout, the error names
-    its command."""
+    """Command group for benchmarks. If a benchmark exists only in a checkout, the error message
+    contains the command to run there."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -174,12 +175,18 @@ def gemm_command(out: Path | None, as_json: bool, **options: Any) -> Result:
 
 
 def show_line(template: str, result: Result) -> None:
-    """Print one line: a template filled in from a result."""
+    """Print one line, rendered from a template and a result."""
     show(cell(template, result))
 
 
 def show_cells(header: str, templates: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table from its header and its cell templates, unless it has no rows."""
+    """Print a table. If it has no rows, print nothing.
+
+    Args:
+        header: cells of the header, separated by " | ".
+        templates: templates of the cells, separated by " | "; see `bench.display`.
+        rows: values of each row.
+    """
     if rows:
         show_table([header.split(" | "), *(cells(templates, row) for row in rows)])
 
@@ -249,7 +256,8 @@ def show_gemm(result: Result) -> None:
         f"{counted(result['rounds'], 'round')} (lowest to highest)"
         + ("" if result["complete"] else "; interrupted: some measurements are missing")
     )
-    # The load is a one-minute average, so a lower load may come from a command that has just ended.
+    # The load is a one-minute average. A load below half of the threads can be due to a command
+    # that has just ended, so it is not reported.
     if machine["device"] == "cpu" and load is not None and load > 0.5 * machine["threads"]:
         show(f"the load average was {load:.1f} at the start: other processes lower these rates")
     dtypes = list(result["ceilings"])
@@ -289,8 +297,8 @@ def show_gemm(result: Result) -> None:
 
 
 def _show_loops(loops: Result) -> None:
-    """Print the bandwidth of passes over arrays, the rate of a blocked product, and wave
-    quantization."""
+    """Print the rates of passes over arrays and of blocked products, and the times of concurrent
+    products."""
     binary = UNITS["binary"]
     caches = ", ".join(f"{name} {binary(size)}" for name, size in loops["caches"].items())
     title = "array read by one thread" + (f" (caches: {caches})" if caches else "")
@@ -321,9 +329,9 @@ def _show_by_dtype(
 
     Args:
         title: header of the first column.
-        found: results, each for one number format ("dtype").
-        dtypes: number formats.
-        templates: (template of the row name, template of a cell).
+        found: results, each with its number format as "dtype".
+        dtypes: number formats, in the order of the columns.
+        templates: two templates, for the name of a row and for a cell.
     """
     rows: dict[str, dict[str, str]] = {}
     for one in found:

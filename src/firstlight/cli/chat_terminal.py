@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PROMPT, _MORE = "> ", "... "
 _QUOTES = '"""'
 
-#: Chat command -> field of SamplingConfig that it sets.
+#: Chat commands that change a setting, mapped to the fields of SamplingConfig.
 _SETTINGS = {
     **{name.replace("_", "-"): name for name in SAMPLING},
     "max-tokens": "max_new_tokens",
@@ -48,7 +48,8 @@ class _EndOfInput(Exception):  # noqa: N818
 
 
 class _Input:
-    """Messages from stdin, typed (with readline if it is installed) or piped.
+    """Reader of the messages from stdin. Typed messages are edited with readline if it is
+    installed.
 
     Args:
         interactive: True if stdin is a terminal.
@@ -103,7 +104,7 @@ class _Input:
                 say("firstlight: error: the message is not UTF-8: type it again")
                 return self._line(prompt)
         if self._interactive:
-            # Written to stderr, because stdout may go to a file or another program.
+            # The prompt is written to stderr, because stdout may be a file or another program.
             print(prompt, end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.buffer.readline()
         if not line:
@@ -121,7 +122,7 @@ class _Command:
     Attributes:
         argument: argument shown in the list of commands; "" if the command takes none.
         help: description shown in the list of commands.
-        run: function that is called with the text after the name.
+        run: function that executes the command. Its argument is the text after the name.
     """
 
     argument: str
@@ -130,7 +131,8 @@ class _Command:
 
 
 class Terminal:
-    """A conversation: messages from stdin, answers on stdout, everything else on stderr.
+    """A conversation in the terminal. Messages are read from stdin, answers are written to stdout,
+    and all other output goes to stderr.
 
     Args:
         session: the session with the model.
@@ -170,7 +172,7 @@ class Terminal:
         }
 
     def run(self) -> None:
-        """Answer messages until there are no more."""
+        """Read and answer messages until the input ends or the user leaves the chat."""
         while not self._leaving:
             try:
                 message = self._input.message()
@@ -180,18 +182,18 @@ class Terminal:
                 if not self._interactive:
                     raise
                 break
-            # An error is printed, and the conversation continues.
+            # After an error, the conversation continues.
             try:
                 self._take(message)
             except FirstlightError as error:
                 say(f"firstlight: error: {error}")
-            except KeyboardInterrupt:  # just before the start of an answer, or after its end
+            except KeyboardInterrupt:  # Ctrl-C just before an answer starts, or after its end.
                 if not self._interactive:
                     raise
         else:
             return
         if self._interactive:
-            say("")  # start the shell's prompt on a new line
+            say("")  # The shell's prompt starts on a new line.
 
     def _take(self, message: str) -> None:
         if message.startswith("/") and not message.startswith("//"):
@@ -231,8 +233,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def _stopping_at_interrupt(self) -> Iterator[None]:
-        """In the context, the first Ctrl-C ends the answer after the current token, and the second
-        ends it immediately."""
+        """Context manager in which the first Ctrl-C ends the answer after the current token, and
+        the second Ctrl-C ends it immediately."""
         if not self._interactive:
             yield
             return
@@ -252,7 +254,7 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def _note(self) -> None:
-        """Print why the answer ended early, if it did, and how many turns were dropped."""
+        """Print the reason if the answer ended early, and the number of turns that were dropped."""
         stats = self._session.stats
         assert stats is not None
         full = stats.prompt_tokens + stats.new_tokens >= self._session.context
@@ -342,7 +344,7 @@ class Terminal:
 
 
 def _changed(settings: SamplingConfig, name: str, text: str) -> SamplingConfig:
-    """Return the settings with one value changed by the `name` command.
+    """Return the settings after the chat command `name` has changed one value.
 
     Args:
         settings: current settings.

@@ -111,7 +111,7 @@ def eval_command(
 
     loaded = load_for_evaluation(checkpoint, device, best=best)
     result: dict[str, Any] = {"checkpoint": checkpoint, "folder": loaded.folder}
-    # Tasks run first: their errors show at once, while computing a loss may take long.
+    # Tasks run first, because errors in them appear at once, and computing a loss can take long.
     if tasks:
         options = {"items": items, "task_folder": task_folder, "chat_template": chat_template}
         result |= _scored(loaded, tasks, batch_size=batch_size or _TEXTS, **options)
@@ -130,11 +130,16 @@ def eval_command(
 
 
 def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Evaluate tasks and print the scores; return the results, keyed by task, and the names of the
-    tasks to which the chat template was applied.
+    """Evaluate tasks, and print the scores.
 
     Args:
+        loaded: the model.
+        tasks: names of the tasks.
         options: see `evaluate_tasks`.
+
+    Returns:
+        "tasks", the results, keyed by task; and "chat_template", the tasks to which the chat
+        template was applied, if any.
     """
     from firstlight.evaluation.tasks import evaluate_tasks
 
@@ -158,7 +163,7 @@ def _by_position(
     *,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Print the loss by position in the row, and return the result."""
+    """Print and return the loss by position in the row."""
     from firstlight.evaluation.perplexity import (
         evaluate_by_position,
         evaluated_folder,
@@ -190,7 +195,7 @@ def _by_position(
 
 
 def _record(folder: Path, result: dict[str, Any], data: str | None) -> None:
-    """Save the result in the model's folder for its model card; if that fails, print a note."""
+    """Save the result in the model's folder, for the model card. If this fails, print a note."""
     from firstlight.data.sources import neutral_name
     from firstlight.sharing.card import record_evaluation
 
@@ -208,10 +213,10 @@ def _require_used(
     of_the_loss: dict[str, Any],
     for_tasks: dict[str, Any],
 ) -> None:
-    """Require that no option is given for a part (loss or tasks) that is not evaluated.
+    """Check that all given options apply to the loss or the tasks that are evaluated.
 
     Raises:
-        ConfigError: an option belongs to a part that is not evaluated.
+        ConfigError: an option applies to the loss or to tasks, which are not evaluated.
     """
     for name, given in of_the_loss.items():
         if not with_loss and given is not None:

@@ -57,8 +57,8 @@ def _load(
 
 
 def _with_model_settings(config: SamplingConfig, loaded: LoadedModel) -> SamplingConfig:
-    """Return the config with the settings of the model's generation_config.json, except those that
-    were set on the command line."""
+    """Return the config with the settings of the model's generation_config.json. Settings from the
+    command line take precedence."""
     from firstlight.generation.engine import with_model_settings
 
     source = click.get_current_context().get_parameter_source
@@ -151,15 +151,15 @@ def generate_command(
     return dataclasses.asdict(result)
 
 
-#: Length in characters of the bar for probability 1.
+#: Length in characters of the bar for a probability of 1.
 _BAR = 20
 
 
 def _choice_rows(
     loaded: LoadedModel, choices: Sequence[Sequence[TokenChoice]]
 ) -> list[Sequence[str]]:
-    """Return a table of the most likely tokens at each new token; an arrow marks the chosen
-    token."""
+    """Return the rows of a table with the most likely tokens at each step. An arrow marks the
+    chosen token."""
     from firstlight.generation.engine import tokenizer_of
 
     tokenizer = tokenizer_of(loaded)
@@ -333,10 +333,10 @@ def _name_of(checkpoint: str) -> str:
 
 
 def _api_key(file: Path | None) -> bytes | None:
-    """Return the API key from the file or, without a file, from the environment variable. Return
-    None if neither is set.
+    """Return the API key from the file or, if there is no file, from the environment variable.
+    Return None if neither is specified.
 
-    There is no option for the key itself, because other users of the machine can read the command
+    The key can't be passed as an option, because other users of the machine can read the command
     line.
 
     Raises:
@@ -371,7 +371,7 @@ def _say_ready(url: str, service: Service, options: ServerOptions, as_json: bool
 
 
 def require_packages() -> None:
-    """Check that the packages that `firstlight.serving` imports are installed.
+    """Check that the optional packages required by `firstlight.serving` are installed.
 
     Raises:
         MissingDependencyError: a package is missing.

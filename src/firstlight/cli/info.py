@@ -1,4 +1,5 @@
-"""`firstlight info` and `report`: a model, this machine, and finished or running runs."""
+"""`firstlight info`, which describes a model or this machine, and `firstlight report`, which
+describes runs."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
     from firstlight.hardware.device import GpuMonitor, find_hardware, measured_matmul_flops
 
     hardware = find_hardware()
-    # Read before the hardware is measured, since the measurement itself would show up as GPU use.
+    # Read the use of the GPU before the hardware is measured, because the measurement uses the GPU.
     gpu = GpuMonitor(hardware.device).read()
     rates = {
         name: measured_matmul_flops(hardware.device, dtype)
@@ -97,7 +98,7 @@ def _machine(*, check: bool) -> dict[str, Any]:
 
 
 def _in_use(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the row about other programs on the GPU, or no row if the driver can't be queried."""
+    """Return a row about the current use of the GPU, or no row if the driver can't be queried."""
     if "gpu_utilization" not in machine:
         return []
     used = gib(machine["device_used_bytes"])
@@ -134,14 +135,15 @@ def _model(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         "active_parameters": count.active,
         "parameters_by_part": count.by_part,
         "dtypes": sorted({tensor.kind for tensor in stored.values()}),
-        # Reads all weights, one tensor after the other: about one second per GB.
+        # This reads all weights, one tensor at a time, which takes about one second per GB.
         "nonfinite_tensor": nonfinite_tensor(stored_values(stored)),
         "config": config.model_dump(),
         "max_position_embeddings": context,
         "tokenizer": None if tokenizer is None else _describe_tokenizer(tokenizer),
         "cache_bytes_per_token": cache,
         "inference_bytes": dtype.itemsize * count.total + cache * context + state_bytes(config),
-        # Four fp32 values per parameter: weight, gradient and AdamW's two moments. No activations.
+        # Four fp32 values per parameter: the weight, the gradient and AdamW's two moments.
+        # Activations are not included.
         "training_state_bytes": 16 * count.total,
         "trained_on": trained_on(folder),
     }

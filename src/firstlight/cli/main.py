@@ -1,4 +1,4 @@
-"""The entry point of the command line: `firstlight COMMAND ...`. An error is printed as one
+"""The entry point of the command line, `firstlight COMMAND ...`. Errors are printed as one
 line."""
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ _AFTER_INTERRUPTION = {
     "train": f": {CONTINUE}, if a checkpoint was saved",
 }
 
-#: Bytes of address space that importing torch takes. With less, its C++ code aborts the process.
+#: Size in bytes of the address space that importing torch takes. With less, torch's C++ code aborts
+#: the process.
 _LEAST_ADDRESSES = 600_000_000
 #: Address-space limit in bytes below which torch with a small model may run out of memory.
 _FEW_ADDRESSES = 4_000_000_000
 
 #: Prefix of the file names of importlib's own frames.
 _IMPORT_MACHINERY = "<frozen importlib"
-#: Parts of the file names of torch's fake-tensor modules, which trace a plan. C++ code calls
-#: functions in these modules, such as `find_torch_dispatch_rule`, and aborts the process if one of
-#: them raises an exception.
+#: Parts of the file names of torch's fake-tensor modules, which `firstlight plan` uses for tracing.
+#: C++ code calls functions in these modules, such as `find_torch_dispatch_rule`, and aborts the
+#: process if a function raises an exception.
 _TORCH_INTERNALS = tuple(
     f"{os.sep}torch{os.sep}{name}"
     for name in (
@@ -85,9 +86,10 @@ _TORCH_INTERNALS = tuple(
     )
 )
 
-#: Seconds after which a signal that arrived during an import is raised again.
+#: Time in seconds after which a signal that arrived during an import is raised again.
 _SOON = 0.001
-#: Maximum seconds that such a signal waits for the import to finish before it ends the process.
+#: Maximum time in seconds that such a signal is delayed. If the import has not finished by then,
+#: the signal ends the process.
 _LONGEST_WAIT = 0.5
 
 
@@ -105,19 +107,21 @@ class Terminated(BaseException):
 
 @contextlib.contextmanager
 def cleaning_up_when_terminated(*, as_json: bool = False, advice: str = "") -> Iterator[None]:
-    """In the context, SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
+    """Context manager in which SIGTERM, SIGHUP and SIGUSR1 raise `Terminated`, and SIGINT raises
     KeyboardInterrupt.
 
-    Ignored signals (nohup) stay ignored. Outside the main thread, nothing changes.
+    Signals that are ignored, for example because of nohup, stay ignored. The context manager has no
+    effect outside the main thread.
 
-    If a signal arrives during an import, its exception is raised after the import: C++ code that
-    imports modules swallows exceptions, which would leave a half-initialised module behind. The
-    same applies inside torch's fake-tensor modules, whose C++ callers would abort the process. If
-    an import takes long, such as the import of torch, the signal ends the process.
+    If a signal arrives during an import, its exception is raised after the import. C++ code that
+    imports modules swallows exceptions, which would leave a partially initialised module behind.
+    Exceptions are also delayed inside torch's fake-tensor modules, because their C++ callers would
+    abort the process. If an import takes long, such as the import of torch, the signal ends the
+    process.
 
     Args:
         as_json: True to also print the error as a JSON object if the process ends during an import.
-        advice: text printed after "interrupted", which names the command that continues.
+        advice: text printed after "interrupted", which explains how to continue.
     """
     handlers = _SignalHandlers(as_json, advice)
     handlers.install()
@@ -133,7 +137,7 @@ class _SignalHandlers:
     def __init__(self, as_json: bool, advice: str) -> None:
         self._as_json = as_json
         self._advice = advice
-        # (last signal that arrived during an import, time of the first such signal).
+        # The last signal that arrived during an import, and the time of the first such signal.
         self._waiting: tuple[int, float] | None = None
         self._before: dict[int, Any] = {}
 
@@ -161,7 +165,8 @@ class _SignalHandlers:
             signal.signal(number, previous)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        # If our SIGALRM handler is not installed, another part of the program uses the timer.
+        # If the SIGALRM handler of this class is not installed, another part of the program uses
+        # the timer, and the signal can't be delayed.
         if signal.SIGALRM in self._before and _swallows_exceptions(frame):
             now = time.monotonic()
             first = self._waiting[1] if self._waiting is not None else now
@@ -180,19 +185,20 @@ class _SignalHandlers:
         if raised is None:
             return
         try:
-            # Raised as a signal instead of an exception, because its handler may have changed
-            # meanwhile.
+            # Raise the signal again instead of its exception, because its handler may have changed
+            # in the meantime.
             signal.raise_signal(raised[0])
         finally:
-            if self._waiting is raised:  # else the signal waits again
+            if self._waiting is raised:  # Otherwise, the signal was delayed again.
                 self._waiting = None
 
 
 def _end_now(number: int, as_json: bool, advice: str) -> None:
-    """End the process as after a signal's exception, but without unwinding the stack."""
+    """End the process with the same message and exit code as an exception from a signal, but
+    without unwinding the stack."""
     word = "interrupted" if number == signal.SIGINT else "terminated"
     message = f"{word}{advice}" if number == signal.SIGINT else word
-    # `_fail` can't be used: Python's streams do not allow a write during another write.
+    # Don't use `_fail`, because Python's streams do not allow a write during another write.
     with contextlib.suppress(OSError):
         os.write(2, f"firstlight: error: {message}\n".encode())
     if as_json:
@@ -202,8 +208,8 @@ def _end_now(number: int, as_json: bool, advice: str) -> None:
 
 
 def _swallows_exceptions(frame: FrameType | None) -> bool:
-    """Return True inside an import or torch's fake-tensor modules, where a handler must not
-    raise."""
+    """Return True if `frame` is inside an import or torch's fake-tensor modules, where a signal
+    handler must not raise an exception."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_IMPORT_MACHINERY):
@@ -231,7 +237,8 @@ All commands: firstlight --help. Options of a command: firstlight train --help.
 
 
 class _Verbs(click.Group):
-    """The subcommands; the error for a file or folder in place of a subcommand suggests `train`."""
+    """Command group for all subcommands. If a file or folder is given instead of a subcommand, the
+    error message suggests `train`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -298,25 +305,31 @@ def main(
         program: program name shown in the help.
 
     Returns:
-        The exit code: 0 success, 1 error, 2 invalid recipe or option, 3 the planned recipe does not
-        fit in memory, 75 the run was stopped early and saved a checkpoint, 76 the run diverged,
-        128 + n terminated by signal n (130 is Ctrl-C).
+        The exit code:
+
+        - 0: success
+        - 1: error
+        - 2: invalid recipe or option
+        - 3: the planned recipe does not fit in memory
+        - 75: the run was stopped early and saved a checkpoint
+        - 76: the run diverged
+        - 128 + n: the command was terminated by signal n (130 after Ctrl-C)
     """
     if arguments is not None:
         return _run(list(arguments), command, program)
-    # Skip collecting torch's objects at exit, which would take a third of a second.
+    # Freeze all objects at exit, because collecting torch's objects would take a third of a second.
     atexit.register(gc.freeze)
     try:
         exit_code = _run(sys.argv[1:], command, program)
     finally:
-        # Otherwise Ctrl-C during Python's shutdown would print a traceback.
+        # Without this, Ctrl-C during Python's shutdown would print a traceback.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     parts = sys.modules.get("firstlight.tokenizer.parts")
     trackers = sys.modules.get("firstlight.training.trackers")
     if (parts and parts.threads_of_library()) or (trackers and trackers.GIVEN_UP):
-        # A thread may still be running after a signal, or a tracker may hang. Python's shutdown
-        # would wait for it or abort the process.
+        # After a signal, a thread may still be running, or a tracker may hang. Python's shutdown
+        # would then wait for the thread or abort the process.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -354,7 +367,8 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
     except Terminated as signal_:
         return _fail("terminated", "Terminated", 128 + signal_.number, as_json)
     except BrokenPipeError:
-        # The reader of stdout has closed the pipe (`| head`), so nothing is printed, even at exit.
+        # The reader of stdout has closed the pipe (`| head`). Discard all further output, including
+        # output at exit.
         discard_stdout()
         return 1
     except (MemoryError, OSError, RuntimeError, ImportError, SystemError) as error:
@@ -367,8 +381,8 @@ def _run(arguments: list[str], command: click.Command, program: str) -> int:
 
 
 def _usage_error(error: click.ClickException, program: str) -> str:
-    """Return the message for an error in the arguments. For a missing argument, it names the
-    command whose help describes the argument."""
+    """Return the message for an error in the arguments. If an argument is missing, the message
+    refers to the help of the command."""
     if not isinstance(error, click.MissingParameter):
         return error.format_message()
     path = error.ctx.command_path if error.ctx is not None else program
@@ -376,8 +390,8 @@ def _usage_error(error: click.ClickException, program: str) -> str:
 
 
 def _follows_from_little_memory(error: BaseException) -> bool:
-    """Return True if an error was most likely caused by a low address-space limit: libraries then
-    fail with arbitrary error messages."""
+    """Return True if an error was most likely caused by a low address-space limit. With such a
+    limit, libraries can fail with any error message."""
     is_other = isinstance(error, OSError | ModuleNotFoundError)
     return 0 < _address_limit() < _FEW_ADDRESSES and not is_other
 

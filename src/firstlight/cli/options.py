@@ -1,8 +1,8 @@
-"""Options shared by commands: options made from the fields of config dataclasses, options that
-several commands have, and the recipe with its overrides.
+"""Options shared by several commands, options created from the fields of config dataclasses, and
+parsing of the recipe and its overrides.
 
-Config dataclasses are imported at every start of the command line, so their modules must import
-neither torch nor pydantic.
+Config dataclasses are imported whenever the command line starts, so their modules must not import
+torch or pydantic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """The properties of a config dataclass's field from which an option is made.
+    """The properties of a config dataclass's field from which an option is created.
 
     Attributes:
         kind: type of the value, without None.
@@ -46,9 +46,9 @@ class ConfigField:
 
 
 def config_fields(config: type) -> dict[str, ConfigField]:
-    """Return the fields of a config dataclass, keyed by name, with their texts from the
-    docstring."""
-    # Base classes first: the text in a derived class replaces the text in its base class.
+    """Return the fields of a config dataclass, keyed by name. Their texts are read from the
+    docstring of the class."""
+    # Base classes come first, so that the text in a derived class takes precedence.
     docs = "\n".join(inspect.cleandoc(one.__doc__ or "") for one in reversed(config.__mro__[:-1]))
     documented = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docs, re.M)
     texts = {name: " ".join(text.split()) for name, text in documented}
@@ -62,7 +62,7 @@ def config_fields(config: type) -> dict[str, ConfigField]:
 
 
 def _split(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
-    """Split "a,b" into ["a", "b"]; a click callback."""
+    """Split "a,b" into ["a", "b"]. This is a click callback."""
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
 
@@ -76,7 +76,7 @@ def config_options(
 
     Args:
         config: the dataclass.
-        names: field names in the order of --help; all fields if omitted.
+        names: names of the fields in the order of --help; all fields if no names are given.
         only_on: True to omit --no-NAME for switches.
         metavars: placeholders of the values in --help, keyed by field name.
     """
@@ -103,14 +103,16 @@ def config_options(
 def field_option(
     config: type, name: str, option: str, metavar: str | None = None
 ) -> Callable[[F], F]:
-    """Return the option for a field under a name that differs from the field's: a path option, or
-    one that can be given several times.
+    """Return a decorator that adds an option for one field of a config dataclass. The names of the
+    option and the field can differ.
+
+    The option can be given several times, unless the field is a path.
 
     Args:
-        config: dataclass that supplies the option's default and help text.
+        config: the dataclass. It provides the default value and the help text of the option.
         name: name of the field.
-        option: name of the option; it can be given several times unless the field is a path.
-        metavar: placeholder for the value in --help.
+        option: name of the option.
+        metavar: placeholder of the value in --help.
     """
     field = config_fields(config)[name]
     settings: dict[str, Any] = {"default": field.default, "help": field.help, "metavar": metavar}
@@ -122,12 +124,14 @@ def field_option(
 def count_option(
     *names: str, least: int = 1, metavar: str = "N", **settings: Any
 ) -> Callable[[F], F]:
-    """Return an option with an integer of at least `least`; see `click.option`."""
+    """Return a decorator that adds an option with an integer of at least `least`; see
+    `click.option`."""
     return click.option(*names, type=click.IntRange(min=least), metavar=metavar, **settings)
 
 
 def path_option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """Return an option with the path of a file or folder; see `click.option`."""
+    """Return a decorator that adds an option with the path of a file or folder; see
+    `click.option`."""
     return click.option(*names, type=click.Path(path_type=Path), **settings)
 
 
@@ -142,7 +146,8 @@ def grouped(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-#: Recipe and overrides. The command's `context_settings` must ignore unknown options.
+#: Argument for the recipe and its overrides. The command's `context_settings` must ignore unknown
+#: options.
 recipe_argument = click.argument(
     "arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE.yaml [--section.key VALUE]..."
 )
@@ -205,7 +210,8 @@ compile_option = click.option(
 def _template_options(
     _: click.Context, __: click.Parameter, value: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Convert "NAME=VALUE" texts to a dict whose values are JSON or text; a click callback."""
+    """Convert texts of the form "NAME=VALUE" to a dict. Values are parsed as JSON if possible. This
+    is a click callback."""
     found: dict[str, Any] = {}
     for text in value:
         name, equals, given = text.partition("=")
@@ -215,7 +221,7 @@ def _template_options(
                 "enable_thinking=false"
             )
         try:
-            # Jinja and Python spell true as True.
+            # Users may write the values as in Jinja and Python.
             found[name] = json.loads(given.lower() if given in ("True", "False") else given)
         except ValueError:
             found[name] = given
@@ -241,7 +247,8 @@ SAMPLING = (
     "presence_penalty",
 )
 
-#: Suffixes of text files that `prepare` can't read, but that users may pass instead of a recipe.
+#: Suffixes of text files that users may pass instead of a recipe, although `prepare` can't read
+#: them.
 _OTHER_TEXT = (".pdf", ".docx", ".odt", ".epub", ".html", ".xlsx", ".rtf", ".json", ".zip")
 _EXAMPLES = {
     "train": "firstlight train recipes/demo.yaml --data.dir mine/data",
@@ -253,9 +260,10 @@ _EXAMPLES = {
 def split_arguments(
     arguments: Sequence[str], verb: str, *, is_run: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return the recipe's path, and the (section.key, value) pairs of the overrides.
+    """Return the path of the recipe, and the overrides as (section.key, value) pairs.
 
-    An override is `--section.key VALUE`, `--section.key=VALUE`, or `--section.key` for true.
+    An override has the form `--section.key VALUE` or `--section.key=VALUE`. `--section.key` without
+    a value means true.
 
     Args:
         arguments: arguments of the command.
@@ -263,8 +271,8 @@ def split_arguments(
         is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:
-        ConfigError: there is no recipe, more than one recipe, or the path is not a recipe; or an
-            option is unknown.
+        ConfigError: there is not exactly one path, the path is not a recipe, or an option is
+            unknown.
     """
     paths, overrides = split_paths(arguments)
     if len(paths) != 1:
@@ -277,8 +285,7 @@ def split_arguments(
 
 
 def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the arguments that are not options, and the (section.key, value) pairs of the
-    overrides.
+    """Return the arguments that are not options, and the overrides as (section.key, value) pairs.
 
     Raises:
         ConfigError: an option is unknown.
@@ -302,11 +309,11 @@ def split_paths(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def _require_recipe(path: str, verb: str) -> None:
-    """Require that `path` can be a recipe.
+    """Raise an error if `path` can't be a recipe.
 
     Raises:
-        ConfigError: `path` is a folder, a text or a corpus; the error names the command that takes
-            it.
+        ConfigError: `path` is a folder, a text or a corpus; the message contains the command to use
+            for it.
     """
     from firstlight.data.shards import MANIFEST_NAME
     from firstlight.data.sources import SUFFIXES

@@ -1,4 +1,5 @@
-"""The output of all commands: results on stdout as text, or as one JSON object with --json."""
+"""Output of all commands. Results are printed to stdout as text or, with --json, as one JSON
+object."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ _EXIT_CODE = "firstlight.exit_code"
 
 
 def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
-    """Return a command that also has a --json option.
+    """Decorator that adds the option --json to a command.
 
-    With --json, the return value of the function is printed as one JSON object on stdout, and the
-    text that it prints with `show` goes to stderr. The function gets the option as `as_json`.
+    With --json, the return value of the function is printed to stdout as one JSON object, and text
+    that the function prints with `show` goes to stderr. The value of the option is passed to the
+    function as `as_json`.
     """
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object to stdout.")
@@ -33,7 +35,7 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
     def command(*args: P.args, **kwargs: P.kwargs) -> None:
         result = verb(*args, **kwargs)
         if kwargs["as_json"]:
-            # Paths become text.
+            # `os.fspath` converts paths to text.
             write_out(json.dumps(result, ensure_ascii=False, default=os.fspath) + "\n")
         context = click.get_current_context()
         if _EXIT_CODE in context.meta:
@@ -43,15 +45,15 @@ def with_json(verb: Callable[P, dict[str, Any]]) -> Callable[P, None]:
 
 
 def end_with(code: int) -> None:
-    """Set the exit code of a `with_json` command, used when the command returns."""
+    """Set the exit code with which a `with_json` command ends when its function returns."""
     click.get_current_context().meta[_EXIT_CODE] = code
 
 
 def write_out(text: str) -> None:
     """Write text to stdout in UTF-8, regardless of the terminal's encoding.
 
-    A file or another program receives the text unchanged; for a terminal, control characters are
-    removed (see `visible`).
+    If stdout is a terminal, control characters are replaced (see `visible`). Files and other
+    programs receive the text unchanged.
     """
     if sys.stdout.isatty():
         text = visible(text)
@@ -60,10 +62,10 @@ def write_out(text: str) -> None:
 
 
 def show(line: str = "") -> None:
-    """Print one line of a command's result without markup: to stdout, or with --json to stderr.
+    """Print one line of a command's result to stdout or, with --json, to stderr.
 
     If the reader of stdout has closed the pipe (`| head`), the command continues, because it may
-    still write files.
+    still have to write files.
     """
     context = click.get_current_context(silent=True)
     if context is not None and context.params.get("as_json"):
@@ -76,14 +78,14 @@ def show(line: str = "") -> None:
 
 
 def discard_stdout() -> None:
-    """Discard everything that is written to stdout from now on."""
+    """Discard all further output to stdout."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def show_rows(rows: Iterable[tuple[str, object]], line: Callable[[str], None] = show) -> None:
-    """Print (name, value) pairs as aligned lines; `line` prints one line."""
+    """Print (name, value) pairs as aligned lines. `line` is the function that prints one line."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -103,7 +105,7 @@ def say_findings(findings: Iterable[Finding], run: str = "") -> None:
 
 
 def show_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells; the first column is left-aligned, the others right-aligned."""
+    """Print a table. The first column is left-aligned, and all others are right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
@@ -111,8 +113,8 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def with_bar(what: str, work: Callable[[Callable[[int, int], None]], T]) -> T:
-    """Return the result of `work`, which is called with a function that reports (done, total) to a
-    progress bar."""
+    """Call `work` while a progress bar is displayed, and return its result. The argument of `work`
+    is a function that updates the bar with the number of finished items and their total."""
     with progress_bar() as bar:
         task = bar.add_task(what, total=None)
 

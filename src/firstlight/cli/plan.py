@@ -66,8 +66,8 @@ def plan_command(
     """Predict the memory and speed of a run, on this machine or another GPU, and find the best
     settings.
 
-    The real model and training step of the recipe run on tensors without memory, so a laptop can
-    plan for a GPU that it does not have. Without prepared data, set planning.vocab_size.
+    The recipe's model and training step run on tensors that take no memory, so a laptop can plan
+    for a GPU that it does not have. Without prepared data, set planning.vocab_size.
 
     The exit code is 3 if the recipe does not fit in memory or, with --write or --budget, if
     nothing fits.
@@ -78,7 +78,8 @@ def plan_command(
         raise ConfigError(f"{write} already exists: choose another file for --write")
     from firstlight.planner.plan import processes as workers
 
-    # Started before the slow imports below, so that the processes import at the same time.
+    # Start the processes before the slow imports below, so that they import modules at the same
+    # time.
     with workers.started() as processes:
         from firstlight.console import progress_bar
         from firstlight.planner.plan.estimate import Estimator
@@ -142,7 +143,7 @@ def _show(plan: Plan) -> None:
 
 
 def _written(plan: Plan, path: Path | None, searched: bool) -> Path | None:
-    """Write the plan's recipe to `path`; return the path, or None if nothing was written."""
+    """Write the plan's recipe to `path`. Return the path, or None if nothing was written."""
     if path is None:
         return None
     if searched and plan.chosen is None:
@@ -162,16 +163,16 @@ def next_command(
     wanted: Sequence[str],
     written: Path | None,
 ) -> str:
-    """Return the command to run after a plan: a training run, or another plan.
+    """Return the command that the user should run next: a training run or another plan.
 
     Args:
         plan: the plan.
         path: recipe on the plan's command line.
         overrides: (section.key, value) pairs on the plan's command line.
-        init_from: --init-from on the plan's command line.
-        where: device options on the plan's command line, as words.
-        wanted: budget options on the plan's command line, or options for a typical budget, as
-            words.
+        init_from: value of --init-from on the plan's command line.
+        where: device options on the plan's command line, as a list of words.
+        wanted: budget options on the plan's command line or, if there are none, options for a
+            typical budget, as a list of words.
         written: path of the recipe that --write wrote; None if nothing was written.
     """
     from firstlight.planner.plan.text import changed_options
@@ -187,7 +188,7 @@ def next_command(
         return shlex.join(["firstlight", "train", path, *_options(given), *start, *many])
     plan_again = ["firstlight", "plan", path, *_options(given), *start, *where]
     if plan.suggested is None and not plan.methods:
-        return shlex.join(plan_again)  # there was no search
+        return shlex.join(plan_again)  # The search was disabled with --no-search.
     new = f"{Path(path).stem}-planned.yaml"
     return shlex.join([*plan_again, *wanted, "--write", new])
 
@@ -201,7 +202,8 @@ def _needs_more_devices(one: Estimate) -> bool:
 
 
 def _preparation(recipe: Recipe) -> str | None:
-    """Return the command that prepares the recipe's missing data, or None if all data exists."""
+    """Return a command that prepares the first missing corpus of the recipe, or None if all data
+    exists."""
     from firstlight.data.remote import is_url
     from firstlight.data.shards import MANIFEST_NAME
 

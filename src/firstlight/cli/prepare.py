@@ -15,7 +15,7 @@ from firstlight.cli.output import show, with_json
 from firstlight.console import counted, human_bytes, parse_count, say
 from firstlight.errors import ConfigError
 
-#: Defaults of the options that only apply to --kind text, keyed by parameter name.
+#: Default values of the options that apply only to --kind text, keyed by parameter name.
 _OF_TEXT = {
     "workers": None,
     "engine": "local",
@@ -65,7 +65,7 @@ _OF_TEXT = {
     "is cut between two characters, so the split can be a few tokens short.",
 )
 @as_is_option
-# Texts are now always read this way; the option remains so that older commands keep working.
+# Project Gutenberg's licence is removed by default. The hidden option keeps older commands working.
 @click.option("--strip-gutenberg", is_flag=True, expose_value=False, hidden=True)
 @click.option(
     "--kind",
@@ -120,23 +120,23 @@ def prepare_command(
     as_json: bool,
     **options: Any,
 ) -> dict[str, Any]:
-    """Tokenize a corpus and write it as shards to --out.
+    """Tokenize a corpus, and write it to --out as shards.
 
-    INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]], by default with
-    the split "train" (hf:NAME::validation for another). Files can be text and code with any or no
-    file name extension, .jsonl, .ndjson, .csv, .tsv (all also compressed as .gz, .bz2, .xz or .zst)
-    or .parquet. Each text file, line of a JSONL file and row of a table is one document;
-    <|endoftext|> and similar separators also end a document. Text is UTF-8, or UTF-16 or UTF-32
-    with a byte-order mark. Documents that can't be read are listed in OUT/rejected.jsonl; files of
-    other kinds are counted. random:TOKENS[:SEED] as the only input gives uniformly random tokens
-    for measurements.
+    INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]]. The default
+    split is "train"; hf:NAME::validation selects another split. Files can be text or code with any
+    file name extension or none, .jsonl, .ndjson, .csv or .tsv (all of these also compressed as .gz,
+    .bz2, .xz or .zst), or .parquet. Each text file, line of a JSONL file and row of a table is one
+    document; <|endoftext|> and similar separators also end a document. Text must be encoded as
+    UTF-8, or as UTF-16 or UTF-32 with a byte-order mark. Documents that can't be read are listed in
+    OUT/rejected.jsonl; files of other kinds are counted. As the only input, random:TOKENS[:SEED]
+    yields uniformly random tokens for measurements.
 
-    With --kind chat, INPUT is .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow, .txt or
-    hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation: {messages}, {conversations}, a
-    question and its answer such as {instruction, input, output} or {prompt, completion}, or a text
-    with the names of the speakers. With --kind preference, each record is {prompt, chosen,
-    rejected}. In a folder with train, validation and test files, these are the splits, and test is
-    left out.
+    With --kind chat, INPUT is a .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow or .txt file,
+    or hf:NAME[:CONFIG[:SPLIT]], and each record is a conversation. A record can consist of
+    {messages} or {conversations}; of a question and its answer, such as {instruction, input,
+    output} or {prompt, completion}; or of a text with the names of the speakers. With --kind
+    preference, each record is {prompt, chosen, rejected}. If a folder contains train, validation
+    and test files, these are the splits, and the test files are not used.
     """
     of_text = {name: options.pop(name) for name in _OF_TEXT}
     of_chat = {name: value for name, value in options.items() if value not in (None, ())}
@@ -164,7 +164,7 @@ def prepare_command(
 
 
 def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
-    """Prepare texts; the arguments are passed to `firstlight.data.prepare.prepare`."""
+    """Prepare texts. The arguments are passed to `firstlight.data.prepare.prepare`."""
     from firstlight.data.prepare import prepare
     from firstlight.data.sources import note_on_inputs
 
@@ -177,7 +177,7 @@ def _prepare_text(inputs: tuple[str, ...], *folders: Path, **options: Any) -> di
 
 
 def _prepare_chat(inputs: tuple[str, ...], *folders: Path, **options: Any) -> dict[str, Any]:
-    """Prepare conversations or preference pairs; the options are arguments of `prepare_chat` and
+    """Prepare conversations or preference pairs. The options are arguments of `prepare_chat` and
     fields of ChatOptions."""
     from firstlight.data.chat import ChatOptions, prepare_chat
     from firstlight.data.records import find_splits

@@ -58,10 +58,10 @@ def push_command(
 ) -> dict[str, Any]:
     """Upload a model to the Hugging Face hub, with a model card.
 
-    RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. The weights, in
-    the format of `convert`, the tokenizer, the recipe, the loss curve and a card are uploaded,
-    without optimizer state and without paths of this machine. Files that are already on the hub are
-    not sent again: after an interrupted upload, repeat the command.
+    RUN_OR_MODEL is a run, a checkpoint, a Hugging Face model folder or a hub id. The upload
+    contains the weights (in the format of `convert`), the tokenizer, the recipe, the loss curve and
+    a card, but no optimizer state and no paths of this machine. Files that are already on the hub
+    are not uploaded again, so an interrupted upload can be continued by repeating the command.
     """
     from firstlight.sharing.push import push
 
@@ -107,10 +107,10 @@ def card_command(
     best: bool,
     as_json: bool,
 ) -> dict[str, Any]:
-    """Write the card of a model: description, data, recipe, results, use.
+    """Write the card of a model, with its description, data, recipe, results and use.
 
-    RUN_OR_MODEL is the same as for push. USER/NAME appears in the commands of the card. Edit the
-    file and pass it to `firstlight push --card`.
+    RUN_OR_MODEL is the same as for push. USER/NAME appears in the commands on the card. The file
+    can be edited and then passed to `firstlight push --card`.
     """
     from firstlight.files.atomic import write_file
     from firstlight.sharing.card import model_card, read_facts

@@ -39,8 +39,8 @@ def train_command(
     """Train a byte-level BPE tokenizer on a corpus, and write tokenizer.json to --out.
 
     INPUT is a file, folder or glob, the word `stdlib`, or hf:NAME[:CONFIG[:SPLIT]]. Files can be
-    text and code with any or no file name extension, .jsonl, .ndjson, .csv, .tsv (all also
-    compressed as .gz, .bz2, .xz or .zst) or .parquet.
+    text or code with any file name extension or none, .jsonl, .ndjson, .csv or .tsv (all of these
+    also compressed as .gz, .bz2, .xz or .zst), or .parquet.
     """
     from firstlight.data.cleaning import ChangeCounts, change_lines
     from firstlight.data.records import read_documents, with_words
@@ -83,17 +83,18 @@ def _count_texts(
     rejections: list[str],
     changes: ChangeCounts,
 ) -> Iterator[str]:
-    """Yield the texts of the valid documents, and count them.
+    """Yield the texts of the valid documents, and count the documents.
 
     Args:
         records: documents.
-        counts: numbers of "documents", "rejected" and "text_bytes", updated in place.
+        counts: numbers of valid "documents", "rejected" documents and "text_bytes", updated in
+            place.
         rejections: list to which the location and error of the first rejected document are
             appended.
         changes: counts of the changes made to the documents, updated in place.
 
     Raises:
-        InputError: there is no valid document.
+        InputError: there are no valid documents.
     """
     from firstlight.data.records import nothing_read
     from firstlight.errors import InputError
@@ -114,7 +115,8 @@ def _count_texts(
 
 
 class _ManyTokens(click.Command):
-    """A command whose --add option takes several tokens: `--add A B` means `--add A --add B`."""
+    """A command with an --add option that takes several tokens: `--add A B` is the same as
+    `--add A --add B`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -148,8 +150,8 @@ def extend_command(
     """Add special tokens, a chat template or both to a tokenizer, and write it to --out.
 
     DIR is a tokenizer folder or file, a run, a model folder or a hub id, and comes before --add.
-    The new tokens get the ids after the last one; existing ids do not change. Tokens that a
-    built-in chat template needs are added as well.
+    New tokens get the ids after the last existing id, and existing ids do not change. The tokens
+    that a built-in chat template requires are also added.
     """
     from firstlight.checkpoint.selection import resolve_tokenizer
     from firstlight.files.atomic import new_folder, require_free
@@ -257,9 +259,9 @@ def decode_command(
 
 
 def _try_out(tokenizer: Tokenizer) -> None:
-    """Render an ordinary conversation with the tokenizer's chat template, and print it.
+    """Render an ordinary conversation with the tokenizer's chat template, and print the result.
 
-    Many mistakes in a template only become visible when it is rendered.
+    Many errors in a template only become visible when the template is rendered.
 
     Raises:
         TokenizerError: the template is invalid, or the text is empty.
@@ -272,7 +274,7 @@ def _try_out(tokenizer: Tokenizer) -> None:
     ]
     try:
         text = tokenizer.apply_chat_template(conversation)
-    except InputError as error:  # raised by the template, which may expect other conversations
+    except InputError as error:  # The template may require different conversations.
         say(f"warning: the chat template rejects an ordinary conversation: {error}")
         return
     if not text.strip():
@@ -284,11 +286,12 @@ def _try_out(tokenizer: Tokenizer) -> None:
 def _chat_template(
     name: str | None, tokenizer: Tokenizer, add: tuple[str, ...]
 ) -> tuple[str | None, list[str]]:
-    """Return the text of the --chat-template template, and the additional tokens that it needs.
+    """Return the text of the template in --chat-template, and the additional tokens that the
+    template requires.
 
     Args:
         name: name of a built-in template, or a file; None for no template.
-        tokenizer: tokenizer before it is extended.
+        tokenizer: the tokenizer that will be extended.
         add: tokens from --add.
 
     Raises:

@@ -1,5 +1,5 @@
-"""`firstlight train` on texts (`firstlight train INPUT...`) or with a recipe, in one or several
-processes."""
+"""`firstlight train`: training on texts (`firstlight train INPUT...`) or with a recipe, in one or
+several processes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 
 # Texts in place of a recipe
 
-#: File that identifies a folder as a run, a model or a prepared corpus instead of texts -> pattern
-#: that the file contains, since users' files may have the same names. The names are repeated here
-#: because the modules that define them import torch, which would delay the first line of output.
+#: Files that identify a folder as a run, a model or a prepared corpus instead of a folder of texts.
+#: Each file name is mapped to a pattern that the file must contain, because users' files can have
+#: the same names. The names are repeated here because the modules that define them import torch,
+#: which would delay the first line of output.
 _OTHER_FOLDERS = {
     "recipe.yaml": r"^data:",
     "config.json": r'"(model_type|architectures)"\s*:',
     "manifest.json": r'"tokenizer_sha256"\s*:',
 }
-#: Number of characters of such a file that are searched for the pattern.
+#: Number of characters at the beginning of such a file that are searched for the pattern.
 _HEAD_BYTES = 1 << 20
 
-#: Parameters of the options that only apply to texts.
+#: Parameter names of the options that apply only to texts.
 TEXT_OPTIONS = (
     "budget",
     "tokens",
@@ -56,7 +57,7 @@ TEXT_OPTIONS = (
 )
 
 
-#: The options that only apply to texts.
+#: Decorator that adds the options that apply only to texts.
 text_options = grouped(
     click.option(
         "--budget", metavar="TIME", help="Texts: time for the whole command, such as 30m."
@@ -104,7 +105,8 @@ def takes_texts(paths: Sequence[str]) -> bool:
 def _holds(path: Path, sign: str) -> bool:
     """Return True if the file exists and contains the pattern `sign`.
 
-    Also return True if the file can't be read, so that the error is about reading it.
+    For a file that can't be read, the result is also True, so that a later error reports that the
+    file can't be read.
     """
     if not path.is_file():
         return False
@@ -118,7 +120,7 @@ def _holds(path: Path, sign: str) -> bool:
 def train_texts_command(
     paths: Sequence[str], overrides: Sequence[tuple[str, str]], options: dict[str, Any]
 ) -> tuple[dict[str, Any], TrainResult | None]:
-    """Train on texts or conversations, or with --plan-only show what would be trained.
+    """Train on texts or conversations or, with --plan-only, show the plan of the run.
 
     Args:
         paths: input texts or conversations.
@@ -126,7 +128,7 @@ def train_texts_command(
         options: values of the command's options, keyed by parameter name.
 
     Returns:
-        (result as a JSON object, result of the training or None if nothing was trained).
+        The result as a JSON object, and the result of the training or None if nothing was trained.
 
     Raises:
         ConfigError: options contradict each other, or several processes were started.
@@ -152,7 +154,7 @@ def train_texts_command(
             say(f"no --budget given: planning for {time_text(DEFAULT_SECONDS)}")
             request = dataclasses.replace(request, seconds=DEFAULT_SECONDS)
         plan = work_of(request, say, progress=True).plan(request, options["gpu"])
-        # Imported after the first message, because it imports torch, which takes seconds.
+        # Imported after the first message, because this module imports torch, which takes seconds.
         from firstlight.from_texts.machine import fitted_recipe
 
         plan = fitted_recipe(plan).applied_to(plan)
@@ -181,7 +183,7 @@ def train_texts_command(
 
 
 def _ask(plan: RunPlan) -> float:
-    """Ask the user how long the run may take; return the duration in seconds."""
+    """Ask the user for the maximum duration of the run, and return it in seconds."""
     from firstlight.from_texts.plan import offers
 
     say("How long may the run take?")
@@ -226,16 +228,17 @@ _USUAL_KEYS = (
     "lora.rank",
 )
 
-#: Environment variables set by launchers. If one of them is set, the estimate of the run's duration
-#: is not started early: only the main process makes it, and the rank is not known before torch is
-#: imported.
+#: Environment variables that launchers set. If one of them is set, the estimate of the run's
+#: duration is not started early. Only the main process makes this estimate, and the rank is unknown
+#: until torch is imported.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class _TrainCommand(click.Command):
-    """Command that starts several processes with --nproc, and lists the recipe's keys in its help.
+    """A command that starts several processes with --nproc, and that lists the keys of a recipe in
+    its help.
 
-    Listing the keys imports torch, so they are listed for the help only.
+    The keys are collected only for the help, because collecting them imports torch.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -266,7 +269,7 @@ class _TrainCommand(click.Command):
 def _write_short(
     formatter: click.HelpFormatter, sections: Mapping[str, list[tuple[str, str]]]
 ) -> None:
-    """Write the most commonly set keys, one line each, and the names of the sections."""
+    """Write one line for each of the most commonly used keys, and the names of all sections."""
     known = {name: text for rows in sections.values() for name, text in rows}
     names = [f"--{key}" for key in _USUAL_KEYS if f"--{key}" in known]
     width = formatter.width - max(map(len, names)) - 6
@@ -357,16 +360,17 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> No
 def train_command(arguments: tuple[str, ...], as_json: bool, **options: Any) -> dict[str, Any]:
     """Train a model on texts or with a recipe, or fine-tune an existing model.
 
-    INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib`, hf:NAME. Tokenizer,
-    model, batch size, learning rates and steps are chosen for the text, this machine and --budget.
-    With --init-from MODEL, that model is trained further, and INPUT can also be conversations or
-    preference pairs.
+    INPUT is text as for `firstlight prepare`: files, folders, globs, `stdlib` or hf:NAME. The
+    tokenizer, model, batch size, learning rates and number of steps are chosen for the text, this
+    machine and --budget. With --init-from MODEL, that model is fine-tuned, and INPUT can also be
+    conversations or preference pairs.
 
-    Every key of the recipe is an option, too, such as --optimizer.learning_rate 3e-4.
+    Every recipe key is also an option, such as --optimizer.learning_rate 3e-4.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step, with a checkpoint and
-    exit code 75; --resume continues the run. A second signal stops it at once. Creating the file
-    `save-now` in the run folder saves a checkpoint. A diverged run ends with exit code 76.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 stop the run after the current step. The run saves a
+    checkpoint and ends with exit code 75; --resume continues it. A second signal stops the run
+    immediately. Creating the file `save-now` in the run folder saves a checkpoint. A diverged run
+    ends with exit code 76.
     """
     from firstlight.data.sources import missing_input, special_input, special_kind
 
@@ -423,13 +427,13 @@ def _train_recipe(
     plan: str | None,
     **start: Any,
 ) -> dict[str, Any]:
-    """Run `firstlight train` with a recipe; `start` has the options resume, init_from and
+    """Run `firstlight train` with a recipe. `start` contains the options resume, init_from and
     new_rows."""
     from firstlight.planner.plan.processes import RunForecaster
 
     with RunForecaster() as forecaster:
         if plan is None and not any(name in os.environ for name in _RANKS):
-            # Started early, so that the forecaster's process and this process import torch at the
+            # Start the forecaster early, so that its process and this process import torch at the
             # same time.
             forecaster.start()
         from firstlight.parallel import find_world
@@ -455,15 +459,15 @@ def _train_recipe(
         _show(result)
     if result.stopped_by is not None or result.diverged:
         saved = shlex.quote(str(result.run_folder / "recipe.yaml"))
-        # The command of a cooldown could branch off from a newer checkpoint.
+        # Repeating the command of a cooldown could branch off from a newer checkpoint.
         again = f"continue with firstlight train {saved} --resume"
         _end_stopped(result, CONTINUE if cooldown is None else again)
     return _as_json(result)
 
 
 def _end_stopped(result: TrainResult, advice: str = CONTINUE) -> None:
-    """Set the exit code for a diverged run, or for a stopped run, which is resumed as `advice`
-    describes."""
+    """Set the exit code after a run that diverged or was stopped. `advice` explains how to resume a
+    stopped run."""
     if result.stopped_by is not None:
         say(f"stopped by {result.stopped_by} and saved: {advice}")
         end_with(STOPPED_EXIT_CODE)
@@ -483,8 +487,8 @@ def _cooled(
         resume: True to resume the cooldown's run.
 
     Raises:
-        ConfigError: `trunk` is a run folder in which another process or a later start could find a
-            newer checkpoint.
+        ConfigError: `trunk` is a run folder, and another process or a resumed run could find a
+            newer checkpoint in it.
     """
     from firstlight.parallel import find_world
     from firstlight.training.cooldown import cooldown_recipe
@@ -499,7 +503,7 @@ def _cooled(
 
 
 def _show(result: TrainResult) -> None:
-    """Print a run's result as text, and the commands that use its model."""
+    """Print the result of a run, and the commands that use the trained model."""
     from firstlight.from_texts.result import command_lines, first_words, model_commands
     from firstlight.run_log.names import REPORT_NAME, SAMPLES_NAME
     from firstlight.run_log.reader import last_start, sound_json_lines
@@ -566,8 +570,8 @@ def _best_of(init_from: str | None) -> str:
 
 
 def _figures(evaluation: Any) -> dict[str, Any]:
-    """Return an evaluation's metrics without NaN values, because some metrics do not exist for
-    preference pairs.
+    """Return the metrics of an evaluation without NaN values. For preference pairs, some metrics do
+    not exist and are NaN.
     """
     found = dataclasses.asdict(evaluation)
     return {key: value for key, value in found.items() if value == value}
@@ -576,7 +580,7 @@ def _figures(evaluation: Any) -> dict[str, Any]:
 def _planned(recipe: Any, resume: bool, init_from: str | None) -> Any:
     """Return the recipe with the settings of `--plan auto`.
 
-    A resumed run keeps the settings of its first plan, which are read from the recipe in its
+    A resumed run keeps the settings of its first plan. They are read from the recipe in the run
     folder.
 
     Raises:
@@ -631,7 +635,7 @@ def launch_if_asked(ctx: click.Context) -> int | None:
     count = _count(nproc)
     if count == 1 and nnodes == 1 and not asked["max-restarts"]:
         return None
-    # Otherwise, torch's C++ code prints a long stack trace for each broken connection.
+    # By default, torch's C++ code prints a long stack trace for each broken connection.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from firstlight.parallel.elastic import Launch, launch
 
@@ -642,14 +646,13 @@ def launch_if_asked(ctx: click.Context) -> int | None:
         asked["rdzv-endpoint"] or "",
         max_restarts=asked["max-restarts"] or 0,
     )
-    # -P: do not import modules from the current folder.
+    # -P prevents Python from importing modules from the current folder.
     command = [sys.executable, "-P", "-m", "firstlight", *arguments_of(ctx)]
     return launch(command, options, () if ctx.params.get("resume") else ("--resume",))
 
 
 def arguments_of(ctx: click.Context) -> list[str]:
-    """Return the command and its arguments as a list for a new process, without the removed
-    options."""
+    """Return the name and arguments of the command for a new process, without LAUNCH_OPTIONS."""
     assert ctx.info_name is not None
     arguments = [ctx.info_name]
     for parameter in ctx.command.params:
@@ -658,7 +661,7 @@ def arguments_of(ctx: click.Context) -> list[str]:
         if isinstance(parameter, click.Argument):
             arguments += value or ()
         elif isinstance(value, tuple):
-            # An option that can be given several times.
+            # The option can be given several times.
             arguments += [word for one in value for word in (parameter.opts[0], str(one))]
         elif value is not None and value != parameter.get_default(ctx):
             arguments += [parameter.opts[0]] if value is True else [parameter.opts[0], str(value)]
@@ -666,11 +669,11 @@ def arguments_of(ctx: click.Context) -> list[str]:
 
 
 def _require_no_launcher(nnodes: int) -> None:
-    """Require that no launcher has started this process.
+    """Raise an error if a launcher started this process.
 
     Raises:
-        ConfigError: a launcher has started it, so that each of several processes would start
-            processes.
+        ConfigError: a launcher started this process; with --nproc, each of the launcher's processes
+            would start several more.
     """
     from firstlight.parallel.world import find_world
 

@@ -1,4 +1,4 @@
-"""`firstlight watch`: show the progress of a run that another process executes."""
+"""`firstlight watch`: show the progress of a run in another process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from firstlight.training.progress import RunProgress, TrainingProgress
     from firstlight.training.trackers import Step
 
-#: Seconds between two readings of the run folder.
+#: Time in seconds after which the run folder is read again.
 _SECONDS_BETWEEN = 0.5
-#: Keys that a step's line must have to be shown. A line without them, such as the evaluation before
-#: step 1, is not a step.
+#: Keys in the metrics of a training step. Lines without these keys, such as the evaluation before
+#: step 1, are not shown.
 _SHOWN = {"train/loss", "learning_rate", "tokens_per_second", "memory_bytes"}
 
 
@@ -32,7 +32,7 @@ class _Shown:
         step: number of the last step; 0 before the first step.
         steps: total number of steps of the run; None if unknown.
         limit: step at which a run with a time budget ends even if time is left; None if unknown.
-        seconds: total duration of the steps so far, from the run's metrics.
+        seconds: total duration of the steps so far, as recorded in the run's metrics.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Shown:
         self._read_at = time.monotonic()
 
     def clock(self) -> float:
-        """Return the duration of all steps, plus the time since the last step was read, in
+        """Return the total duration of the steps plus the time since the last step was read, in
         seconds."""
         return self.seconds + time.monotonic() - self._read_at
 
@@ -106,7 +106,7 @@ def _watch(folder: Path) -> None:
         minutes,
         shown.clock,
         step_limit=lambda: shown.limit,
-        # The steps of a run with a time budget may be corrected until its last one.
+        # The number of steps of a run with a time budget can change until the last step.
         is_settled=lambda: minutes is None or shown.step >= (shown.limit or math.inf),
     )
     follower = StepFollower(folder / METRICS_NAME, folder / SAMPLES_NAME)
@@ -116,8 +116,7 @@ def _watch(folder: Path) -> None:
     ):
         goes_on = True
         while goes_on:
-            # Checked before the lines are read: if the run has ended, all its lines have been
-            # written.
+            # Check this before reading: if the run has ended, all its lines have been written.
             goes_on = is_held(folder)
             _show(follower.new(), shown, progress, view)
             if goes_on:
@@ -136,12 +135,12 @@ def _show(
     Args:
         found: (line of metrics.jsonl, sample texts) of each new step.
         shown: displayed state, updated in place.
-        progress: timer of the run, restarted if the run was resumed.
+        progress: timer of the run. It is restarted if the run was resumed.
         view: view to draw in.
     """
     for record, _ in found:
         if record["step"] <= shown.step and shown.step:
-            # The run was resumed from a checkpoint, and its log is read again from the beginning.
+            # The run was resumed from a checkpoint, so its log is read again from the beginning.
             progress.restart()
             shown.seconds = 0.0
         shown.add(record)

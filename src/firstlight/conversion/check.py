@@ -1,10 +1,10 @@
-"""Verify a conversion: source and result must be the same model.
+"""Verify that the result of a conversion is the same model as the source.
 
-Three comparisons are made, each of which finds errors that the others miss:
+Three comparisons are made. Each finds errors that the others miss:
 
-- tensors one by one: errors in rows or experts that the prompt does not use;
-- logits on a fixed prompt: wrong settings of the model;
-- a conversation rendered by both chat templates: a changed template.
+- comparing the tensors finds errors in rows or experts that the prompt does not use;
+- comparing the logits on a fixed prompt finds wrong model settings;
+- rendering a conversation with both chat templates finds a changed template.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ CONVERSATION = [
 #: Largest allowed difference between the logits of source and result, as a fraction of the source's
 #: largest logit, keyed by the format to which the weights were rounded ("f32": not rounded).
 #:
-#: Largest measured differences, as the same fraction:
+#: Largest measured differences, also as fractions of the source's largest logit:
 #:
 #:     format   random models   stories260K
 #:     f16      0.0127          0.0006
 #:     bf16     0.037           0.005
 #:     q8_0     0.073           0.016
 #:
-#: The limit of f32 allows for a different order of summation. The random models are 30 of each
-#: family, with 2 to 4 layers and hidden size 64. Rounding errors accumulate more in them than in
-#: trained models, and most in the states of linear attention (without linear attention, 0.0041 in
-#: f16). Limits are three times the largest difference. The limit of bf16 is larger, because models
-#: with hidden size 10 and head dimension 2 reach 0.13.
+#: The random models are 30 models of each family, with 2 to 4 layers and hidden size 64. They
+#: accumulate larger rounding errors than trained models, especially in the states of linear
+#: attention: without linear attention, the largest difference in f16 is 0.0041.
+#:
+#: The limits of f16 and q8_0 are three times the largest difference. The limit of bf16 is larger,
+#: because models with hidden size 10 and head dimension 2 reach 0.13. The limit of f32 allows for a
+#: different order of summation.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
-#: Largest rounding error of a weight in the same formats, as (fraction of its tensor's largest
-#: absolute value, absolute error of subnormal numbers); the two are added.
+#: Largest rounding error of a weight, keyed by the same formats. The error is the sum of two
+#: numbers: a fraction of the tensor's largest absolute value, and an absolute error for subnormal
+#: numbers.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),
@@ -73,11 +76,11 @@ _ROWS = 4096
 
 
 def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Tensor:
-    """Return the token ids on which source and result are compared, int64 [1, T]; T is 64, or the
-    context length if that is shorter.
+    """Return the token ids on which source and result are compared, int64 [1, T], where T is the
+    smaller of 64 and the context length.
 
-    They are the ids of `PROMPT`, followed by a fixed sequence from the full vocabulary. Without a
-    tokenizer, all ids are taken from that sequence.
+    The sequence starts with the ids of `PROMPT` and continues with fixed ids from the full
+    vocabulary. Without a tokenizer, it contains only the fixed ids.
     """
     count = min(_PROMPT_TOKENS, context)
     ids: list[int] = []
@@ -85,8 +88,8 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
         start = [tokenizer.separator_id] if tokenizer.add_bos else []
         # An id beyond the vocabulary has no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
-    # The formula is quadratic, so that the ids are spread over the vocabulary instead of being
-    # consecutive.
+    # The quadratic formula spreads the ids over the vocabulary; consecutive ids would test only a
+    # small part of it.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
 
@@ -148,7 +151,8 @@ def require_same_tensors(
         source, result: tensors, keyed by Hugging Face name.
         kind: format to which the result was rounded, a key of `TOLERANCES`; "f32" if it was not
             rounded.
-        shifted: name suffix of norm weights w that the result's file stores as 1 + w, or "".
+        shifted: suffix of the names of norm weights w that the result's file stores as 1 + w; "" if
+            there are no such weights.
 
     Raises:
         ModelError: a tensor is missing or differs by more than rounding; the message names it.
@@ -163,8 +167,8 @@ def require_same_tensors(
         largest, difference = _distance(source[name], result[name])
         limit = share * largest + smallest
         if shifted and name.endswith(shifted):
-            # fp32 rounds w + 1, and later the difference when the file is read, each by up to 2^-24
-            # of the value.
+            # The sum is rounded to fp32 when the file is written, and the difference when the file
+            # is read. Each rounding error is at most 2^-24 of the value.
             limit = max(limit, 2**-23 * (largest + 1))
         # `difference > limit` would be False for NaN.
         if not difference <= limit:
@@ -236,10 +240,11 @@ def require_same_chat(source: Tokenizer, result: Tokenizer | None, what: str) ->
         what: name of the result, for the message.
 
     Returns:
-        A list with one note if both templates fail with the same error, else an empty list.
+        A list with one note if both templates fail with the same error, otherwise an empty list.
 
     Raises:
-        ModelError: the texts or the errors differ, or only one of the two has a template.
+        ModelError: the texts or the error messages differ, or only one of the two tokenizers has a
+            template.
     """
     expected = _rendered(source)
     found = None if result is None else _rendered(result)
@@ -268,6 +273,6 @@ def _rendered(tokenizer: Tokenizer) -> str | None:
     try:
         return tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
     except FirstlightError as error:
-        # The template may be broken or may require different conversations. A conversion only
-        # copies it.
+        # The template is broken or does not support this conversation. Neither prevents the
+        # conversion, which copies the template unchanged.
         return str(error)

@@ -1,5 +1,6 @@
-"""`convert`: write a model as a Hugging Face folder, a GGUF file or an Ollama folder, read the
-result back, and reject it unless it is the same model as the source.
+"""Convert a model to a Hugging Face folder, a GGUF file or an Ollama folder.
+
+The result is read back and rejected if it differs from the source.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Result:
-    """The written model, read back from its files; `name` is used in messages."""
+    """The converted model, read back from its files. `name` identifies the model in messages."""
 
     name: str
     config: Mapping[str, Any]
@@ -167,8 +168,8 @@ def convert(
     calibration: str | Path | None = None,
     best: bool = False,
 ) -> Conversion:
-    """Convert a model. Reject a result whose output differs from the source's. If an error occurs,
-    nothing is written.
+    """Convert a model, and verify that the result is the same model as the source. If an error
+    occurs, nothing is written.
 
     Args:
         source: a Hugging Face model folder, a run, a GGUF file, a hub id, or another program's
@@ -176,7 +177,7 @@ def convert(
             GPT-2, Meta's Llama, litgpt or nanochat.
         out: the folder to write, which must be missing or empty and must not be inside the source.
         to: "hf" (a Hugging Face model folder), "gguf" (a file for llama.cpp in the folder) or
-            "ollama" (such a file and a Modelfile).
+            "ollama" (a GGUF file and a Modelfile).
         dtype: "auto" (the source's dtype), "f32", "f16", "bf16", and for GGUF also "q8_0" and the
             formats of llama.cpp's quantiser, such as "q4_k_m".
         tokenizer: folder or file of a tokenizer that replaces the source's tokenizer.
@@ -295,8 +296,8 @@ def _notes(model: Source, to: str) -> list[str]:
 
 
 def _result_dtype(tensors: Mapping[str, Tensor], dtype: str, to: str) -> tuple[str, str]:
-    """Return the dtype of the result ("mixed" for several), and the format to which its numbers are
-    rounded ("f32" if they are not rounded).
+    """Return the dtype of the result ("mixed" if there are several), and the format to which its
+    weights are rounded ("f32" if they are not rounded).
     """
     kinds = {tensor.dtype for tensor in tensors.values()}
     own = next((name for name, kind in _TORCH_DTYPES.items() if kinds == {kind}), "mixed")
@@ -409,8 +410,8 @@ def _write_folder(model: Source, folder: Path, dtype: str | None) -> _Result:
 
 
 def _dtype_entries(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, str]:
-    """Return the entries of config.json for the tensors' dtype, under the keys of both transformers
-    5 and 4, or an empty dict if there are several dtypes.
+    """Return the config.json entries for the tensors' dtype, or an empty dict if the tensors have
+    several dtypes. Transformers 5 reads the key "dtype", and transformers 4 "torch_dtype".
     """
     kinds = {_TORCH_DTYPES[dtype]} if dtype else {tensor.dtype for tensor in tensors.values()}
     names = [str(kind).removeprefix("torch.") for kind in kinds]
@@ -438,10 +439,11 @@ def _rounded(tensors: Mapping[str, Tensor], dtype: str | None) -> Mapping[str, T
 def _compare(
     model: Source, config: ModelConfig, result: _Result, kind: str, *, tolerance: float | None
 ) -> tuple[float, float, list[str]]:
-    """Raise an error if the result differs from the source by more than the rounding of `kind`.
+    """Raise an error if the result differs from the source by more than rounding to the format
+    `kind` explains.
 
     Returns:
-        The largest difference between two logits, the largest logit, and notes.
+        The largest difference between corresponding logits, the largest logit, and notes.
     """
     notes: list[str] = []
     if model.tokenizer is not None:
@@ -475,8 +477,8 @@ def _compare(
 
 T = TypeVar("T")
 
-#: Fewer rows than this beyond the tokenizer's vocabulary are considered padding, because programs
-#: pad to a multiple of 64 or 128.
+#: An embedding with fewer than this many rows beyond the tokenizer's vocabulary is considered
+#: padded, because programs pad the vocabulary to a multiple of 64 or 128.
 _MAX_PADDING = 128
 
 
@@ -487,8 +489,8 @@ class Source:
     Attributes:
         program: the program that wrote the model, or "adapter (PEFT)".
         name: name of the result, consisting of characters that are valid in file names.
-        config: content of config.json, with the special token ids of `tokenizer` if it comes from a
-            different folder.
+        config: content of config.json. If `tokenizer` comes from a different folder, its special
+            token ids replace those in config.json.
         tensors: tensors, keyed by Hugging Face name, memory-mapped where possible.
         tokenizer: tokenizer of the result, if any.
         folder: Hugging Face folder whose other files are copied to the result, or None.
@@ -515,9 +517,10 @@ def read_source(
     *,
     best: bool = False,
 ) -> T:
-    """Open the model to convert, and return the result of calling `use` on it. If an active
-    training run deletes the checkpoint during that call, `use` is called again with the newest
-    checkpoint.
+    """Open the model to convert, call `use` with it, and return the result of that call.
+
+    If an active training run deletes the checkpoint during the call, `use` is called again with the
+    newest checkpoint.
 
     Args:
         source: a Hugging Face model folder, a run, a hub id, or another program's file.
@@ -572,8 +575,8 @@ def _read_folder(folder: Path, name: str, given: Tokenizer | None) -> Source:
 def _generation(
     content: Mapping[str, Any], ends: Sequence[int], given: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the content of a generation_config.json with all end tokens of the model, but without
-    token ids if the tokenizer `given` replaces the model's tokenizer.
+    """Return the content of a generation_config.json that lists all end tokens of the model. If the
+    tokenizer `given` replaces the model's tokenizer, return the content without token ids.
     """
     if given is not None:
         return {key: value for key, value in content.items() if not key.endswith("_token_id")}
@@ -581,8 +584,8 @@ def _generation(
 
 
 def with_qkv_biases(model: Source) -> Source:
-    """Add zero biases to a GPT-2 that lacks biases for queries, keys and values, because GPT-2 has
-    these biases in other programs. Return any other model unchanged.
+    """Add zero biases for queries, keys and values to a GPT-2 model that has none, because other
+    programs require these biases in GPT-2. Return any other model unchanged.
     """
     if model.config.get("model_type") != "gpt2" or model.config.get("qkv_bias", True):
         return model
@@ -600,8 +603,10 @@ def with_qkv_biases(model: Source) -> Source:
 
 
 def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
-    """Merge an adapter into its base model. The base model's other files are copied unless the
-    tokenizer differs (`given` or the adapter's) or the adapter unties the head or adds tokens.
+    """Merge an adapter into its base model.
+
+    The base model's other files are copied, unless `given` or a tokenizer in the adapter's folder
+    replaces the base model's tokenizer, or the adapter unties the head or adds tokens.
     """
     base = adapter_chain(folder)[-1]
     loaded = load_model(folder)
@@ -629,10 +634,11 @@ def _read_adapter(folder: Path, name: str, given: Tokenizer | None) -> Source:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read config.json of a model folder as an object, and its tensors, keyed by Hugging Face name.
+    """Read the config.json of a model folder as an object, and the tensors, keyed by Hugging Face
+    name.
 
-    Tensors are memory-mapped, except the tensors of a sharded checkpoint, which are assembled in
-    memory, and experts in MXFP4, which are unpacked. Stacked experts are split into one view per
+    Tensors are memory-mapped, with two exceptions: the tensors of a sharded checkpoint are
+    assembled in memory, and MXFP4 experts are unpacked. Stacked experts are split into one view per
     expert.
 
     Raises:
@@ -647,7 +653,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if has_pickled_weights(folder):
         return content, pickled_tensors(folder)
     stored = fitting_tensors(meta_model(config), folder)
-    # MXFP4 weights are unpacked when written.
+    # MXFP4 weights are unpacked, so the result is not quantised.
     content.pop("quantization_config", None)
     return content, one_by_one(open_tensors(stored), config)
 
@@ -664,7 +670,7 @@ def _name_of(source: str | Path) -> str:
         name = path.name
     else:
         name = str(source).partition("@")[0].rpartition("/")[2]
-    # File names are limited to 255 bytes, and a character takes up to 4.
+    # File names are limited to 255 bytes, and a character can take up to 4 bytes.
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.")[:60] or "model"
 
 
@@ -714,8 +720,10 @@ def _read_foreign(path: Path, tokenizer: Tokenizer | None, config: str | Path | 
 
 
 def _tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in the folder of another program's model, or `tokenizer.model` in its
-    parent folder, as in Meta's downloads, or None.
+    """Return the tokenizer that is stored with another program's model, or None.
+
+    The tokenizer is either in the model's folder or, as in Meta's downloads, in the file
+    `tokenizer.model` of the parent folder.
     """
     for place in (folder, folder.parent / "tokenizer.model"):
         names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
@@ -726,8 +734,10 @@ def _tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 def _without_padding(model: ForeignModel, tokenizer: Tokenizer | None) -> ForeignModel:
     """Remove the rows of the embedding and head that pad the vocabulary beyond the tokenizer's
-    size: their ids are not tokens and must never be predicted. If there are `_MAX_PADDING` such
-    rows or more, they are not considered padding and are kept, with a note.
+    size. The ids of these rows are not tokens and must never be predicted.
+
+    If there are `_MAX_PADDING` or more such rows, they are not considered padding: they are kept,
+    and a note is added.
     """
     size = model.config["vocab_size"]
     extra = 0 if tokenizer is None else size - tokenizer.vocab_size

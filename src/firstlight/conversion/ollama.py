@@ -24,15 +24,15 @@ Messages = Sequence[Mapping[str, str]]
 #: context when it loads a model.
 _MOST_CONTEXT = 32_768
 
-#: Contents that are located in a rendered conversation; no template contains them.
+#: Message contents that are easy to find in a rendered conversation, because no template contains
+#: them.
 _SYSTEM = "System-7f3a"
 _FIRST = "First-7f3a"
 _ANSWER = "Answer-7f3a"
 _SECOND = "Second-7f3a"
 #: Roles in a conversation, starting with the first question.
 _TURNS = ("user", "assistant", "user", "assistant", "user")
-#: Conversations on which the template is verified; each is rendered with the beginning of an
-#: answer.
+#: Message contents of the conversations on which the template is verified.
 _CONTENTS = (
     "When does the sun rise?",
     "At six.\nIn winter, at eight.",
@@ -56,7 +56,8 @@ class OllamaTemplate:
         assistant: text between a question and its answer.
         assistant_end: text after an answer that is followed by a question.
         prompt: text after the last question, which the model continues with its answer.
-        is_last: True if the system message is in the last question, as in Mistral's templates.
+        is_last: True if the system message is rendered with the last question, as in Mistral's
+            templates.
         stops: texts that make Ollama end an answer.
     """
 
@@ -108,8 +109,10 @@ class OllamaTemplate:
 
 
 def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
-    """Return the template that renders the same texts as the tokenizer's template, without the
-    token that llama.cpp adds before a text. Return None if no such template exists.
+    """Return an Ollama template that renders the same texts as the tokenizer's chat template, or
+    None if no such template exists.
+
+    The texts do not include the beginning-of-sequence token if llama.cpp adds it.
     """
     try:
         template = _observed(tokenizer)
@@ -126,15 +129,15 @@ def ollama_template(tokenizer: Tokenizer) -> OllamaTemplate | None:
                     return None
     except (FirstlightError, ValueError):
         return None
-    # These strings would be actions of the Go template, or end it.
+    # Go would interpret these strings as template actions, or as the end of the template.
     parts = [part for part in vars(template).values() if isinstance(part, str)]
     is_taken = any(mark in part for mark in ("{{", "}}", '"""') for part in parts)
     return None if is_taken or "{{{" in template.go else template
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, prompt: bool = True) -> str:
-    """Render messages with the tokenizer's template, without the token that llama.cpp adds before
-    the text."""
+    """Render messages with the tokenizer's chat template. Omit the beginning-of-sequence token if
+    llama.cpp adds it."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=prompt)
     return text.removeprefix(tokenizer.bos_token or "") if tokenizer.add_bos else text
 
@@ -144,7 +147,7 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
 
     Raises:
         FirstlightError: the template rejects a plain conversation.
-        ValueError: a message is missing in the text or is at a different position.
+        ValueError: a message is missing from the rendered text or is not where it is expected.
     """
     turns = [
         {"role": role, "content": content}
@@ -173,7 +176,7 @@ def _observed(tokenizer: Tokenizer) -> OllamaTemplate:
     )
     try:
         text = _rendered(tokenizer, [{"role": "system", "content": _SYSTEM}, *turns])
-    except FirstlightError:  # For example Gemma 2's template, which has no system messages.
+    except FirstlightError:  # Gemma 2's template, for example, rejects system messages.
         return template
     if _SYSTEM not in text:
         return template
@@ -260,7 +263,7 @@ def modelfile(
     if tokenizer is not None:
         ends = end_ids(generation_config(tokenizer, generation))
         stops += [text for i in ends if (text := tokenizer.backend.id_to_token(i)) is not None]
-    # Texts in a Modelfile are in quotation marks.
+    # Stop texts are quoted in a Modelfile, so they can't contain quotation marks.
     lines += [f'PARAMETER stop "{stop}"' for stop in dict.fromkeys(stops) if '"' not in stop]
     for name, value in sampling_settings(generation).items():
         lines.append(f"PARAMETER {name.replace('repetition', 'repeat')} {value}")

@@ -35,18 +35,18 @@ from firstlight.weights.stored import (
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
-#: Maximum size of the pickle in an archive, in bytes. It takes 100 to 200 bytes per tensor; the
-#: data of the tensors is stored in other entries. Checking one megabyte of opcodes takes about a
-#: second.
+#: Maximum size of the pickle in an archive, in bytes. A pickle takes 100 to 200 bytes per tensor;
+#: the values of the tensors are stored in other entries. Checking one megabyte of opcodes takes
+#: about a second.
 _MAX_PICKLE_BYTES = 1_500_000
-#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The data of the
-#: tensors follows them.
+#: Number of consecutive pickles at the beginning of a file from before PyTorch 1.6. The values of
+#: the tensors follow these pickles.
 _PICKLES_BEFORE_1_6 = 5
-#: Maximum number of elements in a tuple including nested tuples. A tuple that occurs several times
-#: is counted each time, because hashing visits it each time.
+#: Maximum number of elements in a tuple, including those of nested tuples. A tuple that occurs
+#: several times is counted each time, because hashing visits every occurrence.
 _MOST_TUPLE_PARTS = 10_000
 #: Maximum number of elements in all containers of a file. A container that occurs several times is
-#: counted each time, because comparison visits it each time.
+#: counted each time, because comparison visits every occurrence.
 _MOST_PARTS = 1_000_000
 #: Names ("module name") that a pickle may refer to.
 _PLAIN = re.compile(
@@ -109,8 +109,8 @@ def read_pickle(path: Path) -> Any:
 
 
 def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
-    """Yield the names, as "module name", to which the pickles in a file written by `torch.save`
-    refer.
+    """Yield the names that the pickles in a file written by `torch.save` refer to, in the form
+    "module name".
     """
     if not is_zip:
         with open(path, "rb") as file:
@@ -132,14 +132,13 @@ def _named_in(path: Path, is_zip: bool) -> Iterator[str]:
 
 
 def _names_of(file: IO[bytes]) -> Iterator[str]:
-    """Yield the names, as "module name", to which one pickle refers.
+    """Yield the names that one pickle refers to, in the form "module name".
 
     Raises:
         _DamagedError: the pickle is too long or contains tuples with too many elements.
     """
-    # Simulate the unpickler's stack and memo (`known`). Each value is represented by its number of
-    # elements if it is a tuple (1 plus the numbers of its elements), and otherwise by 1. None is a
-    # mark.
+    # Simulate the unpickler's stack and memo (`known`). A tuple is represented by its number of
+    # elements (1 plus the numbers of its elements), a mark by None, and any other value by 1.
     stack: list[int | None] = []
     known: dict[Any, int | None] = {}
     for opcode, argument, place in pickletools.genops(file):
@@ -178,8 +177,8 @@ def _take(opcode: pickletools.OpcodeInfo, stack: list[int | None]) -> list[int]:
 
 
 def _require_few_parts(content: Any) -> None:
-    """Raise an error for content whose containers contain other containers so many times that
-    comparing or printing the content would take forever.
+    """Raise an error if containers are nested and repeated so many times that comparing or printing
+    the content would take forever.
 
     Raises:
         _DamagedError: the containers have more than `_MOST_PARTS` elements.
@@ -250,9 +249,11 @@ class _PickledTensor:
 
 
 def pickled_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a model folder with `pytorch_model.bin`, or with several such files and
-    an index, keyed by their names in model.safetensors. Stacked experts are split into one view per
-    expert.
+    """Read the weights of a model folder that contains `pytorch_model.bin`, or several such files
+    and an index.
+
+    The tensors are keyed by the names that they have in model.safetensors. Stacked experts are
+    split into one view per expert.
 
     Raises:
         ModelError: a file is missing, damaged or contains objects other than weights; the index
@@ -291,7 +292,9 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
 
 def is_whole(tensor: Tensor) -> bool:
     """Return True if a tensor is dense and its storage has as many bytes as its shape requires.
-    With strides of 0, a storage of a few bytes can have a shape of any size."""
+
+    A tensor with strides of 0 can have any shape, even if its storage has only a few bytes.
+    """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return False
     return tensor.nbytes <= tensor.untyped_storage().nbytes()

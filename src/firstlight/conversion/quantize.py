@@ -1,10 +1,10 @@
-"""Write GGUF files in llama.cpp's quantised formats with llama.cpp's quantiser, and measure the
-loss of accuracy caused by quantisation.
+"""Write GGUF files in llama.cpp's quantised formats, and measure the loss of accuracy caused by
+quantisation.
 
-llama.cpp quantises an unrounded GGUF file. An importance matrix (the mean square of each input of
-each matrix on a calibration text) specifies which columns matter; most formats with less than three
-bits require it. The result runs in llama.cpp, and its perplexity on a fixed text is compared with
-the perplexity of the source.
+llama.cpp quantises an unrounded GGUF file. An importance matrix specifies which columns of each
+weight matrix matter most: it contains the mean square of each input on a calibration text. Most
+formats with fewer than three bits require an importance matrix. The quantised file is then run in
+llama.cpp, and its perplexity on a fixed text is compared with the perplexity of the source.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ QUANTISED = {
 }
 
 #: Largest allowed relative increase of the perplexity, keyed by the number of bits in a format's
-#: name. These limits are loose: on stories260K, whose width makes every format use at least 4 bits,
-#: the perplexity rose by at most 6%.
+#: name. These limits are loose: for the model stories260K, the perplexity rose by at most 6 %. That
+#: model is so narrow that every format uses at least 4 bits.
 PERPLEXITY_LIMITS = {"6": 0.05, "5": 0.1, "4": 0.25, "3": 0.75, "2": 3.0, "1": 15.0}
 
 #: Maximum number of tokens on which the perplexity is measured, and number of tokens per
@@ -72,7 +72,7 @@ _ROW_TOKENS = 512
 #: Maximum number of rows of a calibration text that are used (32,768 tokens).
 _CALIBRATION_ROWS = 64
 
-#: Text on which the perplexity is measured: a story, a recipe, an explanation, a program.
+#: Text on which the perplexity is measured: a story, a recipe, an explanation and a program.
 EVALUATION_TEXT = """\
 The lighthouse had been dark for eleven years when Anna found the key. It lay in her grandfather's \
 desk, wrapped in a page of an old newspaper, and beside it lay a letter with her name on it. She \
@@ -181,10 +181,9 @@ def _said(library: Any) -> Iterator[list[str]]:
 def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
-    """Compute the mean square of each input of each matrix on a text, fp32 [inputs], keyed by GGUF
-    name.
+    """Compute the importance matrix: the mean square of each input of each weight matrix on a text.
 
-    Matrices of experts, the embedding and the head are omitted.
+    The matrices of experts, the embedding and the head are omitted.
 
     Args:
         config: the model's config.json.
@@ -192,6 +191,9 @@ def importance_matrix(
         tokenizer: the model's tokenizer.
         text: calibration text; at most its first 64 rows are used. A row has 512 tokens, or the
             context length if that is shorter.
+
+    Returns:
+        The mean squares, fp32 [inputs], keyed by the GGUF name of the matrix.
 
     Raises:
         ConfigError: the text is shorter than one row.
@@ -231,22 +233,24 @@ def _square_sums(sums: dict[str, Tensor], name: str) -> Any:
 
 
 def evaluation_ids(tokenizer: Tokenizer, context: int) -> Tensor:
-    """Return the token ids of `EVALUATION_TEXT`, int64 [1, T]; T is at most the context and 512."""
+    """Return the first token ids of `EVALUATION_TEXT`, int64 [1, T], where T is at most 512 and at
+    most the context length."""
     start = [tokenizer.separator_id] if tokenizer.add_bos else []
     ids = [*start, *tokenizer.encode(EVALUATION_TEXT)]
     return torch.tensor([ids[: min(context, _ROW_TOKENS)]])
 
 
 def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V]. The first token is
-    excluded, because nothing predicts it. The result is infinite if the loss exceeds 709 nats,
-    where exp overflows in fp64.
+    """Return the perplexity of `ids`, int64 [1, T], under `logits`, [1, T, V].
+
+    The first token is excluded, because no logits predict it. The result is infinite if the loss
+    exceeds 709 nats, because its exponential overflows in fp64.
     """
     return float(F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).double().exp())
 
 
 def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
-    """Compute logits with llama.cpp from a GGUF file, fp32 [1, T, V], for `ids`, int64 [1, T].
+    """Run a GGUF file in llama.cpp on `ids`, int64 [1, T], and return the logits, fp32 [1, T, V].
 
     Raises:
         ModelError: llama.cpp can't open the file or compute the logits.
@@ -255,8 +259,8 @@ def llama_cpp_logits(path: Path, ids: Tensor) -> Tensor:
     tokens = ids[0].tolist()
     with _said(library), contextlib.ExitStack() as stack:
         settings = library.llama_model_default_params()
-        # llama.cpp's kernels for weights that are repacked for AMX crash the process if built with
-        # GCC 12.
+        # Don't repack weights for AMX: if llama.cpp was built with GCC 12, its kernels for repacked
+        # weights crash the process.
         settings.use_extra_bufts, settings.n_gpu_layers = False, 0
         model = library.llama_model_load_from_file(bytes(path), settings)
         if not model:

@@ -1,8 +1,8 @@
-"""Choose the settings of fine-tuning from facts about the data, the initial model, the machine and
-the length of the run.
+"""Choose the settings of a fine-tuning run from facts about the data, the initial model, the
+machine and the length of the run.
 
-`run.py` chooses between adapters and all weights by the memory that each takes. The learning rates
-are in `planner/advise/defaults.py`.
+The choice between training adapters and training all weights depends on memory and is made in
+`run.py`. The learning rates are defined in `planner/advise/defaults.py`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class TuningData:
     Attributes:
         kind: "chat" for conversations, "preference" for preference pairs, "text" for texts.
         count: number of conversations, pairs or documents.
-        longest: length of the longest conversation, or pair of conversations, in tokens; 0 for
-            texts.
-        usual: 99th percentile of these lengths in tokens; 0 for texts.
+        longest: length in tokens of the longest conversation or pair of conversations; 0 for texts.
+        usual: 99th percentile of the lengths in tokens; 0 for texts.
     """
 
     kind: Literal["chat", "preference", "text"]
@@ -62,8 +61,8 @@ class TuningData:
 
     @property
     def most_epochs(self) -> float:
-        """Maximum number of passes over the data before the model memorises it. Small sets of
-        conversations get more passes than large ones."""
+        """Maximum number of passes over the data; with more passes, the model would memorise it.
+        The number is larger for small sets of conversations than for large ones."""
         if self.kind == "text":
             return defaults.MOST_EPOCHS
         if self.kind == "preference":
@@ -81,7 +80,7 @@ class Method:
         adapters: True to train adapters on frozen weights (LoRA), False to train all weights.
         checkpointing: True to use activation checkpointing, which saves memory.
         quantized: True to keep the frozen weights in 4 bits (QLoRA).
-        reason: reason for choosing the method, shown in the printed table.
+        reason: reason for the choice of the method, shown in the printed table.
     """
 
     adapters: bool = False
@@ -97,7 +96,7 @@ class Method:
         return "QLoRA" if self.quantized else "LoRA"
 
     def choices(self) -> Iterator[Choice]:
-        """Yield the choices that set the method in a recipe."""
+        """Yield the recipe keys that select the method, each with its value and reason."""
         if self.adapters:
             yield Choice("lora.rank", defaults.ADAPTER_RANK, "rank of the adapters")
             yield Choice(
@@ -129,13 +128,14 @@ class StartingModel:
 def row_of(data: TuningData, model: StartingModel, fixed: Mapping[str, Any]) -> Choice:
     """Choose `data.seq_len`, the number of tokens in a training row.
 
-    For conversations, a row fits the longest one or, if that is too long, 99% of them. For texts,
-    the row has the sequence length of large new models. The length never exceeds the model's
-    context length.
+    For conversations, a row is long enough for the longest conversation or, if that is too long,
+    for 99 % of them. For texts, a row has the sequence length of large new models. A row is never
+    longer than the model's context.
 
     Args:
         data, model: training data and initial model.
-        fixed: values given by the user, keyed by `section.key`; `data.seq_len` is not checked here.
+        fixed: values given by the user, keyed by `section.key`. A value for `data.seq_len` is used
+            without being checked.
     """
     key, given = "data.seq_len", fixed.get("data.seq_len")
     if given is not None:
@@ -165,10 +165,10 @@ class TuningFacts:
 
     Attributes:
         data, model, method: training data, initial model and method.
-        machine: machine with its speed for this model.
+        machine: facts about the machine, including its speed for this model.
         epoch_tokens: number of tokens in one pass over the training split, including padding.
         val_tokens: number of tokens in the validation split, including padding.
-        row: choice from `row_of`.
+        row: the row length chosen by `row_of`.
     """
 
     data: TuningData
@@ -180,8 +180,12 @@ class TuningFacts:
     row: Choice
 
     def reference_seconds(self, rate: float) -> float:
-        """Return the seconds in which the starting model scores all preference pairs before the
-        first step, at a training speed of `rate` tokens per second."""
+        """Return the time in seconds that the starting model needs to score all preference pairs
+        before the first step.
+
+        Args:
+            rate: training speed in tokens per second.
+        """
         from firstlight.training.time_budget import FORWARD_SHARE
 
         if self.data.kind != "preference":
@@ -196,8 +200,8 @@ class TuningFacts:
         """
         trained, model = self.model.parameters, self.model
         if self.method.adapters:
-            # Per layer: four matrices of the model's width, and three that are about three times as
-            # wide.
+            # In each layer, adapters are added to four matrices of the model's width and to three
+            # matrices that are about three times as wide.
             rank = fixed.get("lora.rank", defaults.ADAPTER_RANK)
             trained = 20 * rank * model.hidden_size * model.layers
         return PartFacts(self.row.value, self.val_tokens, STATE_BYTES * trained, fixed)
@@ -230,8 +234,8 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
         left = max(way.left_of(length.seconds) - facts.reference_seconds(rate), 0.0)
         return min(rate * left * (1 - part_facts.parts(rate, left, left).share), most)
 
-    # Derive the batch size from the full speed: a lower speed would give a smaller batch, which
-    # would slow a GPU down further.
+    # Derive the batch size from the full speed. A lower speed would result in a smaller batch,
+    # which would further slow down a GPU.
     unit = given_unit(fixed, row.value)
     batch = given or _batch_tokens(tokens_at(rate), row.value, unit)
     batch, rate, way = batch_and_rate(
@@ -270,13 +274,16 @@ def choose_tuning(facts: TuningFacts, length: Length, fixed: Mapping[str, Any]) 
 
 
 def _batch_tokens(tokens: float, seq_len: int, unit: int) -> int:
-    """Return the number of tokens per step, chosen so that the run has about
-    `defaults.TUNING_STEPS` steps, up to a limit, and rounded to whole micro-batches.
+    """Return the number of tokens per step.
+
+    The number is chosen so that the run has about `defaults.TUNING_STEPS` steps. It has an upper
+    limit, and is rounded to full micro-batches.
 
     Args:
-        tokens: number of tokens of the run.
+        tokens: number of tokens in the run.
         seq_len: number of tokens per row.
-        unit: number of tokens that must divide the tokens of a step, from the user's micro-batches.
+        unit: number of tokens of which a step must be a multiple, due to the micro-batches that the
+            user specified.
     """
     wanted = min(tokens / defaults.TUNING_STEPS, defaults.MOST_TUNING_BATCH)
     rows = 1 << max(round(math.log2(max(wanted / seq_len, 1.0))), 0)
@@ -291,7 +298,7 @@ def _batch_reason(data: TuningData, batch: int, epoch_tokens: float) -> str:
 
 
 def check_given(request: Request, *, conversations: bool = False) -> None:
-    """Reject invalid user values before any data is prepared.
+    """Reject invalid values given by the user, before any data is prepared.
 
     Raises:
         ConfigError: see `Request.check`; or no learning rate is known for the user's optimizer.

@@ -1,8 +1,8 @@
-"""Fine-tune an existing model on conversations or texts: plan the run, with adapters or all
-weights, and train.
+"""Plan and run the fine-tuning of an existing model on conversations or texts, with adapters or
+with all weights.
 
-Conversations are prepared in the cache, as for any recipe with `data.files`; texts are prepared in
-the run folder with the model's tokenizer.
+Conversations are prepared in the cache, as for any recipe with `data.files`. Texts are prepared in
+the run folder, with the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class TuningPlan(RunPlan):
 
     Attributes:
         facts: facts from which the settings are chosen.
-        template: (name of the chat template, reason for it); None for texts.
-        too_long: lines with the numbers of conversations that are longer than a row.
+        template: name of the chat template and the reason for its choice; None for texts.
+        too_long: messages with the numbers of conversations that are longer than a row.
     """
 
     facts: TuningFacts
@@ -117,16 +117,16 @@ class TuningPlan(RunPlan):
 
 
 class FineTuning:
-    """Fine-tunes a model: reads model and data, and plans and runs the training. Implements
-    `run.Work`.
+    """Fine-tuning of a model. Reads the model and the data, and plans and runs the training. This
+    class implements `from_texts.run.Work`.
 
     Args:
         request: inputs, length and overrides of the run, and the initial model.
-        tell: callback for each message to the user.
+        tell: function that is called with each message to the user.
         progress: True to show a progress bar.
 
     Attributes:
-        content_key: hash of the data and of the model's path.
+        content_key: hash of the data and of the path of the model.
 
     Raises:
         InputError: the inputs can't be read, or mix conversations and preference pairs.
@@ -177,8 +177,8 @@ class FineTuning:
             return folder, read_config(config_folder(folder)), tokenizer
 
         self._folder, self._config, self._tokenizer = read_model_folder(request.init_from, read)
-        # Keep the path of a run folder, not of its checkpoint, which the run may delete in the
-        # meantime. A hub model is local by now.
+        # If the model is a run, keep the path of the run folder, because an active run may delete
+        # the checkpoint. A hub model has been downloaded, so keep the path of the local folder.
         is_here = Path(request.init_from).expanduser().exists()
         self._start = request.init_from if is_here else str(self._folder)
         self._model = StartingModel(
@@ -211,17 +211,17 @@ class FineTuning:
     # The plan
 
     def plan(self, request: Request, gpu: str | None = None) -> RunPlan:
-        """Choose method and settings.
+        """Choose the method and the settings.
 
         Args:
-            request: inputs, overrides and length of the run; the default length is
+            request: inputs, overrides and length of the run. The default length is
                 `DEFAULT_SECONDS`.
             gpu: name of a GPU to plan for; None to plan for this machine.
 
         Raises:
             ConfigError: an option is invalid, no method fits in memory, or the budget is too short.
-            DataError: no conversation fits in a row, or one does not fit and `data.long` is
-                "refuse".
+            DataError: no conversation fits in a row, or `data.long` is "refuse" and a conversation
+                does not fit.
         """
         from firstlight.from_texts.machine import facts_for_model
         from firstlight.planner.plan.machine import find_machine
@@ -276,8 +276,8 @@ class FineTuning:
     def _fitting_method(
         self, request: Request, machine: Machine, row: Choice, prompts: Sequence[str]
     ) -> tuple[ResolvedRecipe, Method]:
-        """Return the first method of `_methods` that fits in memory with a micro-batch of one
-        sequence, and the resolved recipe of that trial.
+        """Return the resolved recipe and the method for the first of `_methods` that fits in memory
+        with a micro-batch of one sequence.
 
         Raises:
             ConfigError: no method fits.
@@ -293,8 +293,8 @@ class FineTuning:
         unit = given_unit(fixed, row.value)
         values: dict[str, Any] = {
             "data": {**data, "seq_len": row.value},
-            # The run is not known yet: assume that it accumulates gradients and saves checkpoints
-            # before its end, which takes the most memory.
+            # The settings of the run are not known yet. Assume that it accumulates gradients and
+            # saves checkpoints before the end, because this takes the most memory.
             "batch": {
                 "micro_batch_size": 1,
                 "global_batch_tokens": given_batch(fixed, row.value) or 2 * unit,
@@ -333,7 +333,7 @@ class FineTuning:
         )
 
     def _methods(self, request: Request, machine: Machine) -> Iterator[Method]:
-        """Yield the methods to try, starting with the method with the largest capacity to learn."""
+        """Yield the methods to try, in order of decreasing capacity to learn."""
         if not any(name.startswith("lora.") for name, _ in request.overrides):
             yield Method()
         yield Method(adapters=True)
@@ -344,8 +344,8 @@ class FineTuning:
     # The run
 
     def begin(self, plan: RunPlan, request: Request, call: RunCall) -> TrainResult:
-        """Prepare texts, choose settings again from the counted tokens and the remaining time, and
-        train."""
+        """Prepare the texts, choose the settings again from the counted tokens and the remaining
+        time, and train."""
         from firstlight.from_texts.machine import train_plan
 
         assert isinstance(plan, TuningPlan)
@@ -367,7 +367,8 @@ class FineTuning:
         return train_plan(plan, call)
 
     def _with_texts(self, plan: TuningPlan, scan: Scan, call: RunCall) -> TuningPlan:
-        """Prepare the texts; return the plan with their folder and counted tokens."""
+        """Prepare the texts. Return the plan with their folder and the counted numbers of
+        tokens."""
         from firstlight.data.shards import read_manifest
 
         text = self._estimated(scan)
@@ -391,12 +392,14 @@ class FineTuning:
 
 
 def _require_readable(inputs: Sequence[str], text_key: str) -> None:
-    """Reject a damaged file of records, and a single file whose records are neither conversations
-    nor texts. If such a file were read as text, the error message would advise the user to do what
-    they have just done.
+    """Reject damaged files of records, and a single file whose records are neither conversations
+    nor texts.
+
+    If such a file were read as text, the error message would advise the user to run the same
+    command again.
 
     Raises:
-        InputError: there is such a file.
+        InputError: a file is damaged or has unsuitable records.
     """
     for item in inputs:
         if not item.lower().endswith(RECORD_SUFFIXES) or not Path(item).expanduser().is_file():
@@ -416,24 +419,26 @@ def _require_readable(inputs: Sequence[str], text_key: str) -> None:
 
 
 def _of_run(request: Request) -> list[tuple[str, str]]:
-    """Return the overrides that influence the run's memory, without the run's length and the number
-    of micro-batches. Methods are tried with a micro-batch of one sequence, for which the given
-    number of micro-batches would be wrong."""
+    """Return the overrides that affect the memory of the run.
+
+    The length of the run and the number of micro-batches are omitted. Methods are tried with a
+    micro-batch of one sequence, for which the user's number of micro-batches would be wrong.
+    """
     left_out = ("schedule.", "run.", "batch.gradient_accumulation_steps")
     return [one for one in request.overrides if not one[0].startswith(left_out)]
 
 
 # The conversations
 
-#: Number of conversations that are searched for tools, and of held-out ones for sample questions;
-#: number of samples.
+#: Number of conversations that are searched for tools, which is also the number of held-out
+#: conversations that are searched for sample questions; and maximum number of sample questions.
 _LOOKED_AT, _SAMPLES = 40, 3
 #: Maximum number of characters in a sample question.
 _MOST_QUESTION = 400
 
 
 class Conversations:
-    """Conversations or preference pairs prepared for a model.
+    """Conversations or preference pairs that are prepared for a model.
 
     Args:
         request: inputs and overrides of the run.
@@ -441,13 +446,13 @@ class Conversations:
         folder: folder of the model.
         tokenizer: tokenizer of the model.
         kind: "chat" for conversations, "preference" for pairs.
-        tell: callback for each message to the user.
+        tell: function that is called with each message to the user.
         progress: True to show a progress bar.
 
     Attributes:
-        section: the recipe's `data` section: key -> value.
-        template: (name of the chat template, reason for it).
-        train, val: splits; `val` is None without held-out conversations.
+        section: the `data` section of the recipe.
+        template: name of the chat template and the reason for its choice.
+        train, val: the splits. `val` is None if there are no held-out conversations.
         facts: facts from which the settings are chosen.
 
     Raises:
@@ -465,8 +470,8 @@ class Conversations:
         tell: Callable[[str], None],
         progress: bool,
     ) -> None:
-        # Imported only here, because they import torch, and the first line of `train TEXTS` comes
-        # before that.
+        # Imported here, because these modules import torch, which would delay the first line of
+        # output.
         from firstlight.checkpoint.selection import resolve_tokenizer
         from firstlight.data.packing import ExampleDataset, chat_notes
         from firstlight.recipe import parse_recipe
@@ -495,7 +500,7 @@ class Conversations:
             tell,
             tokenizer=lambda: resolve_tokenizer(folder),
             progress=progress,
-            reports_missing=False,  # the run itself reports it
+            reports_missing=False,  # A missing split is reported by the run itself.
         )
         assert isinstance(train, ExampleDataset)
         self.train, lengths = train, _unit_lengths(train)
@@ -519,11 +524,12 @@ class Conversations:
         return of(self.train), of(self.val)
 
     def too_long(self, seq_len: int) -> list[str]:
-        """Return lines for the user with the numbers of conversations that are dropped and
-        truncated because they are longer than a row of `seq_len` tokens, or [] if all of them fit.
+        """Return messages with the numbers of conversations that are dropped or truncated because
+        they are longer than a row of `seq_len` tokens. Return [] if all conversations fit.
 
         Raises:
-            DataError: no conversation fits, or `data.long` is "refuse" and one does not fit.
+            DataError: no conversation fits, or `data.long` is "refuse" and a conversation does not
+                fit.
         """
         lines = []
         for split, kind in self._splits():
@@ -535,8 +541,8 @@ class Conversations:
         return lines
 
     def too_long_places(self, seq_len: int) -> list[str]:
-        """Return file and line of each conversation that is longer than a row of `seq_len` tokens,
-        with its length in tokens."""
+        """Return a text with file, line and length in tokens for each conversation that is longer
+        than a row of `seq_len` tokens."""
         from firstlight.data.packing import ORIGINS_NAME
 
         places = []
@@ -551,7 +557,7 @@ class Conversations:
         return places
 
     def _splits(self) -> Iterator[tuple[ExampleDataset, str]]:
-        """Yield the splits of conversations, each with its name in messages."""
+        """Yield the splits, each with its name for messages."""
         from firstlight.data.packing import ExampleDataset
 
         yield self.train, "training"
@@ -559,8 +565,8 @@ class Conversations:
             yield self.val, "held-out"
 
     def prompts(self, most_tokens: int) -> list[str]:
-        """Return up to three different questions from held-out conversations, each shorter than
-        `most_tokens` tokens."""
+        """Return up to three different questions from held-out conversations. Each question has
+        fewer than `most_tokens` tokens."""
         from firstlight.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.from_pretrained(self.train.folder)
@@ -578,7 +584,7 @@ class Conversations:
         return found
 
     def _questions(self) -> Iterator[str]:
-        """Yield the users' first messages in held-out conversations, if they are short."""
+        """Yield the first user message of each held-out conversation, unless it is too long."""
         from firstlight.data.packing import ExampleDataset
 
         if not isinstance(self.val, ExampleDataset):
@@ -602,8 +608,8 @@ class Conversations:
 
 
 def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the length in tokens of each conversation, or of both answers of each pair with
-    their prompts."""
+    """Return the length in tokens of each conversation or pair. The length of a pair includes both
+    answers with their prompts."""
     lengths: np.ndarray[tuple[int], np.dtype[np.int64]] = (split.lengths - 1).reshape(
         -1, split.together
     ).sum(1) + 1
@@ -613,8 +619,8 @@ def _unit_lengths(split: ExampleDataset) -> np.ndarray[tuple[int], np.dtype[np.i
 def _chat_template(
     request: Request, tokenizer: Tokenizer, sources: Sequence[DataSource]
 ) -> tuple[str | None, tuple[str, str]]:
-    """Return the value of `data.template`, and the template's name and reason for the printed
-    table."""
+    """Return the value of `data.template`, and for the printed table the name of the template and
+    the reason for its choice."""
     given = request.fixed.get("data.template")
     if given is not None:
         return str(given), (str(given), "given")

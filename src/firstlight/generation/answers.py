@@ -3,8 +3,9 @@
 A model marks the parts in the format of its chat template:
 
     reasoning   <think>...</think> or [THINK]...[/THINK] at the beginning of the answer
-    tool calls  Hermes, Qwen     <tool_call>{"name": ..., "arguments": ...}</tool_call>, or inside
-                                 of it <function=NAME><parameter=KEY>VALUE</parameter></function>
+    tool calls  Hermes, Qwen     <tool_call>{"name": ..., "arguments": ...}</tool_call>, or, inside
+                                 the same tags,
+                                 <function=NAME><parameter=KEY>VALUE</parameter></function>
                 Llama 3          {"name": ..., "parameters": ...} as the whole answer
                 Mistral          [TOOL_CALLS][{"name": ..., "arguments": ...}] or
                                  [TOOL_CALLS]NAME[ARGS]{...}
@@ -24,7 +25,8 @@ from typing import Any
 from firstlight.generation.continuation import overlap
 from firstlight.tokenizer import Tokenizer
 
-#: Markers that begin tool calls, mapped to the markers that end them; "" is the end of the answer.
+#: Markers that begin tool calls, mapped to the markers that end them. "" means that the tool calls
+#: continue to the end of the answer.
 _CALLS = {
     "<tool_call>": "</tool_call>",
     "[TOOL_CALLS]": "",
@@ -41,14 +43,14 @@ _INSIDE_CALLS = (
 )
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 
-#: gpt-oss format. The header, which ends with <|message|>, determines the mode of the text after
-#: it.
+#: Modes of the gpt-oss format. A header ends with <|message|> and determines the mode of the text
+#: that follows.
 _END_OF_CHANNEL = dict.fromkeys(("<|end|>", "<|call|>", "<|return|>", "<|start|>"), "header")
 _HARMONY = {
     "header": {"<|message|>": ""},
     **dict.fromkeys(("reasoning", "content", "call"), _END_OF_CHANNEL),
 }
-#: Special tokens that end an answer with a tool call, in the formats of gpt-oss and Llama 3.
+#: Special tokens with which gpt-oss and Llama 3 end an answer that contains a tool call.
 _CALL_ENDS = ("<|call|>", "<|eom_id|>")
 
 _CALL_NAME = re.compile(
@@ -63,11 +65,11 @@ _PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.S)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call.
+    """A tool call requested by the model.
 
     Attributes:
         name: the tool's name.
-        arguments: arguments of the call, a JSON object as text.
+        arguments: arguments of the call, serialized as a JSON object.
     """
 
     name: str
@@ -94,16 +96,16 @@ class AnswerFormat:
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        prompt_ids: the conversation, up to the beginning of the answer.
-        tools: JSON schemas of the tools' parameters, keyed by tool name. Without tools, only the
-            gpt-oss format has tool calls.
-        forced: mode that a grammar imposes on the answer: "call" for a tool call as JSON, "content"
-            for any text; None without a grammar.
+        prompt_ids: token ids of the conversation up to the beginning of the answer.
+        tools: JSON schemas of the tools' parameters, keyed by tool name. If it is empty, tool calls
+            are recognised only in the gpt-oss format.
+        forced: mode imposed on the answer by a grammar, either "call" (a tool call as JSON) or
+            "content" (any text); None without a grammar.
 
     Attributes:
         start: mode at the beginning of an answer: "content", "reasoning", "call", "header"
             (gpt-oss), or "start" if the first marker determines the mode.
-        modes: markers that end a mode, mapped to the mode that follows, for each mode.
+        modes: for each mode, a mapping from the markers that end it to the modes that follow.
         shown: special tokens that serve as markers.
         tools: see Args.
     """
@@ -142,8 +144,8 @@ class AnswerFormat:
 
 
 def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of tokens that end an answer with a tool call, for the formats that have such
-    tokens.
+    """Return the ids of the tokens that end an answer containing a tool call. Most formats have no
+    such tokens.
     """
     special = tokenizer.special_tokens
     return tuple(special[name] for name in _CALL_ENDS if name in special)
@@ -152,8 +154,8 @@ def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class AnswerParser:
     """Splits one answer into its parts as it is generated.
 
-    Text that may be the beginning of a marker is held back until it is certain; a tool call is held
-    back until it is complete. Whitespace around reasoning and tool calls is dropped.
+    Text that may be the beginning of a marker is held back until the ambiguity is resolved. A tool
+    call is held back until it is complete. Whitespace around reasoning and tool calls is dropped.
 
     Args:
         format: format of the answer.
@@ -167,7 +169,7 @@ class AnswerParser:
         self._trimmed = format.start == "reasoning"
 
     def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:
-        """Add newly generated text. Return the parts of the answer that are now final.
+        """Add newly generated text and return the parts of the answer that have become final.
 
         Args:
             piece: the new text.
@@ -204,7 +206,7 @@ class AnswerParser:
             self._held = ""
         elif self._mode in ("content", "reasoning"):
             end = len(self._held) - max([overlap(self._held, m) for m in markers], default=0)
-            if markers:  # Whitespace before a marker is dropped, so hold it back, too.
+            if markers:  # Also hold back whitespace, which is dropped if a marker follows.
                 end = len(self._held[:end].rstrip())
             text, self._held = self._held[:end], self._held[end:]
             yield self._part(text, "")
@@ -225,11 +227,12 @@ class AnswerParser:
         if self._mode == "call":
             try:
                 return AnswerPart(calls=self._calls(text))
-            # An invalid call is kept as text, exactly as the model wrote it.
+            # Keep an invalid call as text, exactly as the model wrote it.
             except (ValueError, RecursionError):
                 shown = "" if self._name else self._marker
                 return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
-        if self._mode == "header":  # An incomplete header, unless the model does not write headers.
+        if self._mode == "header":
+            # Drop an incomplete header, but keep the text of a model that does not write headers.
             is_header = "<|channel|>" in text or "<|start|>" in text
             return AnswerPart("" if is_header else text)
         if self._trimmed:
@@ -265,8 +268,8 @@ class AnswerParser:
         return found
 
     def _parameters(self, name: str, text: str) -> str:
-        """Return the arguments of a call whose format lists them individually. Strings are given as
-        plain text, values of other types as JSON.
+        """Return the arguments, as JSON, of a call in the <parameter=KEY> format. In this format,
+        strings are written as plain text and all other values as JSON.
         """
         schemas = self._format.tools.get(name, {}).get("properties")
         values: dict[str, Any] = dict(_PARAMETER.findall(text))

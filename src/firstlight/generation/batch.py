@@ -1,7 +1,9 @@
-"""Continuous batching: decode sequences of different lengths in one batch, which sequences can join
-and leave at any step. Decoding steps can use torch.compile and CUDA graphs.
+"""Continuous batching: decode sequences of different lengths in one batch. Sequences can join and
+leave the batch at any step.
 
-On a CUDA GPU, steps are recorded as CUDA graphs, whether compiled or not; see `RecordedSteps`."""
+Decoding steps can be compiled with torch.compile. On a CUDA GPU, both compiled and uncompiled steps
+are recorded as CUDA graphs; see `RecordedSteps`.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,16 @@ from firstlight.models import KVCache, Model, RaggedCache
 from firstlight.models.moe import reads_rows_of_experts
 from firstlight.models.rope import DynamicRope, LongRope
 
-#: Attention reads a multiple of this number of cache positions. A larger number gives fewer
-#: different shapes (each needs a CUDA graph); a smaller one reads fewer unused positions.
+#: The number of cache positions that attention reads is rounded up to a multiple of this number. A
+#: larger number results in fewer different shapes, each of which needs a CUDA graph. With a smaller
+#: number, attention reads fewer unused positions.
 _REACH_STEP = 64
 
-#: `BatchDecoder.pass_tokens` on a CPU and on a GPU. The CPU and the GPU take about the same time
-#: for these numbers of tokens.
+#: `BatchDecoder.pass_tokens` on a CPU and on a GPU. A CPU needs about as long for 512 tokens as a
+#: GPU needs for 8,192.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
-#: Maximum number of logits (elements) in memory at once while a prompt is scored.
+#: Maximum number of elements in a tensor of logits while a prompt is scored.
 _MOST_LOGITS = 2**22
 
 
@@ -47,8 +50,8 @@ _Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class BatchDecoder:
-    """Runs a model on several sequences, and holds their key-value cache and lengths. The caller
-    chooses the tokens.
+    """Runs a model on several sequences and manages their key-value cache. The caller chooses the
+    tokens.
 
     The sequences are numbered from 0 to `len(decoder)` - 1. When a sequence is removed, the last
     sequence takes over its number.
@@ -59,16 +62,16 @@ class BatchDecoder:
         max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
             model's context length.
         reuse_prefixes: True to reuse the cached keys and values of an earlier sequence that begins
-            with the same tokens, as in a conversation. Computing a prompt in two parts can change
-            the last digit of the results because of rounding.
+            with the same tokens, as in a conversation. Computing only the rest of a prompt can
+            change the last digit of the results because of rounding.
         compile: True to decode with torch.compile; see `CompiledStep`. The first step takes about a
             minute unless `warm_up` was called.
 
     Attributes:
         lengths: current number of tokens in each sequence.
         cache: keys and values of all sequences.
-        pass_tokens: maximum number of tokens, including padding, in prompts that `add_many`
-            computes together. A smaller limit would leave the device partly idle.
+        pass_tokens: maximum number of tokens, including padding, that `add_many` computes in one
+            forward pass. A smaller limit would leave the device partly idle.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -125,8 +128,8 @@ class BatchDecoder:
 
         Args:
             prompt_ids: token ids of the prompt, at least one.
-            on_logits: called with the logits [T, V] of the prompt's positions, in order and in
-                chunks of positions. With `on_logits`, the prompt may fill the context.
+            on_logits: callback that receives the logits [T, V] of consecutive chunks of the prompt.
+                With `on_logits`, the prompt may fill the context.
             may_fill: True to allow the prompt to fill the context even without `on_logits`.
 
         Raises:
@@ -144,7 +147,8 @@ class BatchDecoder:
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
         else:
-            # In chunks, because the logits of a long prompt would take gigabytes.
+            # Compute the prompt in chunks, because the logits of a long prompt would take
+            # gigabytes.
             tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
             for ids in torch.split(input_ids, tokens, dim=1):
                 logits_TV = self.model(ids, cache=cache)[0]
@@ -165,7 +169,7 @@ class BatchDecoder:
             prompts: token ids of each prompt; at least one prompt.
 
         Raises:
-            ConfigError, ModelError: see `require_prompt`; no prompt is added.
+            ConfigError, ModelError: see `require_prompt`. In this case, no prompt is added.
         """
         assert len(self) + len(prompts) <= self.max_sequences, "more sequences than rows"
         for prompt_ids in prompts:
@@ -210,7 +214,7 @@ class BatchDecoder:
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
         """Find the longest prefix of a prompt that is cached in any row, copy it to the next row,
         and return its length. The prefix never includes the prompt's last token, which must be
-        computed for its logits.
+        computed because its logits are needed.
         """
         shared = [
             _common(stored, prompt_ids[:-1])
@@ -219,8 +223,8 @@ class BatchDecoder:
             for stored in self._stored
         ]
         if self.cache.has_states:
-            # A recurrent state covers all tokens of its row, so a prefix is usable only if it is a
-            # whole row.
+            # A recurrent state summarises all tokens of its row, so a prefix can be reused only if
+            # it contains every token stored in that row.
             whole = zip(shared, self._stored, strict=True)
             shared = [count if count == len(stored) else 0 for count, stored in whole]
         row, length = max(enumerate(shared), key=lambda entry: entry[1])
@@ -229,8 +233,9 @@ class BatchDecoder:
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the sequence is long enough to use the rotary frequencies of long texts;
-        see `FamilyConfig.long_from`."""
+        """Return True if the sequence is long enough to use the rotary frequencies for long texts;
+        see `FamilyConfig.long_from`.
+        """
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
 
@@ -282,7 +287,7 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
-        """Keep tokens that were chosen on a GPU for the next step, so that they need not be copied
+        """Use tokens that were chosen on a GPU as the input of the next step without copying them
         to the GPU again. Pass this method as `keep` to `choose_tokens` after a step.
 
         Args:
@@ -294,8 +299,8 @@ class BatchDecoder:
     @torch.inference_mode()
     @varying_lengths()
     def warm_up(self) -> None:
-        """Compile the decoding step now, for one sequence and for several. Call this before adding
-        the first sequence. Do nothing without `compile`.
+        """Compile the decoding step for a single sequence and for several sequences. Call this
+        method before adding the first sequence. It has no effect without `compile`.
         """
         assert not any(self._stored), "warm_up must be called before the first sequence is added"
         for count in {1, min(2, self.max_sequences)} if self._compiled is not None else ():
@@ -318,9 +323,10 @@ class BatchDecoder:
 def _eager(
     model: Model, cache: KVCache, input_ids_B1: Tensor, lengths_B: Tensor, reach: int
 ) -> Tensor:
-    """Run one decoding step without compilation; see `CompiledStep.__call__`. This is not a method,
-    because a reference from the decoder to itself would keep its cache in memory until the garbage
-    collector runs.
+    """Run one decoding step without compilation; see `CompiledStep.__call__`.
+
+    This is a function rather than a method of `BatchDecoder`, because the decoder would then refer
+    to itself, and its cache would stay in memory until the garbage collector runs.
     """
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
@@ -359,8 +365,9 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
 
 
-#: Maximum number of recorded steps; each takes a few hundred KiB of GPU memory for its kernels. Up
-#: to 64 sequences of up to 4,096 tokens need 11 batch sizes times 11 reaches.
+#: Maximum number of recorded steps. Each one takes a few hundred KiB of GPU memory for its kernels.
+#: For example, up to 64 sequences of up to 4,096 tokens need 121 recordings, for 11 batch sizes and
+#: 11 reaches.
 _MOST_RECORDED = 128
 
 
@@ -368,9 +375,10 @@ class CompiledStep:
     """Compiled forward pass of a model for one new token per sequence.
 
     On a CPU, torch.compile's inductor treats the weights as constants ("freezing") and copies them
-    into a different layout for its matrix products. The step is compiled on its first call for one
-    sequence, for several sequences (of any number and length), and for more sequences than
-    `few_rows.MOST_ROWS`.
+    into a different layout for its matrix products. The step is compiled separately for one
+    sequence, for several sequences, and for more than `few_rows.MOST_ROWS` sequences, each time on
+    the first call. Within these cases, the number and lengths of the sequences can vary without
+    another compilation.
 
     Args:
         model: a model in evaluation mode whose weights do not change afterwards.
@@ -404,7 +412,8 @@ class CompiledStep:
             lengths_B: length of each sequence before its new token, int64.
             reach: see `RaggedCache`.
         """
-        # An empty tensor, whose shape passes the reach to the compiled function as a dynamic size.
+        # The shape of this empty tensor passes the reach to the compiled function as a dynamic
+        # size.
         reach_S = torch.empty(reach, 0, device=self._device)
         torch._dynamo.mark_dynamic(reach_S, 0)
         if len(lengths_B) > 1:
@@ -430,13 +439,14 @@ class CompiledStep:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """Return True if decoding steps can be recorded as CUDA graphs, that is, if no part of a step
-    runs on the CPU and the CPU does not read any part of it.
+    """Return True if decoding steps can be recorded as CUDA graphs. All operations of a step must
+    run on the GPU, and the CPU must not read any intermediate result.
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # A model in training may have hooks of an engine, which exchange weights between processes.
-    # Recording would also take memory that the next training step needs.
+    # Only models loaded for generation have these layers. A model in training may have hooks that
+    # exchange weights between processes, and recording would take memory that the next training
+    # step needs.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
@@ -446,13 +456,12 @@ def _ladder(number: int) -> int:
 
 
 class RaggedSteps:
-    """Decoding steps for sequences of different lengths. The new tokens and the lengths are device
-    tensors that each step advances; the host copies them to the device only if the sequences have
-    changed.
+    """Decoding steps for sequences of different lengths. The new tokens and the lengths are stored
+    and updated on the device. They are copied from the host only if the sequences have changed.
 
     Args:
-        compute: function that computes a step. The cache that it reads and writes must keep its
-            address.
+        compute: function that computes a step. The cache that it reads and writes must stay at the
+            same memory address.
         max_sequences: maximum number of sequences.
         device: device of the model.
     """
@@ -471,8 +480,8 @@ class RaggedSteps:
         Args:
             ids: the new tokens.
             lengths: length of each sequence before its new token, at least one.
-            rows: number of rows to compute, which depends only on the number of sequences; rows
-                beyond the sequences are unused.
+            rows: number of rows to compute, including unused rows after the sequences. It must
+                depend only on the number of sequences.
             reach: see `RaggedCache`.
         """
         if self._known != (ids, lengths):
@@ -500,13 +509,13 @@ class RaggedSteps:
 
 
 class RecordedSteps(RaggedSteps):
-    """Decoding steps as CUDA graphs, one per shape (number of rows and reach). Launching the
-    kernels of a step one by one takes many times as long as running them.
+    """Decoding steps recorded as CUDA graphs, one graph per shape (number of rows and reach).
+    Without a graph, launching the kernels of a step takes many times as long as running them.
 
     The first step of a shape is computed without recording, because compilation, kernel loading and
     persistent allocations can't be recorded. The second step is recorded and replayed; later steps
-    are only replayed. The least recently used recording is dropped to make room for a new one. The
-    weights must keep their addresses.
+    are only replayed. When the maximum number of recordings is exceeded, the least recently used
+    one is dropped. The weights must stay at the same memory addresses.
     """
 
     def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:
@@ -529,14 +538,14 @@ class RecordedSteps(RaggedSteps):
         self._by_shape[shape] = recorded
         graph, logits_BV = recorded
         graph.replay()
-        # A copy, because the next step of any shape may overwrite the logits.
+        # Return a copy, because the next step of any shape may overwrite the logits.
         return logits_BV.clone()
 
     def _record(self, rows: int, reach: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
-            # All graphs share a memory pool for intermediate results, because they are never
-            # replayed at the same time.
+            # All graphs can share one memory pool for intermediate results, because no two graphs
+            # are replayed at the same time.
             self._pool = torch.cuda.graph_pool_handle()
         # If the garbage collector freed another graph during recording, the recording would become
         # invalid.
@@ -553,13 +562,13 @@ class RecordedSteps(RaggedSteps):
 
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
-    """Context manager that applies the compiler settings for decoding."""
+    """Apply the compiler settings for decoding until the context exits."""
     # Imported here, because importing inductor takes a second and is not needed for plain decoding.
     import torch._inductor.config as inductor_config
 
-    # Passing freezing as an option of torch.compile would be too late, because by then the weights
-    # are arguments. The limits are raised because torch counts the recompilations of a function
-    # across all models in a process.
+    # `freezing` has no effect as an option of torch.compile, because the weights have become
+    # arguments of the graph before the option is applied. The limits are raised because torch
+    # counts the recompilations of a function across all models in a process.
     with (
         inductor_config.patch(freezing=device.type == "cpu"),
         torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),

@@ -27,7 +27,9 @@ class _Beam:
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Return the mean log-probability per token, including the end token of an ended text."""
+        """Return the mean log-probability per token. If the text has ended, its end token is
+        counted.
+        """
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
 
@@ -63,12 +65,12 @@ def beam_search(
     config: SamplingConfig,
     eos_token_ids: Collection[int],
 ) -> tuple[list[int], str]:
-    """Run a beam search, equivalent to transformers with length_penalty 1.
+    """Run a beam search, equivalent to that of transformers with `length_penalty=1`.
 
     Each step keeps the `config.beams` continuations with the largest sum of log-probabilities.
     Ended texts are kept in a separate list, ranked by mean log-probability per token. The search
-    stops when there are `config.beams` ended texts and the best beam's mean at its current length
-    does not exceed the mean of the worst ended text.
+    stops when there are `config.beams` ended texts and the best remaining beam does not have a
+    higher mean at its current length than the worst ended text.
 
     Args:
         model: a model in evaluation mode.
@@ -90,8 +92,8 @@ def beam_search(
     parameter = next(model.parameters())
     device = parameter.device
     cache = model.make_cache(count, len(prompt_ids) + most, parameter.dtype)
-    # At first there is only one beam, but the prompt is computed in all rows so that it is in each
-    # row's cache.
+    # At first there is only one beam, but the prompt is computed in all rows, because every row of
+    # the cache must contain it.
     ids_BT = torch.tensor([list(prompt_ids)] * count, device=device)
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
@@ -126,8 +128,8 @@ def _next_beams(
     ends: Collection[int],
     ended: list[_Beam],
 ) -> tuple[list[_Beam], list[int]]:
-    """Return the beams after one more token, most likely first, and the index of the previous beam
-    that each continues.
+    """Return the beams after one more token, most likely first, and, for each of them, the index of
+    the previous beam that it continues.
 
     Args:
         beams: the beams so far.
@@ -174,12 +176,12 @@ def _logprobs(
     if config.repetition_penalty != 1:
         logits_V = penalize(logits_V, config.repetition_penalty, {*prompt_ids, *beam.token_ids})
     counts = {token_id: beam.token_ids.count(token_id) for token_id in set(beam.token_ids)}
-    # On the CPU, because Apple's GPUs do not support fp64.
+    # Computed on the CPU, because Apple's GPUs do not support fp64.
     return shift(logits_V, config, counts).cpu().double().log_softmax(-1)
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
-    """Return True if there are `count` ended texts and the best beam's mean at its current length
-    does not exceed the mean of the worst ended text.
+    """Return True if there are `count` ended texts and the best beam does not have a higher mean at
+    its current length than the worst ended text.
     """
     return len(ended) == count and ended[-1].score(True) >= best.score(False)

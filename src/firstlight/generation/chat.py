@@ -29,13 +29,13 @@ CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 #: Minimum cache size of a `ConversationDecoder`, in tokens; larger sizes are powers of two.
 _SMALLEST_DECODER = 1024
 
-#: A message: "role" ("system", "user" or "assistant"), "content", and the assistant's
-#: "reasoning_content".
+#: A chat message with the keys "role" ("system", "user" or "assistant"), "content" and, for an
+#: answer with reasoning, "reasoning_content".
 Message = dict[str, str]
 
 
 class ReasoningText(str):
-    """Part of an answer that belongs to the reasoning."""
+    """Part of the generated text that belongs to the model's reasoning."""
 
     __slots__ = ()
 
@@ -44,7 +44,8 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-#: Words in chat templates that are not variables or whose values come from the conversation.
+#: Words in chat templates that can't be set as options, because they are not variables or because
+#: the conversation determines their values.
 _TEMPLATE_OWN = {"messages", "message", "role", "content", "add_generation_prompt", "for", "if"}
 
 
@@ -71,10 +72,10 @@ def require_template_options(tokenizer: Tokenizer, options: Mapping[str, Any]) -
 
 def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
     """Return the largest n from 0 to `count` for which `fits(n)` is true. `fits(0)` must be true,
-    and `fits` must be monotonic: if n turns fit, fewer turns also fit.
+    and if `fits(n)` is true, it must also be true for all smaller numbers.
 
-    `fits` becomes more expensive with n. The search doubles n and then bisects, so it never calls
-    `fits` with more than twice the result (or 1).
+    Because `fits` is more expensive for a larger n, the search doubles n and then bisects. It never
+    calls `fits` with a number greater than twice the result (or greater than 1 if the result is 0).
     """
     known, beyond = 0, 1
     while beyond <= count and fits(beyond):
@@ -87,9 +88,9 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """Decoder for one text at a time. It keeps the key-value cache of the last text, so that only
-    the tokens after the common prefix with the next text are computed. Several conversations can
-    share one decoder.
+    """Decoder for one text at a time. The key-value cache of the last text is kept. If the next
+    text begins with the same tokens, only the tokens after this common prefix are computed. Several
+    conversations can share one decoder.
 
     The cache grows as needed; each time it grows, the whole text is computed again.
 
@@ -124,7 +125,7 @@ class ConversationDecoder:
 
 @dataclass(frozen=True)
 class AnswerStats:
-    """Token counts, times and seed of an answer.
+    """Statistics of an answer: token counts, times and seed.
 
     Attributes:
         prompt_tokens: number of tokens in the prompt.
@@ -176,8 +177,9 @@ class ChatSession:
 
     All messages are rendered again for each answer, but only tokens that are not cached are
     computed. Text in messages never becomes a control token. A prompt may use the whole context
-    except `answer_room`. The oldest turns (a question with its answer) that do not fit are dropped
-    from the prompt, but the system message never is. `messages` keeps all messages.
+    except `answer_room`. If the conversation is too long, its oldest turns (a user message and its
+    answer) are omitted from the prompt. The system message is always included. `messages` keeps all
+    messages.
 
     Only `stop` may be called from another thread.
 
@@ -186,15 +188,15 @@ class ChatSession:
         system: the system message, or None.
         settings: sampling settings; see the property. None means `CHAT_SETTINGS` combined with the
             settings in the model's generation_config.json. If a seed is set, answer number n
-            (counted from 0) is sampled with the seed plus n.
-        decoder: decoder that several conversations with the same model share to save memory; None
-            creates a new one.
+            (starting at 0) is sampled with `seed + n`.
+        decoder: decoder that is shared by several conversations with the same model to save memory;
+            None creates a new decoder.
         template_options: additional variables of the chat template, such as `enable_thinking`.
 
     Attributes:
-        messages: the conversation, as dicts with "role" and "content", the system message first. A
-            user message is always followed by its answer, which has "reasoning_content" if the
-            model has reasoned.
+        messages: messages of the conversation, starting with the system message if there is one.
+            Each message is a dict with "role" and "content". A user message is always followed by
+            its answer, which has "reasoning_content" if it contains reasoning.
         stats: statistics of the last answer, or None before the first.
 
     Raises:
@@ -296,8 +298,8 @@ class ChatSession:
         self.stats = None
 
     def undo(self) -> str | None:
-        """Remove the last user message and its answer. Return the message, or None if there is
-        none.
+        """Remove the last user message and its answer. Return the text of the user message, or None
+        if the conversation has no user messages.
         """
         if not self._has_turns:
             return None
@@ -324,8 +326,8 @@ class ChatSession:
         the message and the answer are removed.
 
         Args:
-            text: the user message. Without a chat template it may be empty, and the model then
-                continues the text.
+            text: the user message. If the model has no chat template, the message may be empty, and
+                the model then continues its previous text.
 
         Raises:
             InputError: the message is blank, or the template rejects the conversation.
@@ -339,8 +341,8 @@ class ChatSession:
         """Answer the last message again, replacing its answer; see `answer`.
 
         Raises:
-            ConfigError: there is no message to answer; or see `answer`.
-            InputError, ModelError: see `answer`.
+            ConfigError: there is no message to answer.
+            ConfigError, InputError, ModelError: see `answer`.
         """
         if not self._has_turns:
             raise ConfigError("there is no message to answer again yet")
@@ -432,8 +434,15 @@ class ChatSession:
         return [*lead, *ids[len(ids) - (limit - len(lead)) :]], len(ids) - limit
 
     def _require_fit(self, tokens: int, what_else: str) -> int:
-        """Return the maximum number of tokens in a prompt. Raise `ConfigError` if `tokens`, the
-        number of tokens in the message (and `what_else`), exceeds this maximum.
+        """Return the maximum number of tokens in a prompt.
+
+        Args:
+            tokens: number of tokens that must fit into the prompt.
+            what_else: description, for the error message, of the part of `tokens` that is not the
+                user message, such as " with the system message".
+
+        Raises:
+            ConfigError: `tokens` exceeds the maximum.
         """
         limit = self.context - self.answer_room
         if tokens > limit:
@@ -448,7 +457,7 @@ class ChatSession:
 def _add_parts(answer: Message, parts: Sequence[AnswerPart]) -> Iterator[str]:
     """Add parts to a message, and yield the text of each part."""
     for part in parts:
-        # Without tools, calls are shown as text.
+        # A chat session has no tools, so tool calls are shown as text.
         content = part.content + "".join(f"{call.name} {call.arguments}" for call in part.calls)
         if part.reasoning:
             answer["reasoning_content"] = answer.get("reasoning_content", "") + part.reasoning

@@ -1,5 +1,5 @@
-"""Settings of text generation. This module does not import torch, so that the command line can use
-`SamplingConfig` without delay.
+"""Settings for text generation. This module does not import torch, so that the command line can
+import `SamplingConfig` without a delay.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 from firstlight.errors import ConfigError
 
-#: Maximum number of beams. Limited because each beam has a separate key-value cache.
+#: Maximum number of beams. It is limited because each beam has a separate key-value cache.
 _MOST_BEAMS = 64
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Settings of sampling, beam search and the length of the new text.
+    """Settings for sampling, beam search and the length of the generated text.
 
     Attributes:
         max_new_tokens: maximum number of new tokens.
         temperature: divisor of the logits; a higher temperature gives unlikely tokens more
             probability; 0 always chooses the most likely token.
-        top_k: number of most likely tokens to choose from, plus any tokens that are as likely as
-            the last of them; 0 disables this.
+        top_k: number of most likely tokens to choose from; 0 disables this. If several tokens are
+            as likely as the last of these tokens, all of them are kept.
         top_p: probability mass to choose from: only the smallest set of most likely tokens whose
             probabilities sum to at least this value is kept; 1 disables this (Holtzman et al.
             2020). Applied after temperature and top_k.
@@ -45,13 +45,13 @@ class SamplingConfig:
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
             token of the prompt, in addition to the log-probability of that token; None returns
             none. If set, `max_new_tokens` may be 0.
-        slide: continue beyond the model's context: when the context is full, its most recent half
-            becomes the new prompt and older text is dropped.
+        slide: continue beyond the model's context. When the context is full, its most recent half
+            becomes the new prompt, and older text is dropped.
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full,
             instead of half of the context. With 1, as in LLMs-from-scratch, each additional token
-            is computed from the full context, which takes longer.
-        beams: number of beams; 1 disables beam search. Beam search does not sample; it returns the
-            text with the highest mean log-probability per token that it finds.
+            is computed from the full context, which is slower.
+        beams: number of beams; 1 disables beam search. Beam search does not sample. It returns the
+            text with the highest mean log-probability per token among the texts that it finds.
         choices: number of most likely tokens that are returned for each new token, with their
             probability according to the model and their sampling probability (after penalties,
             biases, temperature, top_k, top_p and min_p); None returns none.

@@ -31,16 +31,16 @@ class Generation:
 
     Attributes:
         prompt: text of the prompt.
-        text: the new text, up to and excluding the stop text.
-        token_ids: ids of the new tokens, without the end token. If a stop text occurred, the last
-            id is the token that completed it.
+        text: the new text, without the stop text.
+        token_ids: ids of the new tokens, without the end token. If generation ended at a stop text,
+            the last id is that of the token that completed the stop text.
         prompt_tokens: number of tokens in the prompt, including the beginning-of-text token.
         finish_reason: "stop" at an end token or stop text, "length" at a limit.
         seed: seed that reproduces the text.
-        logprobs: log-probability of each of `token_ids`, or None if the config does not request
-            them.
-        choices: most likely tokens at the position of each of `token_ids`, or None if the config
-            does not request them.
+        logprobs: log-probability of each token in `token_ids`, or None if the config does not
+            request them.
+        choices: most likely tokens at the position of each token in `token_ids`, or None if the
+            config does not request them.
     """
 
     prompt: str
@@ -54,7 +54,7 @@ class Generation:
 
 
 class Continuation:
-    """Chooses the tokens of one text from the model's logits, and decodes them to text.
+    """Chooses the tokens of one text from the model's logits and decodes them.
 
     Args:
         prompt_ids: token ids of the prompt.
@@ -76,9 +76,10 @@ class Continuation:
         prompt_logprobs: log-probabilities of all prompt tokens except the first, or None if the
             config does not request them.
         choices: see `Generation`.
-        is_plain: True if the next token depends only on the logits and the random generator, that
-            is, without penalties, biases or a constraint.
-        settings: settings that must be equal for the tokens of several texts to be chosen together.
+        is_plain: True if the next token depends only on the logits and the random generator,
+            because there are no penalties, biases or constraints.
+        settings: settings by which texts are grouped. The tokens of several texts can be chosen
+            together only if these settings are equal.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class Continuation:
             self.prompt_logprobs += logprobs_of(scored, ids, self.config.prompt_logprobs)
 
     def draw_number(self) -> float:
-        """Return the random number for the next token, or 0 with temperature 0, which does not
-        sample.
+        """Return the random number for the next token, or 0 if the temperature is 0 and no random
+        number is needed.
         """
         return next(self._numbers) if self.config.temperature else 0.0
 
@@ -154,11 +155,11 @@ class Continuation:
         return shifted(logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V)
 
     def push(self, chosen: Chosen | Exception) -> str:
-        """Append the next token, or end the text. Return the newly final text, which is often
-        empty.
+        """Append the next token, or end the text. Return the text that has become final, which is
+        often empty.
 
-        If `finish_reason` is still None, the caller computes the logits after the last of
-        `token_ids` and calls `choose_tokens` and `push` again.
+        If `finish_reason` is still None, the caller computes the logits after the last token in
+        `token_ids`, then calls `choose_tokens` and `push` again.
 
         Args:
             chosen: result of `choose_tokens` for this text; an exception is raised here.
@@ -168,7 +169,7 @@ class Continuation:
             SchemaError: the constraint takes too long to follow.
         """
         assert self.finish_reason is None
-        # No new token was requested, or there is no room for one.
+        # True if no new tokens were requested, or if the prompt fills the context.
         if len(self.token_ids) >= self._most:
             return self._end("length")
         if isinstance(chosen, Exception):
@@ -224,18 +225,19 @@ def choose_tokens(
     logits_BV: Tensor,
     keep: Callable[[Tensor, list[int]], None] | None = None,
 ) -> list[Chosen | Exception]:
-    """Choose the next token of several texts, with a single copy from a GPU to the host.
+    """Choose the next token of each text. On a GPU, all results are copied to the host at once.
 
     Args:
         texts: texts that are not finished.
         logits_BV: logits of their next tokens.
-        keep: called with the token ids, int64 [B] on the device, and a list that will contain the
-            same ids once they have been read.
+        keep: callback that receives the token ids, int64 [B] on the device, and a list that will
+            contain the same ids after they have been copied to the host.
 
     Returns:
-        The argument of `Continuation.push` for each text. An exception affects only its text.
+        The argument of `Continuation.push` for each text. If the choice failed for a text, this is
+        the exception; the other texts are not affected.
     """
-    if not logits_BV.is_cuda:  # Apple's GPUs have no fp64
+    if not logits_BV.is_cuda:  # Apple's GPUs do not support fp64.
         logits_BV = logits_BV.cpu()
     shifted_BV, errors = _shifted(texts, logits_BV)
     # Tokens of texts with the same settings are chosen together.
@@ -249,7 +251,7 @@ def choose_tokens(
         numbers_B = upload(numbers, logits_BV.device, torch.float64) if config.temperature else None
         columns = [_columns(logits_BV, shifted_BV, config, numbers_B)]
     else:
-        # Copy both at once: row indices are exact in fp64.
+        # Copy the indices together with the numbers; they are represented exactly in fp64.
         both_2B = upload([order, numbers], logits_BV.device, torch.float64)
         order_B, numbers_B = both_2B[0].long(), both_2B[1]
         sizes = [len(rows) for rows in groups.values()]
@@ -286,11 +288,11 @@ def _shifted(
         if not text.is_plain:
             try:
                 shifted[row] = text.shifted(logits_BV[row])
-            except Exception as error:  # noqa: BLE001 - it fails its own text
+            except Exception as error:  # noqa: BLE001 - an error affects only its own text
                 errors[row] = error
     if shifted:
         rows = [shifted[row] if row in shifted else logits_BV[row] for row in range(len(texts))]
-        # The logits of a single text do not have to be copied.
+        # Avoid a copy if there is only one text.
         logits_BV = rows[0][None] if len(rows) == 1 else torch.stack([row.float() for row in rows])
     return logits_BV, errors
 
@@ -298,8 +300,8 @@ def _shifted(
 def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> list[Tensor]:
-    """Return the tensors from which `_chosen` reads the results of G texts with the same settings,
-    each [G, W].
+    """Return the tensors from which `_chosen` reads the results of G texts with the same settings.
+    The tensors have the shape [G, W] with different widths W.
     """
     ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
     columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
@@ -319,7 +321,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
     """Return the values of two-dimensional tensors, read from a GPU in a single copy."""
     if not tensors[0].is_cuda:
         return [tensor.tolist() for tensor in tensors]
-    # Ids and fp32 values are exact in fp64.
+    # Ids and fp32 values are represented exactly in fp64.
     values = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
     return [
         [list(itertools.islice(values, tensor.shape[1])) for _ in range(len(tensor))]
@@ -330,7 +332,9 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
 def _chosen(
     config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
 ) -> Chosen | Exception:
-    """Return the chosen token of a text, given its rows of `_columns`."""
+    """Return the chosen token of a text, given the text's rows of the tensors from `_columns`.
+    Return an error if the logits are not finite.
+    """
     if not math.isfinite(largest[0]):
         return ModelError(_NOT_FINITE)
     token_id = int(ids[0])
@@ -340,7 +344,8 @@ def _chosen(
         logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
     for one, model, sampled in zip(*further, strict=True):
         choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
-    # The chosen token comes last unless it is among the most likely ones.
+    # The chosen token is in the last row. Drop this row if the token is also among the most likely
+    # ones.
     if any(choice.is_chosen for choice in choices[:-1]):
         choices.pop()
     return Chosen(token_id, logprob, choices)
@@ -348,7 +353,7 @@ def _chosen(
 
 class StopTexts:
     """Passes text through until a stop text occurs. Text that may be the beginning of a stop text
-    is held back until it is certain.
+    is held back until the ambiguity is resolved.
 
     Args:
         texts: non-empty stop texts.
@@ -363,7 +368,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add text. Return the text that is now certain not to be part of a stop text."""
+        """Add text. Return the text that can no longer become part of a stop text."""
         if not self._texts:
             return piece
         text = self._held + piece
@@ -422,13 +427,13 @@ class TokenLogprob:
 
 
 def logprobs_of(logits_TV: Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of the token and of the `top` most likely tokens at each of T
-    positions.
+    """Return the log-probabilities of the given token and of the most likely tokens at each
+    position.
 
     Args:
-        logits_TV: logits of the positions.
-        token_ids: T token ids.
-        top: number of most likely tokens.
+        logits_TV: logits of T positions.
+        token_ids: the token at each position.
+        top: number of most likely tokens at each position.
 
     Raises:
         ModelError: a logit is NaN or infinite.
@@ -453,5 +458,7 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
 def _token_logprob(
     token_id: int, logprob: list[float], ids: list[float], values: list[float]
 ) -> TokenLogprob:
-    """Return the log-probability of a token, given its rows of `_logprob_columns`."""
+    """Return the log-probability of a token, given the token's rows of the tensors from
+    `_logprob_columns`.
+    """
     return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

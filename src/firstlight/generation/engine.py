@@ -27,8 +27,8 @@ from firstlight.tokenizer import Tokenizer
 from firstlight.weights.huggingface import GENERATION_CONFIG_NAME
 from firstlight.weights.loading import LOADING_MODES, LoadingMode
 
-#: Dtype in which weights are loaded, keyed by the dtype name for `load`; None keeps the file's
-#: dtype.
+#: Dtypes in which weights are loaded, keyed by the value of `dtype` in `load`. None keeps the dtype
+#: of the file.
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -57,7 +57,8 @@ def load(
         device: device of the weights: "cpu", "cuda", ...
         dtype: "auto" (the file's dtype), "float32", "bfloat16", "float16" or "int8". "int8" rounds
             the weights of linear layers to 8 bits (`Int8Linear`) and casts all other weights to
-            bfloat16; such a model supports only generation, and not on a CUDA GPU.
+            bfloat16. The resulting model can only be used for generation. CUDA GPUs do not support
+            "int8".
         way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
             overwritten in place while the model exists. "sequential" reads each tensor directly
             into its parameter. "straight" reads the whole file before the weights are copied, which
@@ -77,8 +78,8 @@ def load(
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     if dtype == "int8" and torch.device(device).type == "cuda":
-        # torch's int8 kernel is slower than casting the weights, which moves 2.5 times as many
-        # bytes as a bf16 product.
+        # torch's int8 kernel is slower than casting the weights to bf16, which in turn moves 2.5
+        # times as many bytes as a product of bf16 weights.
         raise ConfigError(
             "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
             "use bfloat16, or set the device to cpu"
@@ -105,7 +106,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
         decoder: an empty decoder; it is emptied again afterwards.
 
     Yields:
-        The newly final text after each new token, which is often empty.
+        The text that becomes final with each new token, which is often empty.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
@@ -116,7 +117,8 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
     kept = max(decoder.max_tokens // 2, 1)
     slides_by = text.config.slide_tokens
     if slides_by is not None:
-        # The next token is added to a full context, so the oldest tokens are dropped.
+        # With the next token, the text is one token longer than the context. Its oldest tokens are
+        # dropped.
         kept = max(decoder.max_tokens + 1 - slides_by, 1)
     prompt_ids = text.prompt_ids
     if text.config.slide and len(prompt_ids) >= decoder.max_tokens:
@@ -151,7 +153,7 @@ def pieces_of_many(
         decoder: an empty decoder.
 
     Yields:
-        For each new token, the index of its text and the newly final part of that text.
+        For each new token, the index of its text and the part of the text that becomes final.
 
     Raises:
         ConfigError: the config of a text enables `slide` or `beams`.
@@ -182,7 +184,8 @@ def pieces_of_many(
 
 
 def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Append the prompts of texts to a decoder and return their first tokens; see `choose_tokens`.
+    """Add the prompts of texts to a decoder. Return the first new token of each text; see
+    `choose_tokens`.
 
     Raises:
         ConfigError, ModelError: see `require_prompt`.
@@ -233,9 +236,13 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
 def with_model_settings(
     config: SamplingConfig, loaded: LoadedModel, named: Collection[str]
 ) -> SamplingConfig:
-    """Return the config with the settings in the model's generation_config.json applied, except the
-    settings that the user has specified. For beam search, which does not sample, return the config
-    unchanged.
+    """Return the config updated with the settings in the model's generation_config.json. For beam
+    search, which does not sample, return the config unchanged.
+
+    Args:
+        config: sampling settings.
+        loaded: the model.
+        named: names of settings that the user has specified; these settings are not changed.
 
     Raises:
         ConfigError: a setting of the model is out of range.
@@ -395,10 +402,10 @@ def generate_batch(
     """Continue several texts in a batch. Except for rounding, each continuation is the same as with
     `generate`.
 
-    When a text ends, the next one starts immediately. If the config has a seed, every text is
-    sampled with it; otherwise each text gets a different seed. A batch and a single text can differ
-    in the last fp32 digit: if two tokens are equally likely up to this digit, a different one may
-    be chosen.
+    When a text ends, the next one starts immediately. If the config has a seed, it is used for
+    every text; otherwise each text gets a different random seed. In a batch, logits can differ in
+    the last fp32 digit from those of a single text. If two tokens are almost equally likely, a
+    different token may therefore be chosen.
 
     Args:
         loaded: a model from `load`.

@@ -1,12 +1,14 @@
-// Decoding on a CPU: reading the weights takes most of the time, so each weight is read once for all
-// rows, in order.
+// Decoding on a CPU. Reading the weights takes most of the time, so the weights are read in order,
+// and each weight is read only once for all rows.
 //
-// First products of a weight matrix with few rows, then a whole step of a Llama for one token of each
-// text.
+// The first part of this file contains products of a weight matrix with few rows:
 //
-// out[m][o] = sum over k of weight[o][k] * x[m][k], times scale[o], plus bias[o]
+//   out[m][o] = (sum over k of weight[o][k] * x[m][k]) * scale[o] + bias[o]
 //
-// All sums are in fp32, and of the same order whatever the number of rows and threads.
+// The second part contains a whole step of a Llama for one token of each text.
+//
+// All sums are accumulated in fp32. The order of their terms does not depend on the number of rows
+// or threads.
 
 #include <omp.h>
 
@@ -19,7 +21,7 @@
 #include <immintrin.h>
 #endif
 
-// GROUP: greatest number of rows whose sums fit in registers.
+// GROUP: maximum number of rows whose sums fit in registers.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, GROUP = 8;
 #elif defined(__AVX2__)
@@ -29,7 +31,7 @@ constexpr int LANES = 4, GROUP = 8;
 #endif
 constexpr int VECTORS = 2;
 constexpr int STEP = LANES * VECTORS;
-// Within a page of 4 KiB the hardware looks ahead by itself; it stops at the page's end.
+// The hardware prefetches within a page of 4 KiB, but not across its end.
 constexpr long AHEAD_BYTES = 4096;
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -87,7 +89,7 @@ static inline void round_to(float value, Bf16* to) {
   if (value != value) {
     to->bits = 0x7fc0;
   } else {
-    // To nearest, ties to even.
+    // Round to nearest, ties to even.
     to->bits = static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
   }
 }
@@ -96,7 +98,7 @@ static inline float over_lanes(Floats values) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(values);
 #else
-  // In a tree: one after the other, the additions would take as long as all the products of a row.
+  // Add the lanes as a tree. Sequential additions would take as long as all products of a row.
   float lanes[LANES];
   std::memcpy(lanes, &values, sizeof lanes);
   for (int half = LANES / 2; half > 0; half /= 2)
@@ -105,7 +107,8 @@ static inline float over_lanes(Floats values) {
 #endif
 }
 
-// The products of one row of weights, [k_size], with M rows of x, which are `stride` apart.
+// Computes the products of one row of weights, [k_size], with M rows of x, which are `stride`
+// elements apart.
 template <class W, int M>
 static void dots(const W* weight, const float* x, long stride, long k_size, float* sums) {
   Floats partial[M][VECTORS];
@@ -113,7 +116,7 @@ static void dots(const W* weight, const float* x, long stride, long k_size, floa
     for (int v = 0; v < VECTORS; v++) partial[m][v] = Floats{};
   long k = 0;
   for (; k + STEP <= k_size; k += STEP) {
-    // With a single row, the processor itself runs ahead of the arithmetic.
+    // With a single row, out-of-order execution already loads weights ahead of the arithmetic.
     for (unsigned line = 0; M > 1 && line < STEP * sizeof(W); line += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(weight + k) + AHEAD_BYTES + line, 0, 2);
     Floats w[VECTORS];
@@ -129,7 +132,7 @@ static void dots(const W* weight, const float* x, long stride, long k_size, floa
   }
 }
 
-// The same for `rows` <= M rows.
+// Computes the same products for `rows` <= M rows.
 template <class W, int M = GROUP>
 static inline void dots(long rows, const W* weight, const float* x, long stride, long k_size,
                         float* sums) {
@@ -139,11 +142,13 @@ static inline void dots(long rows, const W* weight, const float* x, long stride,
   dots<W, M>(weight, x, stride, k_size, sums);
 }
 
-struct Linear {  // weight: [out, in], in padded as `Int8Linear` pads it; scale and bias: [out], or 0
+// A linear layer. weight: [out, in], where `in` is padded if the weights are int8 (see
+// `Int8Linear`); scale and bias: [out], or null.
+struct Linear {
   const void *weight, *scale, *bias;
 };
 
-// The sum of an output, times the scale, plus the bias, rounded to T.
+// Returns the sum of an output times the scale, plus the bias, rounded to T.
 template <class T>
 static inline T finished(float sum, const T* scale, const T* bias, long o) {
   if (scale) sum *= number(scale[o]);
@@ -178,15 +183,15 @@ static void product(const Linear& layer, const float* x, T* out, long rows, long
 
 // A step of a Llama for one token of each of up to `most_rows` texts
 //
-// Called one by one, the 20 operations of a layer take longer than reading the weights of a small
-// model. Here the threads meet four times a layer. Values are rounded to T where the model's own
-// operations round them; within attention, they are fp32.
+// As separate calls, the 20 operations of a layer take longer than reading the weights of a small
+// model. In this function, the threads synchronise five times per layer. Values are rounded to T at
+// the same points as in the model's operations, except that attention uses fp32 internally.
 
 struct Layer {
   Linear q, k, v, o, gate, up, down;
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm: [D], or 0
   void *keys, *values;                                      // [most_rows, K, max_tokens, D]
-  long window;                                              // tokens that a query sees; 0: all
+  long window;  // maximum number of tokens that a query attends to; 0 means all
 };
 
 struct Llama {
@@ -198,11 +203,11 @@ struct Llama {
   float eps, scale;
 };
 
-// Buffers of all threads, then those of each thread, where a [rows, size] has rows of `padded(size)`
-// numbers. Zeros where inputs of products are padded.
+// Buffers that all threads share, followed by the buffers of each thread. In a buffer [rows, size],
+// each row has `padded(size)` numbers; the padding of inputs to products contains zeros.
 struct Work {
   float *x, *q, *k, *v, *y, *inner, *normed, *head, *key, *scores;
-  long hidden, queries, keys, width;  // padded sizes of a row of x and normed, q and y, k and v, inner
+  long hidden, queries, keys, width;  // padded row sizes: x, normed; q, y; k, v; inner
 
   Work(const Llama& m, int thread) {
     const auto padded = [&](long size) { return (size + m.padding - 1) / m.padding * m.padding; };
@@ -245,7 +250,7 @@ static void norm(const float* x, const void* weight, long size, float eps, float
     out[i] = rounded<T>(rounded<T>(x[i] * factor) * number(factors[i]));
 }
 
-// Turns the pairs (i, i + D/2), as `apply_rope`. x and out are different.
+// Rotates the pairs (i, i + D/2), as `apply_rope` does. x and out must not overlap.
 template <class T>
 static void rotate(const float* x, const float* cos, const float* sin, long size, float* out) {
   for (long i = 0; i < size; i++) {
@@ -254,7 +259,7 @@ static void rotate(const float* x, const float* cos, const float* sin, long size
   }
 }
 
-// e^x to fp32's precision, between the least and the greatest normal number.
+// Returns e^x in fp32 precision; x is clamped so that the result is a normal number.
 static inline Floats exponential(Floats x) {
   x = x < -87.f ? Floats{} - 87.f : x > 88.f ? Floats{} + 88.f : x;
   constexpr float ROUNDING = 12582912;  // 1.5 * 2^23: adding it rounds to an integer
@@ -266,7 +271,8 @@ static inline Floats exponential(Floats x) {
   return sum * read<Floats>(&power);
 }
 
-// The mean of the cached tokens' values and the new one's by their weights, for N vectors of a head.
+// Computes the weighted mean of the values of the cached tokens and the new token, for N vectors of
+// a head.
 template <int N, class T>
 static inline void weigh(const float* weights, float total, const T* values, const float* last,
                          long count, long head_dim, float* y) {
@@ -278,7 +284,8 @@ static inline void weigh(const float* weights, float total, const T* values, con
     for (int i = 0; i < LANES; i++) y[n * LANES + i] = rounded<T>(sums[n][i] / total);
 }
 
-// Attention of one head of a row over the cached tokens and the new one, [D] to y.
+// Computes the attention of one head of a row over the cached tokens and the new token. Writes the
+// result [D] to y.
 template <class T>
 static void attend(const Llama& m, const Layer& layer, const Work& work, const float* cos,
                    const float* sin, long position, long row, long h) {
@@ -288,7 +295,7 @@ static void attend(const Llama& m, const Layer& layer, const Work& work, const f
   const float *q = work.q + row * work.queries + h * D, *k = work.k + row * work.keys + own * D;
   const float* v = work.v + row * work.keys + own * D;
   float* y = work.y + row * work.queries + h * D;
-  // `y` and `scores` are free until their turn.
+  // `y` and `scores` are not in use yet, so they can hold the normalised query and key.
   if (layer.q_norm) {
     norm<T>(q, layer.q_norm, D, m.eps, y), q = y;
     norm<T>(k, layer.k_norm, D, m.eps, work.scores), k = work.scores;
@@ -302,7 +309,8 @@ static void attend(const Llama& m, const Layer& layer, const Work& work, const f
     }
   const long first = layer.window ? std::max(0L, position + 1 - layer.window) : 0;
   const long count = position + 1 - first;
-  // The new token comes last, from the thread's own copy: another thread may be writing it.
+  // The key of the new token comes last. It is read from this thread's copy, because another thread
+  // may still be writing it to the cache.
   const auto score = [&](auto* key) {
     Floats sum{};
     for (long d = 0; d < D; d += LANES) sum += widen(key + d) * read<Floats>(work.head + d);
@@ -328,7 +336,7 @@ static void attend(const Llama& m, const Layer& layer, const Work& work, const f
     weigh<1>(work.scores, total, values + first * D + d, v + d, count, D, y + d);
 }
 
-// tokens, positions: [rows]; cos, sin: [rows, D]; logits: [rows, V].
+// Computes a decoding step. tokens, positions: [rows]; cos, sin: [rows, D]; logits: [rows, V].
 template <class W, class T>
 static void step(const Llama& m, const float* cos, const float* sin, const long* tokens,
                  const long* positions, long rows, T* logits, int threads) {
@@ -340,7 +348,7 @@ static void step(const Llama& m, const float* cos, const float* sin, const long*
     };
     const long C = m.hidden, D = m.head_dim, q_size = m.heads * D, kv_size = m.kv_heads * D;
     const auto norm_rows = [&](const void* weight) {
-      // Each thread for itself: a norm takes less time than a meeting.
+      // Every thread computes all norms, because that takes less time than synchronising.
       for (long r = 0; r < rows; r++)
         norm<T>(work.x + r * work.hidden, weight, C, m.eps, work.normed + r * work.hidden);
     };
@@ -371,7 +379,7 @@ static void step(const Llama& m, const float* cos, const float* sin, const long*
         of_normed(is_q ? layer.q : is_k ? layer.k : layer.v, o,
                   [&](long r, T value) { out[r * stride] = number(value); });
       }
-      // Neighbouring heads on different threads: texts have different lengths.
+      // Distribute neighbouring heads over different threads, because texts have different lengths.
 #pragma omp for schedule(static, 1)
       for (long i = 0; i < rows * m.heads; i++) {
         const long r = i / m.heads;

@@ -1,12 +1,12 @@
-"""Linear layers optimised for few rows on a CPU, as in decoding, where each text has only one new
-token.
+"""Linear layers optimised for inputs with few rows on a CPU. Such inputs occur in decoding, where
+each text has only one new token.
 
-Such a layer is limited by memory bandwidth: its run time is the time needed to read its weights.
-torch's one-row kernels reached only a third of the memory bandwidth in measurements, because they
-read several rows of the matrix at once and do not prefetch across pages. The kernels in
-`few_rows.cpp` read rows in order and prefetch further ahead. They are compiled on first use, which
-takes one or two seconds, and kept in the user's cache folder. Weights can be rounded to 8 bits
-(`Int8Linear`), which halves the number of bytes to read.
+With few rows, a linear layer is limited by memory bandwidth: its run time is the time needed to
+read its weights. In measurements, torch's kernels for one row reached only a third of the memory
+bandwidth, because they read several rows of the weight matrix at once and do not prefetch across
+pages. The kernels in `few_rows.cpp` read the rows in order and prefetch further ahead. They are
+compiled on first use, which takes one or two seconds, and stored in the user's cache folder.
+Weights can be rounded to 8 bits (`Int8Linear`), which halves the number of bytes to read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from firstlight.models import Model
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.moe import Router
 
-#: Maximum number of rows for the kernels. With more rows, arithmetic takes longer than reading the
-#: weights, and torch's kernels are faster.
+#: Maximum number of input rows for the kernels. With more rows, arithmetic takes longer than
+#: reading the weights, and torch's kernels are faster.
 MOST_ROWS = 8
 
 _FLAGS = (
@@ -50,18 +50,19 @@ _FLAGS = (
     "-fPIC",
 )
 _SOURCE = Path(__file__).with_suffix(".cpp")
-#: Time limit for the compiler in seconds; on idle cores it takes a few seconds.
+#: Time limit for compilation, in seconds. Compilation takes a few seconds on an idle machine.
 _COMPILER_SECONDS = 120.0
 
-#: Linux setting for 2 MiB pages: "always [madvise] never".
+#: File with Linux's setting for 2 MiB pages. The active value is in brackets, as in "always
+#: [madvise] never".
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _Kernel = Callable[..., None]
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear`, [..., in] to [..., out], that uses the few-rows kernel if `takes_few_rows`
-    returns True.
+    """`nn.Linear` that uses the kernel for few rows if `takes_few_rows` returns True. Inputs have
+    the shape [..., in], outputs [..., out].
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,8 +72,9 @@ class FewRowsLinear(nn.Linear):
 
 
 class FewRowsConv1D(Conv1D):
-    """GPT-2's `Conv1D`, [..., in] to [..., out], that uses the few-rows kernel if `takes_few_rows`
-    returns True and the memory layout of its weight [in, out] is [out, in] (see `lay_out`).
+    """GPT-2's `Conv1D` that uses the kernel for few rows if `takes_few_rows` returns True and the
+    weight, of shape [in, out], is stored in memory as [out, in] (see `lay_out`). Inputs have the
+    shape [..., in], outputs [..., out].
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def use_few_rows(model: Model) -> None:
         model: a model for generation.
     """
     for module in model.modules():
-        # Only these exact classes, because a subclass may have a different forward pass.
+        # Change only these exact classes, because a subclass may have a different forward pass.
         if type(module) is nn.Linear:
             module.__class__ = FewRowsLinear
         elif type(module) is Conv1D:
@@ -104,7 +106,7 @@ def lay_out(model: Model) -> None:
     rounded differently.
 
     Args:
-        model: a model after `use_few_rows`; other models do not have such layers.
+        model: a model changed by `use_few_rows`; other models do not have such layers.
     """
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
@@ -120,9 +122,10 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
     tying stay the same.
 
     Args:
-        model: a model after `use_few_rows` that no decoder has used yet. Conv1D layers are handled
-            by `lay_out`.
-        is_mapped: True if the parameters are memory-mapped files, which are not moved.
+        model: a model changed by `use_few_rows` that has not been passed to a decoder yet. Conv1D
+            layers are handled by `lay_out`.
+        is_mapped: True if the parameters are memory-mapped files. In this case, only the weights of
+            `Int8Linear` layers are moved.
     """
     weights = [
         layer.weight_int8 if isinstance(layer, Int8Linear) else layer.weight
@@ -164,16 +167,17 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T times the scale, plus the bias, accumulated in fp32 and rounded once.
-    Each row's result is bitwise independent of the other rows.
+    """Return `x @ weight.T * scale + bias`, accumulated in fp32 and rounded once. The result of a
+    row does not depend on the other rows, not even in its rounding.
 
     Args:
         x: [..., in], float32 or bfloat16, with at most `MOST_ROWS` rows.
-        weight: [out, in], contiguous, in x's dtype; or int8, if x is bfloat16.
-        scale, bias: [out], in x's dtype; None means a scale of 1 or a bias of 0.
+        weight: [out, in], contiguous, in the dtype of `x`. If `x` is bfloat16, the weight can also
+            be int8.
+        scale, bias: [out], in the dtype of `x`; None means a scale of 1 or a bias of 0.
 
     Returns:
-        [..., out] in x's dtype.
+        [..., out], in the dtype of `x`.
     """
     if torch.compiler.is_compiling():
         result: Tensor = torch.ops.firstlight.few_rows_linear(x, weight, scale, bias)
@@ -223,7 +227,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int
 
 
 def has_kernels() -> bool:
-    """Return True if the kernels for few rows can be used on this machine."""
+    """Return True if this machine can compile and load the kernels for few rows."""
     return bool(_products())
 
 
@@ -254,7 +258,12 @@ def steps() -> dict[torch.dtype, _Kernel]:
 
 
 def _kernels(kind: str, types: list[Any]) -> dict[torch.dtype, _Kernel]:
-    """Return the kernel of the given kind and argument types for each weight dtype."""
+    """Return the kernel for each weight dtype.
+
+    Args:
+        kind: "product" or "step".
+        types: ctypes types of the kernel's arguments.
+    """
     library = _library()
     if library is None:
         return {}
@@ -340,8 +349,9 @@ class Int8Linear(nn.Module):
     """Linear layer, [..., in] to [..., out], with int8 weights from -127 to 127 and one scale per
     output. It takes half the memory of a bf16 layer. Inputs and outputs are bf16.
 
-    Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to nearest;
-    the weight with the largest absolute value for each output becomes 127 or -127.
+    Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to the
+    nearest integer after scaling. For each output, the weight with the largest absolute value
+    becomes 127 or -127.
 
     Args:
         weight: weights to quantise, [out, in].
@@ -349,7 +359,7 @@ class Int8Linear(nn.Module):
 
     Attributes:
         weight_int8: [out, in], with `in` zero-padded to a multiple of 32.
-        scale: value of one integer step, bf16 [out].
+        scale: factor by which the integer weights of each output are multiplied, bf16 [out].
     """
 
     weight_int8: Tensor
@@ -396,7 +406,7 @@ def quantize_int8(model: Model) -> None:
     trained or saved.
 
     Args:
-        model: a model in bf16.
+        model: a model with bf16 weights.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):

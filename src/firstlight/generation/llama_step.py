@@ -1,7 +1,7 @@
 """Decoding step of a plain Llama for a few texts on a CPU, as a single call into `few_rows.cpp`.
 
-With separate torch operations, a step of a small model takes twice as long as reading its weights,
-because each layer consists of 20 operations that start threads and allocate results.
+With separate torch operations, a step of a small model takes twice as long as reading the model's
+weights, because each layer consists of 20 operations that start threads and allocate results.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from firstlight.models import KVCache, Llama, Model
 from firstlight.models.llama import LlamaAttention, LlamaBlock, LlamaMLP, RMSNorm
 from firstlight.models.ops import Embedding, attention
 
-#: Head dimensions must be a multiple of this number, so that a head has whole vectors of up to 16
-#: numbers.
+#: Head dimensions must be a multiple of this number, because the kernel processes a head in vectors
+#: of up to 16 numbers.
 _HEAD_MULTIPLE = 16
 #: Maximum number of texts in a step. For more texts, torch's matrix products are faster.
 MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
-    """The struct `Linear` in few_rows.cpp. The next two classes are `Layer` and `Llama`."""
+    """The struct `Linear` in few_rows.cpp. The next two classes are the structs `Layer` and
+    `Llama`.
+    """
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]
 
@@ -140,7 +142,7 @@ class LlamaStep:
         assert rows == len(lengths) <= self.most_rows
         ids_B, positions_B = torch.tensor([token_ids, lengths], dtype=torch.int64, device="cpu")
         ((cos, sin),) = self._model.rotary.tables(positions_B[:, None], positions_B + 1)
-        # Rounded as in `LlamaAttention`.
+        # Round the tables to the model's dtype, as `LlamaAttention` does.
         cos, sin = (table.to(self._dtype).float().contiguous() for table in (cos, sin))
         logits_BV = torch.empty(rows, self._llama.vocab, dtype=self._dtype, device="cpu")
         self._kernel(
@@ -161,15 +163,16 @@ def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
     on a CPU with kernels for its dtype.
 
     Args:
-        model: a model in evaluation mode, after `few_rows.use_few_rows`.
+        model: a model in evaluation mode that was changed by `few_rows.use_few_rows`.
         cache: the model's key-value cache.
     """
     return LlamaStep(model, cache) if _is_plain(model) else None
 
 
 def _is_plain(model: Model) -> TypeGuard[Llama]:
-    """Return True if the kernel computes exactly the model's forward pass: no class is a subclass,
-    no function is replaced, and all tensors have one dtype.
+    """Return True if the kernel computes exactly the model's forward pass. All modules must have
+    the expected classes, without hooks or replaced functions. All parameters must have the same
+    dtype, and so must the weights of all linear layers.
     """
     if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
         return False
@@ -195,7 +198,7 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
             for module in modules
             if isinstance(module, LlamaAttention)
         )
-        # Rules out fake and distributed tensors.
+        # Exclude fake and distributed tensors.
         and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
         and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         and all(parameter.dtype == dtype for parameter in model.parameters())

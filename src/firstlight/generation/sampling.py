@@ -21,12 +21,12 @@ def sample_rows(
 
     Args:
         logits_GV: logits of one position of each of G texts, after penalties and biases.
-        config: sampling settings that these texts share.
+        config: sampling settings, which are the same for all texts.
         numbers_G: one number from `uniform_numbers` per text; None only with temperature 0.
 
     Returns:
-        The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]; with
-        temperature 0, None instead of the probabilities.
+        The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]. With
+        temperature 0, the probabilities are None.
     """
     if config.temperature == 0:
         return logits_GV.argmax(-1, keepdim=True), None
@@ -50,7 +50,7 @@ def shifted(
         seen: ids to which the repetition penalty applies.
         counts: number of occurrences of each token id among the new tokens, for the frequency and
             presence penalties.
-        allowed_V: bool mask, True for tokens that may be chosen; None allows all.
+        allowed_V: bool mask, True for tokens that may be chosen; None allows all tokens.
 
     Raises:
         ConfigError: `logit_bias` contains an id beyond the model's vocabulary.
@@ -64,21 +64,29 @@ def shifted(
 
 
 def uniform_numbers(seed: int) -> Iterator[float]:
-    """Yield random numbers in [0, 1) with full fp64 precision, without end. They are drawn on the
-    CPU, so that a seed gives the same text on every device.
+    """Yield an endless sequence of random numbers in [0, 1) with full fp64 precision. They are
+    drawn on the CPU, so that a seed gives the same text on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
-        # In blocks: one call for each number would take as long as the rest of a small step.
+        # Draw numbers in blocks, because one call per number would take as long as the rest of a
+        # decoding step of a small model.
         yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
 
 
 def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
-    """Draw one index per row, [G, 1], with one number from `uniform_numbers` per row, fp64 [G].
-    The probabilities [G, V] need not sum to 1. An index with probability 0 is never drawn.
+    """Draw one index per row by inverting the cumulative distribution. An index with probability 0
+    is never drawn.
 
-    The method inverts the cumulative distribution. torch.multinomial draws a number for every
-    index, which takes twenty times as long with a vocabulary of 50,000.
+    torch.multinomial draws a random number for every index, which takes twenty times as long with a
+    vocabulary of 50,000 tokens.
+
+    Args:
+        probabilities_GV: probabilities of each row, which need not sum to 1.
+        numbers_G: one number from `uniform_numbers` per row, fp64.
+
+    Returns:
+        The indices, int64 [G, 1].
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
@@ -90,8 +98,9 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
 
 
 def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
-    """Apply the repetition penalty (Keskar et al. 2019, CTRL, arXiv 1909.05858): positive logits of
-    seen tokens are divided by the penalty, negative ones multiplied by it. Return fp32 [V].
+    """Return logits, fp32 [V], after the repetition penalty (Keskar et al. 2019, CTRL, arXiv
+    1909.05858). Positive logits of the tokens in `seen` are divided by the penalty. Negative logits
+    are multiplied by the penalty.
     """
     ids = upload(sorted(set(seen)), logits_V.device)
     logits_V = logits_V.float()
@@ -100,8 +109,9 @@ def penalize(logits_V: Tensor, penalty: float, seen: Collection[int]) -> Tensor:
 
 
 def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -> Tensor:
-    """Apply the frequency penalty, presence penalty and biases as OpenAI's API defines them: logit
-    - count * frequency_penalty - (count > 0) * presence_penalty + bias.
+    """Apply the frequency penalty, presence penalty and biases as defined by OpenAI's API:
+
+        logit - count * frequency_penalty - (count > 0) * presence_penalty + bias
 
     Args:
         logits_V: logits of one position.

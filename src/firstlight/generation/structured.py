@@ -1,9 +1,9 @@
 """Constrained decoding: each token is chosen from the tokens that a JSON Schema allows.
 
-The llguidance library computes the allowed tokens. An arbitrary schema can make it use unlimited
-time and memory, so `Matchers` runs in two child processes with limits (see `files.limits`). One
-process tries each new schema before generation starts; the other follows the texts being generated.
-Running texts therefore never wait for a slow new schema.
+The llguidance library computes the allowed tokens. Some schemas make it use unlimited time and
+memory, so `Matchers` runs in two child processes with limits (see `files.limits`). One process
+tries each new schema before generation starts; the other follows the texts that are being
+generated. These texts therefore never wait for a slow new schema.
 
 torch and numpy are imported inside functions, because the child processes do not need them.
 """
@@ -27,13 +27,13 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: CPU time limits in seconds: for trying a new schema, and per token.
+#: CPU time limits in seconds for trying a new schema and for each token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
 #: Memory limit of a process in bytes, not including the loaded vocabulary.
 _MEMORY = 256 * 2**20
-#: Maximum length of a schema in characters, and number of tokens generated to try out a new schema.
+#: Maximum length of a schema in characters, and number of tokens generated to try a new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
-#: Maximum number of characters of llguidance's message in an error message.
+#: Maximum number of characters of llguidance's message that are quoted in an error message.
 _LONGEST_ERROR = 200
 
 
@@ -62,7 +62,7 @@ def can_structure() -> bool:
 
 
 class Grammars:
-    """Creates constraints for texts over one vocabulary, and manages the two processes.
+    """Creates constraints for texts that share a vocabulary, and manages the two processes.
 
     Args:
         vocabulary: tokens of the model.
@@ -114,7 +114,7 @@ class Grammars:
 
 
 class Constraint:
-    """Constraint of a schema on the tokens of one text.
+    """Constraint that a schema imposes on the tokens of one text.
 
     Args:
         process: the process that follows the text.
@@ -128,7 +128,8 @@ class Constraint:
         self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
-        #: Start number of the process that knows the text, or 0.
+        #: Result of `_Process.start` when the text was sent to the process, or 0 if it has not been
+        #: sent yet.
         self._known_in = 0
         weakref.finalize(self, process.note_end, number)
 
@@ -162,8 +163,8 @@ class Constraint:
         with self._process.lock:
             request: dict[str, Any] = {"text": self._number, "tokens": tokens}
             if self._known_in != self._process.start():
-                # The process does not know the text, either because the text is new or because the
-                # process was restarted after another schema exceeded a limit.
+                # The process does not have the text, because the text is new or because the process
+                # was restarted after another schema exceeded a limit.
                 request |= {"schema": self._schema, "tokens": self._tokens}
                 self._known_in = self._process.start()
             complete, self._mask = self._process.ask(request, _TOKEN_SECONDS)
@@ -212,7 +213,7 @@ class _Process(LimitedProcess):
         return found["complete"], bytes.fromhex(found["mask"])
 
     def note_end(self, number: int) -> None:
-        """Note that a text has ended; the process is told with the next request."""
+        """Record that a text has ended. The process is notified with the next request."""
         self._ended.append(number)
 
 
@@ -252,7 +253,7 @@ class _Vocabulary:
     Args:
         tokens: hexadecimal bytes of each token, indexed by id. The last one is an additional end
             token that is not in the model's vocabulary.
-        special: ids of control tokens, which do not stand for text.
+        special: ids of control tokens, which do not represent text.
     """
 
     def __init__(self, tokens: list[str], special: list[int]) -> None:
@@ -309,14 +310,15 @@ class Matchers:
         """Answer a request.
 
         Args:
-            request: `text`, the number of the text; `tokens`, its new tokens. Optional are
-                `schema`, the schema as JSON if the text is new to this process; `walk`, a number of
-                tokens to try at random; and `forget`, numbers of texts that have ended.
+            request: a dict with the number of the text (`text`) and its new tokens (`tokens`). It
+                can also contain the schema as JSON if the text is new to this process (`schema`), a
+                number of tokens to generate at random (`walk`), and the numbers of texts that have
+                ended (`forget`).
 
         Returns:
-            `{"error": str}`, or `{"complete": bool, "mask": str}`. The mask of the allowed next
-            tokens, in hexadecimal, has one bit for each id, the lowest bit of a byte first; the
-            mask is empty if no token can follow.
+            `{"error": str}`, or `{"complete": bool, "mask": str}`. The mask has one bit per token
+            id, set for the allowed next tokens, with the lowest bit of a byte first. It is encoded
+            in hexadecimal, and is empty if no token can follow.
         """
         for number in request.get("forget", ()):
             self._matchers.pop(number, None)

@@ -1,2 +1,3 @@
-"""The machine: device detection, the GPU table, and the environment of thread library and
-allocator."""
+"""The machine: device detection, the GPU table, and environment variables for torch's thread
+library and allocator.
+"""

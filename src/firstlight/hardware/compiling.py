@@ -1,6 +1,6 @@
 """Compile times of torch.compile on a machine, and the resulting speedup.
 
-This module does not import torch, because `train TEXTS` prints its first line before that.
+This module does not import torch, because `train TEXTS` uses it before torch is imported.
 """
 
 from __future__ import annotations
@@ -16,28 +16,32 @@ from firstlight.errors import StorageError
 from firstlight.files.atomic import make_folder, write_json
 from firstlight.files.cache import cache_folder
 
-#: By kind of device and `efficiency.compile_regional`: seconds for compiling a model, additional
-#: seconds per layer, speed-up of a compiled step, and speed-up of a step that is limited by kernel
-#: launches.
+#: Usual figures, keyed by kind of device and `efficiency.compile_regional`: seconds for compiling a
+#: model, additional seconds per layer, speed-up of a compiled step, and speed-up of a step that is
+#: limited by kernel launches.
 #:
-#: Measured: on 2 cores of a CPU, 15 s, and 1.4 and 1.18 times the speed for widths of 64 and 192;
-#: on an H100, 28 s and 2.07 times the speed for a full GPT-2 124M; on an H200, 12 s for one layer
-#: of width 448 and the loss. The other GPU figures are estimates based on the number of kernels.
+#: The following figures were measured:
+#:
+#: - on 2 cores of a CPU: 15 s, and speed-ups of 1.4 for a width of 64 and 1.18 for a width of 192;
+#: - on an H100: 28 s and a speed-up of 2.07 for a full GPT-2 124M;
+#: - on an H200: 12 s for the loss and one layer of width 448.
+#:
+#: The other GPU figures are estimates based on the number of kernels.
 _USUAL = {
     "cpu": {True: (15.0, 0.0, 1.0, 1.0), False: (16.0, 0.5, 1.01, 1.01)},
     "cuda": {True: (12.0, 0.0, 1.8, 3.0), False: (4.0, 2.0, 2.07, 5.5)},
 }
-#: On a CPU, the speed-up shrinks with the width as _CPU_WIDTH / (_CPU_WIDTH + width): in a wide
-#: model, matrix products take most of the time, and compilation speeds up only the operations
-#: between them.
+#: On a CPU, _CPU_WIDTH / (_CPU_WIDTH + width) is added to the speed-up, which therefore shrinks
+#: with the width. In a wide model, matrix products take most of the time, and compilation speeds up
+#: only the operations between them.
 _CPU_WIDTH = 40.0
-#: On machines with at most this many cores, compiling for a GPU takes this many times as long.
+#: Compiling for a GPU takes _SLOW_HOST times as long on machines with at most _FEW_CORES cores.
 _SLOW_HOST, _FEW_CORES = 3.0, 4
 #: Compilation takes at least this many times as long while other programs use the cores.
 _BUSY = 4.0
-#: Compilation must save this multiple of the time it takes, because time and gain are estimates: on
-#: a machine whose compilation took 1.5 times as long as expected, a run of 50 s had time for only
-#: two steps.
+#: Compilation is chosen only if it saves at least this multiple of its own time, because both times
+#: are estimates. On a machine where compilation took 1.5 times as long as estimated, a run of 50 s
+#: had time for only two steps.
 _MARGIN = 1.5
 #: File in the cache folder that stores the compile times.
 _TIMES_NAME = "compile_times.json"
@@ -49,7 +53,7 @@ class Compiling:
 
     Attributes:
         compiles, regional: the values of `efficiency.compile` and `efficiency.compile_regional`.
-        seconds: expected seconds of compiling.
+        seconds: expected compile time in seconds.
         gain: expected speed of a step as a multiple of the speed without torch.compile.
         launch_gain: expected gain for a step whose time is dominated by kernel launches.
     """
@@ -61,8 +65,9 @@ class Compiling:
     launch_gain: float = 1.0
 
     def left_of(self, seconds: float) -> float:
-        """Return the part of `seconds` that remains for steps, at least a tenth, so that models can
-        be compared even if compilation takes all of the time."""
+        """Return the part of `seconds` that remains for steps. It is at least a tenth, so that
+        models can be compared even if compilation takes all of the time.
+        """
         return max(seconds - self.seconds, 0.1 * seconds, 0.0)
 
 
@@ -72,11 +77,12 @@ NOT_COMPILED = Compiling(False)
 def best_compile_mode(
     modes: Iterable[Compiling], seconds: Callable[[Compiling], float]
 ) -> Compiling:
-    """Return the compilation mode with the shortest run time.
+    """Return the compilation mode with the shortest run time. Compile times are multiplied by
+    `_MARGIN`.
 
     Args:
         modes: candidate modes, usually including `NOT_COMPILED`.
-        seconds: function from a mode to the seconds of the run without compilation.
+        seconds: function that returns the run time of a mode in seconds, without its compile time.
     """
     return min(modes, key=lambda mode: seconds(mode) + _MARGIN * mode.seconds)
 
@@ -88,11 +94,12 @@ def _torch_version() -> str:
 
 @dataclass(frozen=True)
 class Compiler:
-    """torch.compile on a machine.
+    """Compile times of torch.compile on one machine.
 
     Attributes:
         kind: device type for which code is compiled, "cpu" or "cuda".
-        device: name of the device if it is on this machine, whose times are stored; otherwise "".
+        device: name of the device if it is in this machine; otherwise "". Compile times are stored
+            only for this machine.
         cores: number of cores of the machine.
     """
 
@@ -101,7 +108,7 @@ class Compiler:
     cores: int
 
     def modes(self, size: tuple[int, int], *, is_busy: bool = False) -> list[Compiling]:
-        """Return the compilation modes for a model, without `NOT_COMPILED`.
+        """Return all compilation modes for a model except `NOT_COMPILED`.
 
         Args:
             size: hidden size and number of layers of the model.
@@ -117,10 +124,11 @@ class Compiler:
         return found
 
     def remember(self, size: tuple[int, int], seconds: float, *, regional: bool) -> None:
-        """Record a compile time measured with a cold inductor cache, as a multiple of the usual
-        time.
+        """Record a compile time that was measured with a cold inductor cache. It is stored as a
+        multiple of the usual time.
 
-        Keep the smallest multiple seen: other load on the machine can only make compilation slower.
+        Only the smallest multiple is kept, because other load on the machine can only make
+        compilation slower.
         """
         multiple, times = seconds / self._usual(regional, size), self._times()
         times[self._key] = min(multiple, times.get(self._key, multiple))
@@ -135,11 +143,11 @@ class Compiler:
 
     @property
     def _key(self) -> str:
-        # Stored multiples refer to `_USUAL`; the number changes with it.
+        # The last number is the version of `_USUAL`, to which the stored multiples refer.
         return f"{self.device}, {self.cores} cores, torch {_torch_version()}, 2"
 
     def _times(self) -> dict[str, float]:
-        """Return the stored multiples, or {} if the file is missing or damaged."""
+        """Return the stored multiples of usual times, or {} if the file is missing or damaged."""
         if not self.device:
             return {}
         try:

@@ -1,7 +1,7 @@
 """Detects the machine's device with its number formats, peak rates and memory, and rejects a GPU
 that the installed torch does not support.
 
-Peak rates are never guessed: they are measured on every CPU, and on a GPU that is not in the table.
+Peak rates are never guessed. They are measured on CPUs and on GPUs that are not in the GPU table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hardware:
     Attributes:
         device: the device in torch.
         name: the manufacturer's name of the device.
-        memory_bytes: memory of the device (of the machine, for CPUs).
+        memory_bytes: memory of the device; for a CPU, memory of the machine.
         bf16: True if bf16 matrix products run in hardware.
         capability: CUDA compute capability; None without CUDA.
     """
@@ -54,7 +54,7 @@ def find_hardware(device: str = "auto") -> Hardware:
     """Detect the device to run on: a CUDA GPU if there is one, otherwise the CPU.
 
     Args:
-        device: "auto", "cpu", "cuda", "cuda:1", "mps".
+        device: name of the device, such as "cpu", "cuda", "cuda:1" or "mps", or "auto".
 
     Raises:
         ConfigError: the device is unknown or not present, or the installed torch does not support
@@ -91,11 +91,12 @@ def find_hardware(device: str = "auto") -> Hardware:
 
 
 def _require_code(properties: Any) -> None:
-    """Reject a CUDA GPU that the installed torch does not support: it would fail at the first
-    operator, with "no kernel image is available".
+    """Reject a CUDA GPU that the installed torch does not support. Otherwise the first operator
+    would fail with "no kernel image is available".
 
     Raises:
-        ConfigError: the GPU is not supported; the message names an index with a suitable torch.
+        ConfigError: the GPU is not supported. The message names a package index with a suitable
+            version of torch.
     """
     capability, built_for = (properties.major, properties.minor), []
     for arch in torch.cuda.get_arch_list():
@@ -118,7 +119,7 @@ def _require_code(properties: Any) -> None:
 
 
 def machine_facts(hardware: Hardware) -> dict[str, Any]:
-    """Return the facts about this machine that are part of every result."""
+    """Return the facts about this machine that are recorded with every result."""
     return {
         "name": hardware.name,
         "device": str(hardware.device),
@@ -140,8 +141,8 @@ _WORTHWHILE = 1.2
 def bf16_is_faster(device: torch.device) -> bool:
     """Return True if matrix products on a device are faster in bf16 than in fp32.
 
-    On CPUs this is measured, because support does not imply speed: a CPU with bf16 instructions
-    (avx512_bf16, but no AMX) ran bf16 at half the rate of fp32.
+    On CPUs, both rates are measured, because hardware support for bf16 does not imply that it is
+    faster. A CPU with avx512_bf16, but without AMX, ran bf16 at half the rate of fp32.
     """
     if device.type != "cpu":
         return True
@@ -178,8 +179,8 @@ def _cpu_name() -> str:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of matrix products in `dtype` on `device`, the reference for MFU.
 
-    For bf16 on a GPU in the table, this is the figure of the data sheet. Otherwise it is measured
-    as the best of several large products, which takes a fraction of a second.
+    For bf16 on a GPU in the GPU table, this is the data sheet's figure. In all other cases, the
+    best rate of several large products is measured, which takes a fraction of a second.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         properties = torch.cuda.get_device_properties(device)
@@ -190,12 +191,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return measured_matmul_flops(device, dtype)
 
 
-#: Seconds after the first try during which further tries may start.
+#: Time in seconds after which no further measurement is started.
 _MEASURING_SECONDS = 1.0
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the best rate (FLOP/s) of a square matrix product over a few tries."""
+    """Measure the best rate, in FLOP/s, of several square matrix products."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
     best, begun = 0.0, time.perf_counter()
@@ -207,7 +208,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
         start = time.perf_counter()
         a @ a
         synchronize(device)
-        if attempt:  # the first call also builds kernels
+        if attempt:  # The first product includes the time to build kernels.
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best
 
@@ -215,10 +216,10 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """Create a pool of threads that each run torch's operators on one core.
 
-    Otherwise each thread that runs an operator in parallel would get its own OpenMP threads and
-    keep them. Once a process has more OpenMP threads than cores, GNU OpenMP makes all waiting
-    threads sleep immediately. Training steps of small models took 1.7 times as long after their
-    first checkpoint was written by such a thread.
+    Without this limit, each thread that runs an operator in parallel would create its own OpenMP
+    threads and keep them. Once a process has more OpenMP threads than cores, GNU OpenMP makes all
+    waiting threads sleep immediately. As a result, training steps of small models took 1.7 times as
+    long after a thread without this limit had written the first checkpoint.
 
     Args:
         workers: number of threads.
@@ -226,12 +227,12 @@ def single_threaded_pool(workers: int, name: str) -> ThreadPoolExecutor:
     """
 
     def use_one_core(threads: int) -> None:
-        # The first call in a thread reads the process-wide number of threads, which the next line
-        # replaces.
+        # The first call in a thread sets its number of threads to the process-wide number. Make
+        # this call now, so that it does not override the number set in the next line.
         torch.get_num_threads()
         torch.set_num_threads(1)
-        # The line above also sets the number for threads that start later. Another thread restores
-        # it, so that only this thread keeps 1.
+        # The line above also sets the number for threads that start later. Restore this number in
+        # another thread, so that only the current thread is limited to one core.
         restoring = threading.Thread(target=torch.set_num_threads, args=(threads,))
         restoring.start()
         restoring.join()
@@ -248,9 +249,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy numbers, or a tensor, from the host's memory to `device`.
+    """Copy numbers or a tensor from the host's memory to `device`.
 
-    The copy to a CUDA GPU is from page-locked memory, so that the host does not wait for it.
+    Copies to a CUDA GPU use page-locked memory, so that the host does not wait for them.
     """
     tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
     if device.type != "cuda":
@@ -259,9 +260,10 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
-    """Start copying numbers [N] to the host's memory; return a function that waits for them.
+    """Start copying numbers [N] to the host's memory. Return a function that waits for the copy and
+    returns the numbers.
 
-    Work that is queued on a CUDA GPU after this call does not delay the numbers.
+    The copy is not delayed by work that is queued on a CUDA GPU after this call.
     """
     if not numbers.is_cuda:
         return numbers.tolist
@@ -283,15 +285,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate. On a CPU, this is the minimum of the
-    machine's available memory, the control group's limit and the process's limit (`ulimit -v`)."""
+    """Return the number of bytes that this process can still allocate. On a CPU, this is the
+    smallest of three numbers: the machine's available memory, and the memory left within the limits
+    of the control group and of the process (`ulimit -v`).
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free: int = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        # The kernel frees cached file pages when memory is needed.
+        # Inactive file pages do not count as used, because the kernel frees them when memory is
+        # needed.
         cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE)
         taken = int(used.read_text()) - (int(cached[1]) if cached else 0)
         free = min(free, max(int(text) - taken, 0))
@@ -301,17 +306,17 @@ def free_memory_bytes(device: torch.device) -> int:
     return free
 
 
-#: Seconds over which the driver averages a GPU's utilization. Reading it more often gives no new
-#: values.
+#: Time in seconds over which the driver averages a GPU's utilization. Reading the utilization more
+#: often does not give new values.
 _UTILIZATION_SECONDS = 0.2
 
 
 class GpuMonitor:
-    """Reads a GPU's memory use and utilization, beyond the allocated tensors, for the metrics of a
+    """Reads a GPU's utilization and its memory use beyond allocated tensors, for the metrics of a
     run.
 
     Args:
-        device: the device of the run; only a CUDA GPU reports anything.
+        device: the device of the run. Values are available only for CUDA GPUs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -320,13 +325,16 @@ class GpuMonitor:
         self._read_at = -math.inf
 
     def read(self) -> dict[str, float]:
-        """Return the current values, without waiting for the GPU, or {} without a CUDA GPU.
+        """Return the current values without waiting for the GPU, or {} if the device is not a CUDA
+        GPU.
 
         Returns:
-            - "reserved_bytes": peak memory reserved by torch's allocator;
-            - "device_used_bytes": GPU memory in use by all processes, including contexts, and
-              "gpu_utilization": fraction of the driver's last sample period in which a kernel ran.
-              Both are from NVML, and omitted if it is not available.
+            - "reserved_bytes": peak memory reserved by torch's allocator.
+            - "device_used_bytes": GPU memory used by all processes, including CUDA contexts.
+            - "gpu_utilization": fraction of the driver's last sample period during which a kernel
+              was running.
+
+            The last two values are read from NVML, and omitted if NVML is not available.
         """
         if self._device.type != "cuda":
             return {}
@@ -346,8 +354,9 @@ class GpuMonitor:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated tensors on a GPU; on a CPU, resident memory
-    of the process since `reset_peak`."""
+    """Return the peak memory use in bytes. On a GPU, this is the peak of allocated tensors; on a
+    CPU, the peak of the process's resident memory since `reset_peak`.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()

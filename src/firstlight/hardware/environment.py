@@ -19,38 +19,43 @@ from pathlib import Path
 
 #: Number of times that a waiting thread of GNU OpenMP checks for work before it sleeps. With the
 #: library's default, every parallel region waits for a time slice if a second program uses the same
-#: cores, which made steps up to 70 times slower. With a much smaller number, the threads of a
-#: virtual machine sleep between any two operators, and the host takes long to wake them: with 1000,
-#: steps on free cores were up to 2 times slower.
+#: cores, which made steps up to 70 times slower. With a much smaller number, threads sleep between
+#: any two operators, and on a virtual machine, waking them takes long. With 1000, steps on idle
+#: cores were up to 2 times slower.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "5000"}
 
-#: The same for generation. A token consists of several hundred parallel regions of a few
-#: microseconds each, and waking a sleeping thread takes as long as a region: 27 ms per token
-#: instead of 14 to 20.
+#: The number of checks for generation. A token takes several hundred parallel regions of a few
+#: microseconds each, and waking a sleeping thread takes as long as such a region. With
+#: `SHORT_SPIN`, a token took 27 ms instead of 14 to 20 ms.
 _LONG_SPIN = {"GOMP_SPINCOUNT": "30000"}
 
-#: The same if other programs keep the cores busy. A spinning thread then uses up its time slice,
-#: and the other threads of the parallel region wait for its next one. On two cores with a load of
-#: 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100 (0.14 s on free cores).
+#: The number of checks if other programs keep the cores busy. A spinning thread would then use up
+#: its time slice, and the other threads of the parallel region would wait for its next time slice.
+#: On two cores with a load of 12, steps took 2.8 s with 5000, 0.35 s with 1000 and 0.21 s with 100.
+#: On idle cores, they took 0.14 s.
 _NO_SPIN = {"GOMP_SPINCOUNT": "100"}
 
-#: torch's huge pages (THP_MEM_ALLOC_ENABLE) stay off: memory kept between steps (methods/memory.py)
-#: causes few page faults. Furthermore, with page-aligned tensors, glibc can't reuse the memory of a
-#: freed tensor for the next tensor of the same size, so the heap grew in each step.
-#: TORCH_CPP_LOG_LEVEL: otherwise torch reports a broken connection with a page of addresses.
+#: Variables for training. Without TORCH_CPP_LOG_LEVEL, torch would print a page of addresses when a
+#: connection breaks.
+#:
+#: torch's huge pages (THP_MEM_ALLOC_ENABLE) are not enabled. There are few page faults, because
+#: memory is kept between steps (methods/memory.py). Huge pages also make tensors page-aligned, and
+#: glibc then can't reuse the memory of a freed tensor for the next tensor of the same size. As a
+#: result, the heap grew in each step.
 TRAINING = SHORT_SPIN | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-#: Environment variable with the value of GOMP_SPINCOUNT set by `import firstlight`, or "" if torch
-#: had been imported before. Commands set their own value and do not set this variable.
+#: Environment variable that contains the value of GOMP_SPINCOUNT set by `import firstlight`, or ""
+#: if torch was imported first. Commands set their own value of GOMP_SPINCOUNT without setting this
+#: variable.
 _BY_IMPORT = "FIRSTLIGHT_SPINCOUNT"
 
 #: Environment variables with options of torch's GPU allocator; the second is the older name.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
-#: Lets freed GPU memory hold tensors of any size; see `takes_expandable_segments`.
+#: Option that lets tensors of any size reuse freed GPU memory; see `takes_expandable_segments`.
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
-#: Held by the outermost of nested `sharing_cores`.
+#: Lock that is held by the outermost of nested `sharing_cores` contexts.
 _SHARING = threading.Lock()
 
 
@@ -58,7 +63,7 @@ def require_fork() -> None:
     """Reject a system without `os.fork`, which also lacks other required modules.
 
     Raises:
-        ImportError: this is Windows.
+        ImportError: the operating system is Windows.
     """
     if not hasattr(os, "fork"):
         raise ImportError(
@@ -68,7 +73,7 @@ def require_fork() -> None:
 
 
 def set_at_import() -> None:
-    """Set the variables of `import firstlight`, unless torch has been imported."""
+    """Set the variables for `import firstlight`, unless torch has already been imported."""
     is_set = any(name in os.environ for name in _ALLOCATOR)
     if not is_set and "torch" not in sys.modules and takes_expandable_segments():
         os.environ.update(EXPANDABLE_SEGMENTS)
@@ -84,10 +89,11 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
     """Return True if torch's allocator can use expandable segments, which let a tensor reuse freed
     GPU memory of a different size.
 
-    They use virtual memory of NVIDIA's driver for Linux. WSL2, which has another driver, failed at
-    the first tensor (pytorch issue 192330), as did Jetson boards (unsloth-zoo pull request 1235);
-    MIG partitions failed when memory ran out (vllm pull request 42467), and virtual GPUs such as
-    "NVIDIA A40-48C" at the first tensor (xgboost issue 12217).
+    Expandable segments require the virtual memory functions of NVIDIA's driver for Linux. They
+    failed at the first tensor on WSL2, which has a different driver (pytorch issue 192330), on
+    Jetson boards (unsloth-zoo pull request 1235), and on virtual GPUs such as "NVIDIA A40-48C"
+    (xgboost issue 12217). On MIG partitions, they failed when memory ran out (vllm pull request
+    42467).
 
     Args:
         root: the folder that contains /dev and /proc.
@@ -104,8 +110,9 @@ def takes_expandable_segments(root: Path = Path("/")) -> bool:
 
 
 def set_for_command(variables: Mapping[str, str]) -> None:
-    """Set the variables for a command. They replace those set by `import firstlight`, in this
-    process or in the process that started the command."""
+    """Set the variables for a command. They replace variables that were set by `import firstlight`
+    in this process or in the process that started the command.
+    """
     if _is_from_import():
         os.environ.pop("GOMP_SPINCOUNT", None)
     os.environ.pop(_BY_IMPORT, None)
@@ -115,11 +122,12 @@ def set_for_command(variables: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Context manager or decorator: torch's threads wait as in a command if other programs keep the
-    cores busy at its start.
+    """Make torch's threads sleep after a short wait, as in a command, if other programs keep the
+    cores busy. The load is checked when the context is entered. This function can be used as a
+    context manager or as a decorator.
 
-    torch reads `GOMP_SPINCOUNT` when it is imported, and the cores may have been free then. Does
-    nothing in a command, or if the user has set that variable.
+    torch reads `GOMP_SPINCOUNT` when it is imported, and the cores may have been idle at that time.
+    In a command, or if the user has set `GOMP_SPINCOUNT`, this function does nothing.
     """
     if not _is_from_import() or not _SHARING.acquire(blocking=False):
         yield
@@ -152,11 +160,12 @@ def _is_from_import() -> bool:
 
 
 def _exceed_cores() -> None:
-    """Start enough GNU OpenMP threads to have one more than the number of cores. They sleep, and
-    end with the calling thread.
+    """Start GNU OpenMP threads until there is one more than the number of cores. They sleep, and
+    end when the calling thread ends.
 
-    Until then, waiting OpenMP threads check for work only 100 times (_NO_SPIN), even if torch was
-    imported long ago: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
+    As long as these threads exist, all waiting OpenMP threads check for work only 100 times, as
+    with `_NO_SPIN`, even if torch has already been imported. See
+    https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
     import ctypes
 
@@ -169,17 +178,19 @@ def _exceed_cores() -> None:
 
 
 def for_training() -> dict[str, str]:
-    """Return the variables for training and evaluating."""
+    """Return the variables for training and evaluation."""
     return TRAINING | (_NO_SPIN if cores_are_busy() else SHORT_SPIN)
 
 
 def for_generation() -> dict[str, str]:
-    """Return the variables for generating text."""
+    """Return the variables for text generation."""
     return _NO_SPIN if cores_are_busy() else _LONG_SPIN
 
 
 def cores_are_busy() -> bool:
-    """Return True if other programs use more than a quarter of the cores now; False if unknown."""
+    """Return True if other programs currently use more than a quarter of the cores, and False if
+    they do not or if this is unknown.
+    """
     try:
         return 4 * sorted(_running() for _ in range(5))[2] > (os.cpu_count() or 1)
     except (OSError, ValueError, IndexError):
@@ -194,8 +205,9 @@ def usable_cpus() -> int:
 
 
 def _running() -> int:
-    """Return the number of other threads that run or wait for a core, on Linux. The load average
-    would include threads that ended up to a minute ago."""
+    """Return the number of other threads that are running or waiting for a core, on Linux. The load
+    average is not used, because it includes threads that ended up to a minute ago.
+    """
     time.sleep(0.004)
     fields = Path("/proc/loadavg").read_text(encoding="ascii").split()
     return int(fields[3].partition("/")[0]) - 1

@@ -1,13 +1,13 @@
-"""Measurements in separate processes, so that they do not affect each other through memory.
+"""Measurements in separate processes, so that the memory use of one does not affect another.
 
     python -m firstlight.hardware.fresh_process MODULE REQUEST
 
 A measurement is a module with a `measure` function that maps a request to a result, both JSON
 objects. With - as REQUEST, the request is read from stdin.
 
-`ask` starts a new Python process, `ask_ranks` the processes of a distributed run. `ForkServer`
-forks a process that has already imported everything, because importing torch takes longer than a
-few steps of a small model.
+`ask` starts a new Python process, and `ask_ranks` starts the processes of a distributed run.
+`ForkServer` forks a process that has already imported all modules, because importing torch takes
+longer than a few steps of a small model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _FROM_STDIN = "-"
 
 
 def training_environment() -> dict[str, str]:
-    """Return the environment variables of `firstlight train`; those already set are kept."""
+    """Return the environment variables of `firstlight train`. Variables that are already set keep
+    their values.
+    """
     return TRAINING | os.environ
 
 
@@ -53,7 +55,7 @@ def ask(
     environment: Mapping[str, str],
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure in a new process.
+    """Run a measurement in a new process.
 
     If this call is interrupted, for example by Ctrl+C, the process and its child processes are
     killed.
@@ -65,10 +67,10 @@ def ask(
         seconds: time limit of the process; None for no limit.
 
     Returns:
-        The JSON object that the process printed as its last line on stdout. If it failed,
-        {"error": {"type", "message"}}: the type is the name of the FirstlightError, "Killed" if a
-        signal ended the process, "Failed" for any other error, "TimeoutError" if the time limit was
-        reached.
+        The JSON object that the process printed as its last line on stdout, or
+        {"error": {"type", "message"}} if it failed. The type is the class name of a
+        FirstlightError, "Killed" if a signal ended the process, "TimeoutError" if the time limit
+        was reached, or "Failed" for any other error.
     """
     (result,) = _ask_all(module, request, [environment], seconds)
     return result
@@ -81,19 +83,19 @@ def ask_ranks(
     count: int,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Measure in all ranks of a distributed run on this machine; see `ask`.
+    """Run a measurement in all ranks of a distributed run on this machine; see `ask`.
 
     Args:
         module: see `ask`.
         request: see `ask`.
-        environment: see `ask`; the variables of the ranks are added.
+        environment: see `ask`. The variables that define the ranks are added.
         count: number of ranks.
         seconds: see `ask`.
 
     Returns:
         The result of rank 0, or the error of a rank that failed.
     """
-    # Imported here, because torch takes long to import. The store is open before the ranks start,
+    # Imported here, because importing torch takes long. The store is opened before the ranks start,
     # so that no other program can take its port.
     from torch._C._distributed_c10d import TCPStore
 
@@ -106,7 +108,8 @@ def ask_ranks(
     ]
     results = _ask_all(module, request, environments, seconds)
     failed = [result for result in results if "error" in result]
-    # A RankError only reports that another rank has ended, so any other error is preferred.
+    # Any other error takes precedence over a RankError, which only reports that another rank has
+    # ended.
     return min(failed, key=lambda one: one["error"]["type"] == "RankError", default=results[0])
 
 
@@ -116,8 +119,9 @@ def _ask_all(
     environments: Sequence[Mapping[str, str]],
     seconds: float | None,
 ) -> list[dict[str, Any]]:
-    """Run processes at the same time, one in each environment, and return their results; see
-    `ask`."""
+    """Run one process in each environment, all at the same time, and return their results; see
+    `ask`.
+    """
     with started(module, environments) as processes:
         return results_of(processes, request, seconds)
 
@@ -126,14 +130,15 @@ def _ask_all(
 def started(
     module: str, environments: Sequence[Mapping[str, str]]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Context manager that starts a process in each environment. The processes import a module
-    while they wait for their request. On exit, they and their child processes are killed."""
+    """Start a process in each environment. The processes import a module while they wait for their
+    request. They and their child processes are killed when the context exits.
+    """
     processes: list[subprocess.Popen[str]] = []
     try:
         for environment in environments:
             with signals_waiting():
                 process = subprocess.Popen(
-                    # -P: modules in the current folder are not imported.
+                    # With -P, modules in the current folder are not imported.
                     [sys.executable, "-P", "-m", __name__, module, _FROM_STDIN],
                     env=dict(environment),
                     stdin=subprocess.PIPE,
@@ -148,8 +153,8 @@ def started(
         yield processes
     finally:
         for process in processes:
-            with process:  # waits for it and closes its pipes
-                # Kills the workers as well, which would slow down the next run.
+            with process:  # Waits for the process and closes its pipes on exit.
+                # This also kills the workers, which would slow down the next run.
                 end_group(process.pid)
 
 
@@ -160,7 +165,7 @@ def results_of(
     end = None if seconds is None else time.monotonic() + seconds
     for process in processes:
         assert process.stdin is not None
-        # A failed process does not read its request.
+        # A process that has failed does not read its request.
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(request))
         process.stdin = None
@@ -182,7 +187,7 @@ def error_of(kind: str, message: str) -> dict[str, Any]:
 
 
 def _result(code: int, out: str, err: str) -> dict[str, Any]:
-    """Derive the result of a process from its exit code, stdout and stderr; see `ask`."""
+    """Return the result of a process, given its exit code, stdout and stderr; see `ask`."""
     if code:
         return error_of("Failed" if code > 0 else "Killed", last_words(code, err))
     try:
@@ -193,8 +198,8 @@ def _result(code: int, out: str, err: str) -> dict[str, Any]:
 
 
 def last_words(code: int, err: str) -> str:
-    """Return the reason why a process failed, in one line: the signal that killed it, or the last
-    line of its output.
+    """Return the reason why a process failed, in one line. This is the signal that killed it or the
+    last line of its stderr.
 
     Args:
         code: exit code as in `subprocess`, negative for a signal.
@@ -209,28 +214,29 @@ def last_words(code: int, err: str) -> str:
 
 
 def answer(measure: Callable[[dict[str, Any]], dict[str, Any]], request: str) -> None:
-    """Measure, and write the result, which may be a FirstlightError, as the last line of stdout.
+    """Run a measurement and write its result, or a FirstlightError, as the last line of stdout.
 
     Args:
         measure: function that maps the request to the result.
         request: JSON object as text.
     """
-    # If memory runs out, Linux should kill this process, not the one that reports the error.
+    # If memory runs out, Linux should kill this process and not the process that reports the error.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         result = measure(json.loads(request))
     except FirstlightError as error:
         result = error_of(type(error).__name__, str(error))
-    # This must be the last line, so stdout is closed before libraries flush their buffers.
+    # The result must be the last line of stdout, so redirect stdout before libraries flush their
+    # buffers.
     os.write(1, (json.dumps(result) + "\n").encode())
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class ForkServer:
-    """Runs a measurement in forks of a process that has already imported the module.
+    """Runs measurements in forks of a process that has already imported the module.
 
-    Only for CPUs: a process with a CUDA context can't be forked.
+    It supports only measurements on CPUs, because a process with a CUDA context can't be forked.
 
     Args:
         environment: environment variables of all processes.
@@ -255,17 +261,17 @@ class ForkServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        with self._server:  # waits for it and closes its pipes
+        with self._server:  # Waits for the process and closes its pipes on exit.
             end_group(self._server.pid)
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """Measure in a fork; see the `ask` function."""
+        """Run a measurement in a fork; see the `ask` function."""
         with tempfile.TemporaryDirectory(prefix="firstlight-bench-") as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
             job = {"request": request, "out": str(out), "err": str(err)}
             assert self._server.stdin is not None
             if not self._is_ready:
-                # The server's imports take seconds; a signal ends this wait.
+                # The server's imports take seconds, so signals are not delayed during this wait.
                 self._line(None)
                 self._is_ready = True
             with signals_waiting():
@@ -288,7 +294,7 @@ class ForkServer:
         """Return the server's next line, without its end.
 
         Raises:
-            TimeoutError: there is no line after `seconds`.
+            TimeoutError: the server has not written a line within `seconds`.
             ChildProcessError: the server has ended.
         """
         assert self._server.stdout is not None
@@ -307,10 +313,10 @@ class ForkServer:
 
 @contextlib.contextmanager
 def signals_waiting() -> Iterator[None]:
-    """Delay signals with a Python handler (SIGINT, SIGTERM, SIGHUP) until the end of the block.
+    """Delay SIGINT, SIGTERM and SIGHUP, if they have Python handlers, until the context exits.
 
-    If such a handler raised an exception while a process is being started, that process would never
-    be terminated.
+    If such a handler raised an exception while a process was being started, this process would
+    never be terminated.
     """
     arrived: list[int] = []
     handlers = {}
@@ -328,16 +334,17 @@ def signals_waiting() -> Iterator[None]:
 
 
 def end_group(group: int) -> None:
-    """Kill all processes of a group, if there are any."""
+    """Kill all processes in a process group, if any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def _serve(measure: Any) -> None:
-    """Write a line once everything is imported. Then fork a process for each line of stdin, and
-    write its process id when it starts and its exit code when it ends."""
-    # Imported before forking, which saves time in each fork. Not torch's compiler (_inductor):
-    # importing it starts threads, and a process with threads can't be forked safely.
+    """Write a line to stdout once all modules are imported. Then fork a process for each line of
+    stdin. Write its process id when it starts and its exit code when it ends.
+    """
+    # This import saves time in each fork. torch's compiler (_inductor) is not imported here,
+    # because it starts threads, and a process with threads can't be forked safely.
     importlib.import_module("torch._dynamo")
     os.write(1, b"ready\n")
     for line in sys.stdin:
@@ -355,7 +362,8 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
 
     Args:
         measure: function that maps the request to the result.
-        job: "request", and "out" and "err", paths of files for stdout and stderr.
+        job: a dict with the "request", and with "out" and "err", the paths of the files for stdout
+            and stderr.
     """
     code = 1
     try:
@@ -367,7 +375,7 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
         answer(measure, json.dumps(job["request"]))
         code = 0
     finally:
-        # os._exit writes no traceback, so it is written here.
+        # os._exit does not print a traceback, so print it here.
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         sys.stderr.flush()

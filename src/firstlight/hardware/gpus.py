@@ -1,13 +1,14 @@
-"""Rates and memory of GPUs by name, from the manufacturers' data sheets.
+"""Rates and memory of GPUs by name, from the manufacturers' data sheets. This machine's GPU is
+detected in `device.py`.
 
-Rates are dense (without sparsity) and for accumulation in fp32, which on GeForce cards is half of
-the advertised rate. Memory is the size reported by the driver, which is up to a tenth below the
-advertised size if error correction reserves a part. This machine's GPU is detected in `device.py`.
+Rates are for dense matrices (without sparsity) and accumulation in fp32, for which GeForce cards
+reach half of their advertised rate. Memory is the size reported by the driver, which is up to a
+tenth below the advertised size if a part is reserved for error correction.
 
 Apple GPUs share their memory with the CPU. Apple publishes bandwidths and, for M1 and M2, fp32
-rates (apple.com/newsroom, support.apple.com/specs); the rates of M3 and M4 are cores x 256 x clock.
-The fp16 rate equals the fp32 rate. Each row describes the variant with the most GPU cores sold with
-that memory size.
+rates (apple.com/newsroom, support.apple.com/specs). The rates of M3 and M4 are computed as cores x
+256 x clock. The fp16 rate equals the fp32 rate. Each row describes the variant with the most GPU
+cores that is sold with this memory size.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from firstlight.errors import ConfigError
 _MIB = 2**20
 
 
-#: The fp8 rate of matrix products as a multiple of the bf16 rate, on all GPUs of the table with fp8
-#: units (data sheets; on GeForce cards with accumulation in fp32).
+#: Rate of fp8 matrix products as a multiple of the bf16 rate, for all GPUs in the table with fp8
+#: units. Source: data sheets; for GeForce cards, the figures with accumulation in fp32.
 FP8_SPEEDUP = 2.0
 
 
@@ -35,8 +36,8 @@ class GPU:
         memory_bytes: total memory reported by the driver.
         bandwidth: memory bandwidth, bytes per second.
         fp32, tf32, fp16, bf16: FLOP/s of matrix products; 0 without hardware support. Kepler (K80)
-            supports neither fp16 nor bf16, Pascal (P100) runs fp16 at twice the fp32 rate, and
-            Turing (T4) has tensor cores for fp16; bf16 requires capability (8, 0) or higher.
+            supports neither fp16 nor bf16. Pascal (P100) runs fp16 at twice the fp32 rate. Turing
+            (T4) has tensor cores for fp16. bf16 requires capability (8, 0) or higher.
         link: bandwidth to other GPUs of the machine, in bytes per second and direction.
         capability: CUDA compute capability; (0, 0) without CUDA.
     """
@@ -53,22 +54,24 @@ class GPU:
 
     @property
     def is_apple(self) -> bool:
-        """True if torch uses this GPU as device mps."""
+        """True if this is an Apple GPU, which torch uses as the device "mps"."""
         return re.match(r"M[1-9]\b", self.name) is not None
 
     @property
     def usable_share(self) -> float:
-        """Fraction of the memory available to a run: 0.98, because displays, other programs and
-        libraries that are loaded late take a part. On Apple GPUs, Metal gives a process two thirds
-        of the memory, or three quarters if the machine has 36 GB or more
-        (recommendedMaxWorkingSetSize)."""
+        """Fraction of the memory that is available to a run. It is 0.98, because displays, other
+        programs and libraries that are loaded late use some memory. On Apple GPUs, Metal gives a
+        process two thirds of the memory, or three quarters if the machine has 36 GB or more
+        (recommendedMaxWorkingSetSize).
+        """
         if not self.is_apple:
             return 0.98
         return 0.66 if self.memory_bytes < 36 * 2**30 else 0.75
 
     def peak_flops(self, precision: str) -> float:
-        """Return the FLOP/s of matrix products at a precision (a value of `efficiency.precision`),
-        or the fp32 rate if the hardware does not support it."""
+        """Return the FLOP/s of matrix products at a precision (a value of `efficiency.precision`).
+        If the hardware does not support this precision, return the fp32 rate.
+        """
         rates = {
             "tf32": self.tf32,
             "fp16": self.fp16,
@@ -85,24 +88,28 @@ _WIDE_PACKETS = {(8, 0), (9, 0), (10, 0), (10, 3)}
 
 
 def matrix_packet_bytes(capability: tuple[int, int]) -> int:
-    """Return a number of bytes. If the length of a matrix's rows is a multiple of it, tensor cores
-    read the rows at full speed: 128 on an A100 and its successors, 16 on other GPUs (NVIDIA,
-    "Matrix Multiplication Background User's Guide", table 1)."""
+    """Return the alignment, in bytes, that tensor cores need to read the rows of a matrix at full
+    speed: the length of a row should be a multiple of this number. It is 128 on an A100 and its
+    successors, and 16 on other GPUs (NVIDIA, "Matrix Multiplication Background User's Guide",
+    table 1).
+    """
     return 128 if capability in _WIDE_PACKETS else 16
 
 
-#: PCIe 3.0, 4.0 and 5.0 with 16 lanes, GB/s per direction.
+#: Bandwidth of PCIe 3.0, 4.0 and 5.0 with 16 lanes, in GB/s per direction.
 _PCIE3 = 16
 _PCIE4 = 32
 _PCIE5 = 64
 
 _Row = tuple[str, int, float, float, float, float, float, float, tuple[int, int]]
 
-#: name, MiB, GB/s, TFLOP/s of fp32, tf32, fp16, bf16, link GB/s, capability.
+#: Columns: name, memory in MiB, memory bandwidth in GB/s, TFLOP/s in fp32, tf32, fp16 and bf16,
+#: link bandwidth in GB/s, and capability.
 _ROWS: tuple[_Row, ...] = (
-    # One of the two GPUs of a board (nvidia.com, Tesla K80 board specification, 2015).
+    # This row is for one of the board's two GPUs (nvidia.com, Tesla K80 board specification, 2015).
     ("K80", 11441, 240, 4.37, 0, 0, 0, _PCIE3, (3, 7)),
-    # Tesla P100 data sheet, 2016: the PCIe boards, and the SXM2 module with NVLink.
+    # Tesla P100 data sheet, 2016. The first two rows are PCIe boards, and the third is the SXM2
+    # module with NVLink.
     ("P100 12GB PCIe", 12193, 549, 9.3, 0, 18.7, 0, _PCIE3, (6, 0)),
     ("P100 16GB PCIe", 16280, 732, 9.3, 0, 18.7, 0, _PCIE3, (6, 0)),
     ("P100 16GB", 16280, 732, 10.6, 0, 21.2, 0, 80, (6, 0)),
@@ -157,7 +164,7 @@ _ROWS: tuple[_Row, ...] = (
     ("MI300X", 196592, 5300, 163.4, 653.7, 1307.4, 1307.4, 448, (0, 0)),
 )
 
-#: name, memory sizes in GB, GB/s, TFLOP/s of fp32, which equal those of fp16.
+#: Columns: name, memory sizes in GB, memory bandwidth in GB/s, and TFLOP/s in fp32 and fp16.
 _APPLE: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
     ("M1", (8, 16), 68.3, 2.6),
     ("M1 Pro", (16, 32), 200, 5.2),
@@ -169,14 +176,14 @@ _APPLE: tuple[tuple[str, tuple[int, ...], float, float], ...] = (
     ("M2 Ultra", (64, 128, 192), 800, 27.2),
     ("M3", (8, 16, 24), 100, 4.1),
     ("M3 Pro", (18, 36), 150, 7.4),
-    # 30 GPU cores with 300 GB/s; with 40 cores, 400 GB/s.
+    # The variant with 30 GPU cores has 300 GB/s, and the one with 40 cores has 400 GB/s.
     ("M3 Max", (36, 96), 300, 12.3),
     ("M3 Max", (48, 64, 128), 400, 16.4),
     ("M3 Ultra", (96,), 819, 24.6),
     ("M3 Ultra", (256, 512), 819, 32.8),
     ("M4", (16, 24, 32), 120, 4.3),
     ("M4 Pro", (24, 48, 64), 273, 9.2),
-    # 32 GPU cores with 410 GB/s; with 40 cores, 546 GB/s.
+    # The variant with 32 GPU cores has 410 GB/s, and the one with 40 cores has 546 GB/s.
     ("M4 Max", (36,), 410, 14.7),
     ("M4 Max", (48, 64, 128), 546, 18.4),
 )
@@ -211,17 +218,17 @@ _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words that indicate a different device (a laptop GPU, a MIG partition).
+#: Words that indicate a different device, such as a laptop GPU or a MIG partition.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 
 def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
-    """Return a GPU of the table from its name as written by users or drivers.
+    """Find a GPU in the table by its name, as written by a user or a driver.
 
     Args:
-        name: such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb", "h100".
-        memory_bytes: the device's memory, if known, to distinguish GPUs sold with several memory
-            sizes.
+        name: name of the GPU, such as "RTX 4090", "NVIDIA GeForce RTX 4090", "a100-80gb" or "h100".
+        memory_bytes: the device's memory, which distinguishes GPUs sold with several memory sizes;
+            None if it is unknown.
 
     Raises:
         ConfigError: there is no such GPU (the message lists the nearest names), or several GPUs
@@ -230,7 +237,7 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
     wanted = _words(name)
     matches = [gpu for gpu in GPUS.values() if _words(gpu.name) == wanted]
     if not matches and not _OTHER_DEVICE.search(name.lower()):
-        # The size of the memory may be missing ("A100") or redundant ("RTX 4090 24GB").
+        # The memory size may be missing ("A100") or redundant ("RTX 4090 24GB").
         plain = _without_memory(wanted)
         said = wanted - plain
         matches = [
@@ -252,11 +259,11 @@ def find_gpu(name: str, memory_bytes: int | None = None) -> GPU:
 def _words(name: str) -> frozenset[str]:
     text = re.sub(r"(\d)\s+gi?b\b", r"\1gb", name.lower())
     text = re.sub(r"\b(m[1-9])(?=pro\b|max\b|ultra\b)", r"\1 ", text)
-    # "RTX4090", "4070Ti"; but "A10G" and "L40S" are names.
+    # Split "RTX4090" and "4070Ti", but not "A10G" and "L40S".
     text = re.sub(r"\b(rtx|gtx)\s*(?=\d)", r"rtx ", text)
     text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)
     words = frozenset(re.findall(r"[a-z0-9]+", _BRANDS.sub(" ", text.replace("-", " "))))
-    # A number alone ("4090") is a GeForce RTX.
+    # A number without a prefix, such as "4090", means a GeForce RTX.
     return words | {"rtx"} if any(re.fullmatch(r"[2-5]0[5-9]0", word) for word in words) else words
 
 
@@ -265,8 +272,9 @@ def _without_memory(words: frozenset[str]) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return advice with the four nearest names, ordered by the number of common words, then by
-    similarity."""
+    """Return advice that contains up to four of the nearest names, ordered by the number of common
+    words and then by similarity.
+    """
     wanted = _without_memory(_words(name))
 
     def likeness(gpu: str) -> tuple[int, float]:

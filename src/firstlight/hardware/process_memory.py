@@ -1,11 +1,12 @@
-"""Memory of this process: resident memory as counted by the kernel, and bytes allocated through the
-C library, if it counts them (glibc 2.33 or later; `AllocatedPeak`). Allocated bytes are tensors and
-library buffers, without code and without freed memory that the allocator keeps.
+"""Memory use of this process, measured in two ways: as resident memory and as allocated bytes.
 
-Pages of a memory-mapped file count once they are accessed. The numbers are read from
-/proc/self/status, because `ru_maxrss` starts from the parent's peak on Linux. If the peak can't be
-reset (/proc/self/clear_refs is not writable), it is the peak since the start of the process.
-Without /proc, `ru_maxrss` is used.
+Resident memory is counted by the kernel. It includes the pages of a memory-mapped file that have
+been accessed. It is read from /proc/self/status, because `ru_maxrss` starts from the parent's peak
+on Linux. If the peak can't be reset (/proc/self/clear_refs is not writable), it is the peak since
+the start of the process. Without /proc, `ru_maxrss` is used.
+
+Allocated bytes are counted by the C library (glibc 2.33 or later; see `AllocatedPeak`). They
+include tensors and library buffers, but neither code nor freed memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -29,21 +30,24 @@ _STATUS = Path("/proc/self/status")
 
 
 def reset_peak() -> None:
-    """Set the peak of resident memory (VmHWM) to the current size (proc(5), clear_refs, Linux
-    4.0)."""
+    """Reset the peak of resident memory (VmHWM) to the current size. This requires Linux 4.0; see
+    clear_refs in proc(5).
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def resident_bytes() -> int:
-    """Return the current resident memory in bytes; without /proc, the peak since the process
-    started."""
+    """Return the current resident memory in bytes. Without /proc, return the peak since the start
+    of the process.
+    """
     return _status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory in bytes since `reset_peak`; without /proc, since the process
-    started."""
+    """Return the peak resident memory in bytes since `reset_peak`. Without /proc, return the peak
+    since the start of the process.
+    """
     return _status_bytes("VmHWM")
 
 
@@ -56,8 +60,9 @@ def _status_bytes(field: str) -> int:
 
 
 def begin_peak() -> int:
-    """Reset the peak of resident memory, and return the current resident memory in bytes, the
-    baseline for `peaks`."""
+    """Reset the peak of resident memory. Return the current resident memory in bytes, which is the
+    baseline for `peaks`.
+    """
     gc.collect()
     reset_peak()
     return resident_bytes()
@@ -65,19 +70,21 @@ def begin_peak() -> int:
 
 def peaks(device: torch.device, level: int) -> tuple[int, int]:
     """Return (peak above `level`, total peak) of the process's resident memory since `begin_peak`,
-    in bytes; on a GPU both are the peak of torch's allocator."""
+    in bytes. On a GPU, both are the peak of torch's allocator.
+    """
     import torch
 
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         return peak, peak
-    # The kernel counts in batches, so the peak may be lower than the previous resident memory.
+    # The kernel updates its counters in batches, so the peak can be lower than the earlier level.
     peak = max(peak_resident_bytes(), level)
     return peak - level, peak
 
 
-#: Seconds between two readings of the allocator's counters: in the first steps, and in later steps,
-#: whose speed is measured. A reading took 0.4 ms in the demo's recipe (2 cores of an AMD EPYC).
+#: Seconds between two readings of the allocator's counters, in the first steps and in later steps.
+#: The speed of later steps is measured, so there are fewer readings. A reading took 0.4 ms with the
+#: demo's recipe on 2 cores of an AMD EPYC.
 _DENSE_SECONDS, _SPARSE_SECONDS = 0.005, 0.1
 
 
@@ -92,7 +99,7 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-#: Largest share of the time that samples take.
+#: Maximum fraction of the time that is spent on taking samples.
 _MOST_SHARE = 0.05
 
 
@@ -108,8 +115,9 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated_bytes() -> int | None:
-    """Return the bytes currently allocated, in the heap and as separate mappings, or None if the C
-    library does not count them."""
+    """Return the number of bytes currently allocated in the heap and as separate mappings, or None
+    if the C library does not count them.
+    """
     function = _mallinfo2()
     if function is None:
         return None
@@ -118,12 +126,12 @@ def allocated_bytes() -> int | None:
 
 
 class AllocatedPeak:
-    """Peak of the allocated bytes above a level, sampled by a thread. A context manager that stops
-    the thread on exit.
+    """Peak of the allocated bytes above a level, sampled by a thread. This is a context manager
+    that stops the thread on exit.
 
-    The level is the number of allocated bytes that are not part of the caller's own count. It rises
-    during a run, because libraries allocate buffers and compile kernels. It is therefore measured
-    again (`find_level`) whenever the caller's count is known.
+    The level is the number of allocated bytes that the caller does not count itself. It rises
+    during a run, because libraries allocate buffers and compile kernels. `find_level` therefore
+    measures it again whenever the caller knows its own count.
     """
 
     def __init__(self) -> None:
@@ -148,8 +156,10 @@ class AllocatedPeak:
         return self._thread is not None and not self._end.is_set()
 
     def start(self, counted_bytes: int) -> None:
-        """Start the thread; the level is the bytes allocated now minus the `counted_bytes`. Does
-        nothing if the C library does not count, or if the thread is already started."""
+        """Start the thread, with the currently allocated bytes minus `counted_bytes` as the level.
+        Do nothing if the C library does not count allocated bytes, or if the thread has already
+        been started.
+        """
         level = allocated_bytes()
         if level is None or self._thread is not None:
             return
@@ -158,7 +168,7 @@ class AllocatedPeak:
         self._thread.start()
 
     def find_level(self, counted_bytes: int) -> None:
-        """Measure the level again: the bytes allocated now minus the `counted_bytes`."""
+        """Set the level to the currently allocated bytes minus `counted_bytes`."""
         level = (allocated_bytes() or 0) - counted_bytes
         # The level may have risen before or after the peak since the last call. The higher level is
         # subtracted, so that the peak is not overstated.
@@ -171,8 +181,9 @@ class AllocatedPeak:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Largest sampled value in bytes; None if the C library does not count, and before
-        `start`."""
+        """Peak above the level in bytes. It is None before `start`, and if the C library does not
+        count allocated bytes.
+        """
         if self._thread is None:
             return None
         return max(self._most, self._peak - self._level, 0)
@@ -181,8 +192,8 @@ class AllocatedPeak:
         while not self._end.is_set():
             began = time.perf_counter()
             self.look()
-            # glibc locks the heap while it counts and visits each free block: in a process that has
-            # read large texts or vocabularies, a sample takes tens of milliseconds.
+            # glibc locks the heap while it counts, and visits every free block. In a process that
+            # has read large texts or vocabularies, a sample takes tens of milliseconds.
             taken = time.perf_counter() - began
             self._end.wait(max(self._seconds, taken / _MOST_SHARE))
 

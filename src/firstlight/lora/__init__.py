@@ -1,1 +1,2 @@
-"""Low-rank adapters: small trainable matrices added to a frozen model, in PEFT's file format."""
+"""Low-rank adapters (LoRA): small trainable matrices that are added to a frozen model and stored in
+PEFT's file format."""

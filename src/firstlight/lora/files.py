@@ -1,15 +1,20 @@
-"""Adapters as files, in PEFT's format.
+"""Reading and writing of adapters in PEFT's file format.
 
     FOLDER/
         adapter_config.json         LoRA's settings, and the folder or hub id of the base model
-        adapter_model.safetensors   base_model.model.LAYER.lora_A.weight [r, in], .lora_B.weight
-                                    [out, r], and for DoRA .lora_magnitude_vector [out]; for an
-                                    embedding .lora_embedding_A [r, V], .lora_embedding_B [C, r];
-                                    for trained rows .token_adapter.trainable_tokens_delta [n, C];
-                                    modules that are trained in full by their parameters' names
+        adapter_model.safetensors   tensors whose names begin with base_model.model:
+                                    - of adapted layers: LAYER.lora_A.weight [r, in],
+                                      LAYER.lora_B.weight [out, r] and, for DoRA,
+                                      LAYER.lora_magnitude_vector [out];
+                                    - of an adapted embedding: LAYER.lora_embedding_A [r, V] and
+                                      LAYER.lora_embedding_B [C, r];
+                                    - of trained rows:
+                                      LAYER.token_adapter.trainable_tokens_delta [n, C];
+                                    - of modules that are trained in full: their parameter names.
 
-LAYER is the layer's name in the base model. The adapted layers are read from the tensors' names;
-the settings add values that the tensors do not contain, such as alpha, and must agree with them.
+LAYER is the name of a layer in the base model. The names of the tensors determine which layers are
+adapted. The settings contain the remaining values, such as alpha, and must be consistent with the
+tensors.
 """
 
 from __future__ import annotations
@@ -57,23 +62,25 @@ from firstlight.weights.stored import (
     read_header,
 )
 
-#: Maximum number of entries of rank_pattern and alpha_pattern together (the deepest models have 900
-#: linear layers), and maximum number of characters of an entry.
+#: Maximum number of entries in rank_pattern and alpha_pattern together (the deepest models have 900
+#: linear layers), and maximum number of characters in an entry.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
-#: Maximum CPU seconds for matching all patterns with all layer names. Most adapters take 0.001 s.
+#: Maximum CPU time in seconds for matching all patterns against all layer names. Most adapters take
+#: 0.001 s.
 _MOST_MATCH_SECONDS = 2.0
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Reject patterns that may take long to match, by their number, length and repetitions.
+    """Raise an error for patterns that may take too long to match, judging by their number, their
+    length and their repetitions.
 
     Args:
-        path: the settings' file, for error messages.
+        path: path of the settings file, for error messages.
         patterns: entries of rank_pattern and alpha_pattern.
 
     Raises:
-        ModelError: there are such patterns, or one is invalid.
+        ModelError: the patterns may take too long to match, or a pattern is invalid.
     """
     if len(patterns) > _MOST_PATTERNS:
         raise ModelError(
@@ -96,13 +103,13 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Reject patterns that together take long to match the layer names, although each single match
-    is quick.
+    """Raise an error if matching the patterns against all layer names takes too long in total,
+    although each single match is fast.
 
     Args:
-        path: the settings' file, for error messages.
-        patterns: patterns that `require_quick_patterns` accepts.
-        layers: names of layers.
+        path: path of the settings file, for error messages.
+        patterns: patterns that have passed `require_quick_patterns`.
+        layers: names of the adapted layers.
 
     Raises:
         ModelError: matching takes more than 2 seconds of CPU time.
@@ -127,8 +134,8 @@ def short(value: object) -> str:
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-#: Settings that do not affect an adapter whose tensors already exist; they are ignored. Any other
-#: setting that is not a field of `PeftConfig` must be off (null, false, empty or 0).
+#: Settings that do not affect an adapter whose tensors already exist. They are ignored. All other
+#: settings that are not fields of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "eva_config",
@@ -143,12 +150,12 @@ _WITHOUT_EFFECT = {
     "runtime_config",
     "target_modules",
 }
-#: Values of `init_lora_weights` that leave the base model's weights unchanged.
+#: Values of `init_lora_weights` with which PEFT does not change the base model's weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class PeftConfig(BaseModel):
-    """The content of an adapter_config.json; other keys are kept in `model_extra`."""
+    """The content of an adapter_config.json. Keys without a field are stored in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -174,7 +181,7 @@ class PeftConfig(BaseModel):
 
         Args:
             targets, modules_to_save: names of the adapted layers and of the saved modules in the
-                file.
+                weights file.
         """
         return LoraConfig(
             rank=self.r,
@@ -226,7 +233,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Maximum length of a chain of adapters, each the base model of the previous one.
+#: Maximum length of a chain of adapters in which each adapter is the base model of the previous
+#: one.
 _LONGEST_CHAIN = 16
 
 
@@ -237,11 +245,11 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_chain(folder: Path) -> list[Path]:
-    """Return the folders of an adapter, its base, and so on while the base is also an adapter. The
-    last one is a model folder. For a model folder, return [folder].
+    """Return the folders of an adapter and of its base, and so on as long as the base is also an
+    adapter. The last folder is a model folder. If `folder` is a model folder, return [folder].
 
-    The base is `base_model_name_or_path`: a path relative to the adapter's folder, another path, or
-    a hub id, which is downloaded.
+    The base is read from `base_model_name_or_path`, which is a path relative to the adapter's
+    folder, another path, or the hub id of a model, which is downloaded.
 
     Raises:
         ModelError: a base is missing, or an adapter is its own base.
@@ -264,8 +272,8 @@ def adapter_chain(folder: Path) -> list[Path]:
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder whose config.json describes a folder's model: the folder itself, or the
-    base's folder for an adapter without a config.json.
+    """Return the folder with the config.json that describes a model: the given folder, or the
+    folder of the base model for an adapter without a config.json.
 
     Raises:
         ModelError: see `adapter_chain`.
@@ -284,11 +292,12 @@ def _base_of(folder: Path) -> Path:
     try:
         if (folder / name).is_dir():
             return folder / name
-        # PEFT stores hub id and revision in two fields; here they are combined as ID@REVISION.
+        # PEFT stores the hub id and the revision in two fields. Here they are combined as
+        # ID@REVISION.
         return find_model_folder(
             f"{name}@{config.revision}" if config.revision else name, typed=False
         )
-    except (ModelError, OSError) as error:  # such as a name that is too long
+    except (ModelError, OSError) as error:  # for example, if the name is too long
         raise ModelError(
             f"{path} names a base model that can't be loaded: {error}; correct "
             "base_model_name_or_path"
@@ -296,8 +305,8 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """Return the adapted layer and the parameter to which a tensor in an adapter file belongs, or
-    None if it does not belong to an adapted layer."""
+    """Return the names of the adapted layer and of its parameter to which a tensor in an adapter
+    file belongs, or None if the tensor does not belong to an adapted layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
@@ -305,8 +314,8 @@ def _adapted_layer(name: str) -> tuple[str, str] | None:
 
 
 def adapter_settings(folder: Path) -> str:
-    """Return the settings that affect an adapter's output, as JSON text: adapters with the same
-    tensors and the same text give the same outputs.
+    """Return the settings that affect the outputs of an adapter, as JSON text. Adapters with the
+    same tensors and the same text produce the same outputs.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -318,11 +327,11 @@ def adapter_settings(folder: Path) -> str:
 
 
 class Adapter(NamedTuple):
-    """An adapter from a file.
+    """An adapter that was read from a folder.
 
     Attributes:
-        config: settings that `add_lora` needs to create its layers, with full layer names.
-        tensors: values for `fill_adapter`.
+        config: settings with which `add_lora` creates the adapter's layers.
+        tensors: values of the adapter's parameters, for `fill_adapter`.
         changes_base: True if the file replaced the base model's frozen embedding or head.
     """
 
@@ -332,8 +341,8 @@ class Adapter(NamedTuple):
 
 
 def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
-    """Add the adapter in a folder to its base model, whose weights are frozen. Arguments and errors
-    as in `read_adapter`."""
+    """Add the adapter in a folder to its base model, and freeze the weights of the base model. See
+    `read_adapter` for the arguments and errors."""
     adapter = read_adapter(model, folder, vocab_multiple)
     try:
         add_lora(model, adapter.config, None)
@@ -343,13 +352,15 @@ def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
 
 
 def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter:
-    """Return the adapter in a folder. If the folder contains tokens that the model lacks, or
-    another untrained embedding or head, these are added to the model.
+    """Return the adapter in a folder. If the adapter has tokens that the model lacks, they are
+    added to the model. A different frozen embedding or head in the folder replaces that of the
+    model.
 
     Args:
         model: the base model without adapters.
         folder: the adapter's folder, with the files that this module's docstring describes.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
+            number.
 
     Raises:
         ModelError: a file is missing or damaged, has an unsupported setting, or does not match the
@@ -371,8 +382,8 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
 
 
 def adapter_lora(model: Model, folder: Path) -> LoraConfig:
-    """Return the settings that `add_lora` needs to create the adapter in a folder, without reading
-    its values. Tokens that the model lacks are added to the model.
+    """Return the settings with which `add_lora` creates the adapter in a folder, without reading
+    the adapter's weights. Tokens that the model lacks are added to the model.
 
     Args:
         model: the base model without adapters, on any device.
@@ -387,8 +398,9 @@ def adapter_lora(model: Model, folder: Path) -> LoraConfig:
 def _read_layout(
     model: Model, folder: Path, vocab_multiple: int
 ) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
-    """Return an adapter's settings, the tensors of its file, and the names of the tensors copied
-    from the base model. Arguments and errors as in `read_adapter`."""
+    """Return the settings of an adapter, the tensors in its file, and the names of those tensors
+    that are copies of tensors of the base model. See `read_adapter` for the arguments and
+    errors."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
@@ -431,26 +443,26 @@ def _read_layout(
 
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the last parts of names if they do not match any other known name, otherwise the full
-    names. The memory of a run is planned with fewer layers, among which a full name may not
-    exist."""
+    """Return the last parts of the names if these do not match any other known name, otherwise the
+    full names. Last parts are preferred, because the memory of a run is planned with a model that
+    has fewer layers, in which a full name may not exist."""
     wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
     is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
     return list(ends) if is_exact else list(names)
 
 
 def _is_saved(name: str, modules: list[str]) -> bool:
-    """Return True if a tensor belongs to one of `modules_to_save`, which PEFT matches against the
-    ends of names."""
+    """Return True if a tensor belongs to one of the modules in `modules_to_save`, which PEFT
+    matches against the ends of module names."""
     return any(f"{target}." in name.removeprefix(PREFIX) for target in modules if target)
 
 
 def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors without those that PEFT writes twice: the tensors of a head that shares
-    the embedding's adapter or trained rows, and the wrappers of tables to which tokens were
-    added."""
+    """Return the tensors without duplicates. PEFT writes the tensors of a head twice if the head
+    shares the adapter or the trained rows of the embedding. PEFT also writes the wrappers of an
+    embedding or head to which tokens were added."""
     doubles = [".modules_to_save.", ".original_module."]
     if model.config.tie_word_embeddings:
         given = config.trainable_token_indices
@@ -464,22 +476,25 @@ def _without_doubles(
 
 
 def _ensures_tie(model: Model, config: PeftConfig | LoraConfig) -> bool:
-    """Return True if PEFT ties an adapted head to the embedding, which it finds by name."""
+    """Return True if PEFT ties an adapted head to the embedding. PEFT finds the embedding by its
+    name."""
     tied = model.config.tie_word_embeddings and config.ensure_weight_tying
     return tied and model.embedding_name.endswith("embed_tokens")
 
 
 def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
-    """Extend a base model's vocabulary to the number of rows in an adapter file. New rows start as
-    the mean of the existing rows.
+    """Resize the vocabulary of a base model to the number of rows in an adapter file. New rows are
+    initialised with the mean of the existing rows.
 
     Args:
-        model: the base model; changed in place.
+        model: base model, which is modified in place.
         folder: the adapter's folder.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
+            number.
 
     Raises:
-        ModelError: trained tokens lie beyond the vocabulary, and ids before them do not have rows.
+        ModelError: the adapter trains tokens beyond the vocabulary, and some ids before them have
+            no rows.
     """
     count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
     rows, path = count, folder / ADAPTER_WEIGHTS_NAME
@@ -512,11 +527,11 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Require that a layer's rank in the settings equals the rank of its tensor A in the file,
-    before memory is allocated according to the settings.
+    """Check that the rank of a layer in the settings equals the rank of its tensor A in the file.
+    This check is done before memory is allocated according to the settings.
 
     Raises:
-        ModelError: A is missing, or has a different shape.
+        ModelError: the tensor A is missing or has a different shape.
     """
     base = model.get_submodule(layer)
     if base is model.embedding:
@@ -542,7 +557,8 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-#: Names in the file of the weight of an embedding or head that is adapted or has trained rows.
+#: Names under which the file stores the original weight of an embedding or head that is adapted or
+#: has trained rows.
 _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 
@@ -552,21 +568,22 @@ def _take_base_tables(
     path: Path,
     trained: Mapping[str, list[int]],
 ) -> bool:
-    """Replace embedding and head by those in an adapter file: PEFT also writes them if they are
-    adapted, or if tokens were added to the base model. Other tensors must be copies of the base
-    model's tensors.
+    """Replace the embedding and the head with those in an adapter file. PEFT writes both to the
+    file if they are adapted, or if tokens were added to the base model. All other tensors must be
+    copies of the base model's tensors.
 
     Args:
-        model: the base model; changed in place.
-        copies: the tensors by name.
-        path: the adapter's file, for messages.
-        trained: token ids whose rows the adapter replaces, by the name of the embedding or head.
+        model: base model, which is modified in place.
+        copies: tensors in the file that are not part of the adapter, by name.
+        path: path of the adapter file, for error messages.
+        trained: ids of the tokens whose rows the adapter replaces, by the name of the embedding or
+            head.
 
     Returns:
-        True if a table was replaced by another.
+        True if the embedding or the head was replaced.
 
     Raises:
-        ModelError: a tensor is unknown, or differs from the base model's.
+        ModelError: a tensor is unknown, or differs from that of the base model.
     """
     known, is_changed = model.state_dict(), False
     tables = [f"{name}.weight" for name in (model.embedding_name, HEAD)]
@@ -580,7 +597,7 @@ def _take_base_tables(
         if table == HEAD and model.config.tie_word_embeddings and HEAD not in trained:
             table = model.embedding_name
         if own is not None and value.shape == own[:rows].shape and table in trained:
-            # The adapter's rows are used in place of these.
+            # The adapter replaces these rows, so their values in the file are ignored.
             value = value.to(own.dtype, copy=True)
             value[trained[table]] = own[trained[table]].cpu()
         if own is not None and torch.equal(own[:rows].cpu(), value.to(own.dtype)):
@@ -605,13 +622,13 @@ def _take_base_tables(
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """Return the text files that belong to `adapter_tensors`, by name.
+    """Return the contents of the text files that are saved with `adapter_tensors`, by file name.
 
     Args:
         model: a model with adapters.
         config: the recipe's `lora` section.
-        base: the base model's folder (absolute, or relative to the adapter's folder) or its hub id,
-            with @REVISION unless it is the newest.
+        base: folder of the base model (absolute, or relative to the adapter's folder), or its hub
+            id, followed by @REVISION unless it is the newest revision.
     """
     revision = ""
     if not Path(base).is_dir():
@@ -630,7 +647,7 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
-        # Full names are used because in PEFT, a suffix could also match layers that are not
+        # Full names are used, because PEFT could match a suffix against layers that are not
         # adapted.
         "target_modules": [name for name, _ in lora_layers(model)],
         "use_dora": config.dora,
@@ -642,14 +659,15 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": modules_in_full(model) or None,
-        # Of newer versions of PEFT, so only where they matter.
+        # These keys exist only in newer versions of PEFT, so they are written only if they are
+        # needed.
         **({"trainable_token_indices": tokens} if tokens else {}),
         **({"ensure_weight_tying": True} if _ensures_tie(model, config) else {}),
     }
     return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
 
 
-#: Names of layers that PEFT treats as stacked experts in any model with experts.
+#: Names of layers that PEFT treats as stacked experts in every model with experts.
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -687,12 +705,12 @@ def peft_notes(model: Model) -> list[str]:
 
 
 def base_name(given: str | Path, folder: Path) -> str:
-    """Return the base model's name for `adapter_files`: the absolute path of a folder or GGUF file;
-    a hub id unchanged.
+    """Return the name of the base model for `adapter_files`: an absolute path for a folder or a
+    GGUF file, and an unchanged hub id otherwise.
 
     Args:
-        given: folder, GGUF file or hub id as given by the user.
-        folder: the base model's folder, in the cache for a file or a hub id.
+        given: folder, GGUF file or hub id that the user specified.
+        folder: folder of the base model. For a GGUF file or a hub id, it is in the cache.
     """
     path = Path(given).expanduser()
     if not path.exists():

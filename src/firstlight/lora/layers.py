@@ -1,5 +1,5 @@
 """LoRA: the `lora` section of a recipe, the adapted layers, functions to add and merge adapters,
-and the adapters' parameters by their names in PEFT files.
+and the names of the adapters' parameters in PEFT files.
 
 Like PEFT's adapters, an adapter may contain whole modules (`modules_to_save`) and single rows of
 the embedding and the head (`trainable_token_indices`) in addition to low-rank matrices."""
@@ -28,7 +28,7 @@ from firstlight.section import Section
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: Module classes that a user may target by mistake -> their names in the error message.
+#: Classes of modules that a user may target by mistake -> their names in the error message.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
@@ -43,27 +43,29 @@ _T = TypeVar("_T", int, float)
 
 @functools.lru_cache(maxsize=6000)
 def compiled(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of an entry of `rank_pattern` or `alpha_pattern`. It matches
-    the end of a layer's name after a dot, or the whole name."""
+    """Return the compiled regular expression for an entry of `rank_pattern` or `alpha_pattern`. It
+    matches either the whole name of a layer or the end of the name after a dot."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
-    """Return the value of the first pattern that matches the end of a layer's name, as in PEFT, or
-    `otherwise` if none matches."""
+    """Return the value of the first pattern that matches the end of a layer's name, or `otherwise`
+    if no pattern matches. PEFT uses the same rule."""
     found = (value for pattern, value in patterns.items() if compiled(pattern).match(layer))
     return next(found, otherwise)
 
 
 class LoraConfig(Section):
-    """The `lora` section of a recipe: freeze the initial weights, and train low-rank matrices added
-    to them (LoRA, Hu et al. 2021, arXiv 2106.09685).
+    """The `lora` section of a recipe: freeze the initial weights, and train low-rank matrices that
+    are added to them (LoRA, Hu et al. 2021, arXiv 2106.09685).
     """
 
     rank: int = Field(8, ge=1)
-    """rank of the matrices A and B added to a layer: the number of rows of A and columns of B."""
+    """rank of the matrices A and B that are added to a layer: the number of rows of A and of
+    columns of B."""
     alpha: float = Field(16.0, gt=0)
-    """scale of the product B A added to a layer, which is multiplied by alpha / rank."""
+    """scale of the product B A that is added to a layer: the product is multiplied by alpha /
+    rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """dropout probability for the input of the low-rank matrices during training."""
     targets: Literal["all-linear"] | Annotated[list[_Target], Field(min_length=1)] = "all-linear"
@@ -73,34 +75,34 @@ class LoraConfig(Section):
     """modules to train in full and save with the adapter, by the last parts of their names
     (`embed_tokens`, `lm_head`, `norm`)."""
     trainable_token_indices: TokenIds | dict[str, TokenIds] = Field(default=[])
-    """ids of tokens whose embedding rows are trained (a tied head shares them), or separate lists
-    for embedding and head: `{embed_tokens: [5], lm_head: [5]}`."""
+    """ids of the tokens whose embedding rows are trained (and shared with a tied head), or separate
+    lists for the embedding and the head: `{embed_tokens: [5], lm_head: [5]}`."""
     ensure_weight_tying: bool = False
-    """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` change it;
-    false unties the two, as PEFT does by default."""
+    """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` include one of
+    them; false unties the two, as PEFT does by default."""
     use_rslora: bool = False
     """true multiplies B A by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA,
     Kalajdzievski 2023, arXiv 2312.03732)."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
     """different ranks for some layers, keyed by regular expressions that match the last parts of
-    names."""
+    layer names."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
     """different alphas for some layers, keyed by regular expressions that match the last parts of
-    names."""
+    layer names."""
     dora: bool = False
     """true trains the magnitude of each output separately from its direction (DoRA, Liu et al.
-    2024). Each forward pass then reads every adapted weight once more."""
+    2024). Each forward pass then reads every adapted weight a second time."""
     quantize: Literal["none", "nf4"] = "none"
-    """"nf4" stores the frozen linear layers except the head in 4 bits and multiplies with their
-    dequantised weights (QLoRA, Dettmers et al. 2023; requires bitsandbytes). Stacked experts are
-    not quantised."""
+    """"nf4" stores the frozen linear layers, except the head, in 4 bits, and dequantises their
+    weights for each multiplication (QLoRA, Dettmers et al. 2023; requires bitsandbytes). Stacked
+    experts are not quantised."""
 
     def rank_of(self, layer: str) -> int:
-        """Return the rank r of a layer's B A."""
+        """Return the rank r of a layer's product B A."""
         return _by_pattern(self.rank_pattern, layer, self.rank)
 
     def scaling_of(self, layer: str) -> float:
-        """Return the factor of a layer's product B A."""
+        """Return the factor by which a layer's product B A is multiplied."""
         rank = self.rank_of(layer)
         alpha = _by_pattern(self.alpha_pattern, layer, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -112,24 +114,25 @@ class LoraLinear(nn.Module):
         LoRA  y = W x + b + s B A x
         DoRA  y = m / |W + s B A| * (W + s B A) x + b
 
-    LoRA is Hu et al. 2021 (arXiv 2106.09685), DoRA Liu et al. 2024 (arXiv 2402.09353). |.| are the
-    norms of a weight's rows [out], which the gradient treats as constants (DoRA, section 4.3).
-    Parameters have at least fp32 precision, even if `LanguageModel.cast` converts the model to
-    bf16. Products with A and B use the input's dtype, or autocast's.
+    See Hu et al. 2021 (arXiv 2106.09685) for LoRA, and Liu et al. 2024 (arXiv 2402.09353) for DoRA.
+    |.| denotes the norms of the rows of a weight, [out], which are treated as constants in the
+    backward pass (DoRA, section 4.3). The parameters have at least fp32 precision, even if
+    `LanguageModel.cast` converts the model to bf16. Products with A and B are computed in the dtype
+    of the input, or in that of autocast.
 
     Args:
-        base_layer: the layer with W [out, in] and b [out]; frozen here.
+        base_layer: layer with W [out, in] and b [out]. The constructor freezes it.
         rank: r, the rank of B A.
         scaling: s, the factor of B A.
-        dropout: dropout probability for A's input, in training.
-        dora: True for DoRA, whose magnitudes m start at |W|.
+        dropout: dropout probability for the input of A during training.
+        dora: True for DoRA. Its magnitudes m are initialised to |W|.
 
     Attributes:
-        lora_A: A [r, in], zero until `reset` or a file fills it.
-        lora_B: B [out, r], zero until training or a file fills it.
+        lora_A: A [r, in]. It is zero until it is set by `reset` or loaded from a file.
+        lora_B: B [out, r]. It is zero until it is trained or loaded from a file.
         lora_magnitude_vector: m [out]; None for LoRA.
-        keeps_precision: True, because a single step's update of A or B could be lost to bf16
-            rounding; see `LanguageModel.cast`.
+        keeps_precision: True, because in bf16 the update of A or B in a single step could be lost
+            to rounding; see `LanguageModel.cast`.
     """
 
     keeps_precision = True
@@ -154,8 +157,8 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw A from Uniform(-1/sqrt(in), 1/sqrt(in)), as PEFT does. B stays zero, so that B A is
-        zero.
+        """Draw A from Uniform(-1/sqrt(in), 1/sqrt(in)), as PEFT does. B stays zero, so the product
+        B A is zero.
 
         Args:
             generator: a CPU generator, so that the initial values are the same on all devices.
@@ -175,7 +178,7 @@ class LoraLinear(nn.Module):
         scale = self.lora_magnitude_vector / self._norm()
         scaled = y * scale
         if self.base_layer.bias is not None:
-            # y already includes the bias, which is not scaled.
+            # y already includes the bias, which must not be scaled.
             scaled = scaled + (1 - scale) * self.base_layer.bias
         return scaled.to(y.dtype)
 
@@ -188,11 +191,12 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # In fp32 even under autocast: m is initialised as an fp32 norm, and m / |W| must start at
-        # 1.
+        # The norm is computed in fp32 even under autocast, because m is initialised as an fp32
+        # norm, and m / |W| must be 1 at the start.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
-        # Rows of zeros, which pad a vocabulary, have m = 0 and |W| = 0: 0 / 0 would be NaN.
+        # The padding rows of a vocabulary are zero, so they have m = 0 and |W| = 0, and 0 / 0 would
+        # be NaN.
         return norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
     def _changed(self) -> Tensor:
@@ -211,7 +215,7 @@ class _Table(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight [V, C], used to determine device and dtype."""
+        """The frozen weight [V, C], used to determine the device and dtype."""
         return self.base_layer.weight
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -235,12 +239,12 @@ class LoraEmbedding(_Table):
     """A frozen embedding W [V, C] with a trainable low-rank term: W + s (B A)^T.
 
     Args:
-        base_layer: the embedding; frozen here.
+        base_layer: embedding, which the constructor freezes.
         rank, scaling: see `LoraLinear`. There is no dropout, as in PEFT.
 
     Attributes:
-        lora_embedding_A: A [r, V], zero until training or a file fills it.
-        lora_embedding_B: B [C, r], zero until `reset` or a file fills it.
+        lora_embedding_A: A [r, V]. It is zero until it is trained or loaded from a file.
+        lora_embedding_B: B [C, r]. It is zero until it is set by `reset` or loaded from a file.
     """
 
     def __init__(self, base_layer: Embedding, rank: int, scaling: float) -> None:
@@ -253,7 +257,8 @@ class LoraEmbedding(_Table):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Draw B from a normal distribution, as PEFT does. A stays zero, so that B A is zero."""
+        """Draw B from a normal distribution, as PEFT does. A stays zero, so the product B A is
+        zero."""
         drawn = torch.empty(self.lora_embedding_B.shape)
         self.lora_embedding_B.copy_(drawn.normal_(generator=generator))
 
@@ -274,17 +279,17 @@ class LoraEmbedding(_Table):
 
 
 class TrainableTokens(_Table):
-    """A frozen embedding or head in which some rows are replaced by trainable ones.
+    """A frozen embedding or head in which some rows are replaced by trainable rows.
 
     Args:
-        base_layer: the embedding or head; frozen here.
+        base_layer: embedding or head, which the constructor freezes.
         token_ids: the token ids of the trainable rows.
 
     Attributes:
-        trainable_tokens_delta: the trainable rows [n, C], initialised with the frozen ones.
-            (Despite PEFT's name, they are values, not differences.)
-        token_ids: ids of the rows, int64 [n].
-        rows: each token's row in `trainable_tokens_delta`, or -1 if it is frozen, int64 [V].
+        trainable_tokens_delta: trainable rows [n, C], initialised with the values of the frozen
+            rows. (PEFT chose the name, but the rows are values, not differences.)
+        token_ids: token ids of the trainable rows, int64 [n].
+        rows: row of each token in `trainable_tokens_delta`, or -1 if its row is frozen, int64 [V].
         is_table: True, so that the optimizer uses the settings of embeddings.
     """
 
@@ -320,11 +325,12 @@ class TrainableTokens(_Table):
 
 
 class TiedHead(nn.Module):
-    """The tied head of a model whose embedding is wrapped; it uses the rows of that embedding.
+    """The tied head of a model whose embedding is wrapped. It uses the rows of the wrapped
+    embedding.
 
     Args:
-        table: the wrapped embedding, which is not registered as a submodule, so that its parameters
-            have only one name.
+        table: wrapped embedding. It is not registered as a submodule, so that its parameters have
+            only one name.
     """
 
     def __init__(self, table: _Table) -> None:
@@ -333,7 +339,7 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The embedding's frozen weight [V, C], used to determine device and dtype."""
+        """The frozen weight [V, C] of the embedding, used to determine the device and dtype."""
         return self._table[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -357,22 +363,23 @@ def add_lora(
     *,
     frozen_dtype: torch.dtype | None = None,
 ) -> None:
-    """Freeze a plain model and add trainable adapters to its layers. Until it is trained, the model
-    gives the same outputs as before (almost the same outputs with 4-bit weights).
+    """Freeze a plain model and add trainable adapters to its layers. Until the adapters are
+    trained, they do not change the outputs of the model. Quantising the weights to 4 bits changes
+    the outputs slightly.
 
     Args:
-        model: the model; changed in place.
+        model: model, which is modified in place.
         config: the recipe's `lora` section.
-        generator: a CPU generator to initialise each A (B for an embedding); None leaves them zero,
-            to be filled from a file.
-        frozen_dtype: dtype of the weights of frozen linear layers except the head; None leaves them
-            unchanged. Under autocast to this dtype the results are the same, but the weights take
-            half the memory of fp32.
+        generator: CPU generator with which each A (B for an embedding) is initialised; None leaves
+            the matrices zero, to be loaded from a file.
+        frozen_dtype: dtype of the weights of frozen linear layers except the head; None leaves the
+            dtype unchanged. Under autocast to the same dtype, the results do not change, and 16-bit
+            weights take half as much memory as fp32 weights.
 
     Raises:
         ConfigError: a target is not a layer that can be adapted, two keys change the same embedding
             or head, or the device does not have 4-bit kernels.
-        MissingDependencyError: 4-bit weights need bitsandbytes.
+        MissingDependencyError: bitsandbytes is required for 4-bit weights but not installed.
     """
     layers = linear_layers(model)
     saved, tokens = saved_modules(model, config), token_tables(model, config)
@@ -383,7 +390,8 @@ def add_lora(
         names = [name for name in names if name != HEAD]
         saved = [name for name in saved if name != HEAD]
     if is_tied and model.embedding_name in tokens:
-        # The head shares the embedding's rows. Any other adapter of the head is rejected below.
+        # The head shares the embedding's rows. If the head also has another adapter, this is
+        # rejected below.
         tokens.pop(HEAD, None)
     _require_used_once(model, names, saved, tokens, is_tied=is_tied)
     model.requires_grad_(False)
@@ -409,10 +417,10 @@ def add_lora(
 
 
 def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedding:
-    """Replace a linear layer or an embedding by an equivalent one with low-rank matrices.
+    """Replace a linear layer or an embedding with an equivalent module that has low-rank matrices.
 
     Args:
-        model: the model; changed in place.
+        model: model, which is modified in place.
         name: name of the layer.
         config: the recipe's `lora` section.
     """
@@ -433,14 +441,14 @@ def wrap(model: Model, name: str, config: LoraConfig) -> LoraLinear | LoraEmbedd
     return wrapped
 
 
-# Whole modules and single rows
+# Modules that are trained in full, and single trained rows
 
 
 def saved_modules(model: Model, config: LoraConfig) -> list[str]:
-    """Return the names of the modules that `modules_to_save` matches, in the model's order.
+    """Return the names of the modules that match `modules_to_save`, in the order of the model.
 
     Raises:
-        ConfigError: a name matches no module.
+        ConfigError: an entry does not match any module.
     """
     names = [name for name, _ in model.named_modules() if name]
     for target in config.modules_to_save:
@@ -455,11 +463,11 @@ def saved_modules(model: Model, config: LoraConfig) -> list[str]:
 
 
 def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
-    """Return the token ids of `trainable_token_indices`, keyed by the name of the embedding or
+    """Return the token ids in `trainable_token_indices`, keyed by the name of the embedding or
     head.
 
     Raises:
-        ConfigError: a name does not refer to the embedding or the head, or an id is invalid.
+        ConfigError: a name refers neither to the embedding nor to the head, or an id is invalid.
     """
     given = config.trainable_token_indices
     by_name = given if isinstance(given, dict) else {model.embedding_name: given}
@@ -482,11 +490,12 @@ def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
 
 
 def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> LoraConfig:
-    """Return a config that trains the embedding and head rows of the tokens from `first` up to
-    `end`, unless the config already trains embedding and head.
+    """Return a config that also trains the rows of new tokens in the embedding and the head, unless
+    the config already trains these modules in full. The ids of the new tokens are `first` to `end`
+    - 1.
 
     Raises:
-        ConfigError: another adapter changes the embedding or head that has these rows.
+        ConfigError: the embedding or the head with these rows already has another adapter.
     """
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     tables = [model.embedding_name]
@@ -520,8 +529,9 @@ def _is_inside(name: str, modules: list[str]) -> bool:
 def _keeps_tie(
     model: Model, config: LoraConfig, saved: list[str], tokens: Mapping[str, list[int]]
 ) -> bool:
-    """Return True if the head stays tied to the embedding by PEFT's rules: trained rows are shared
-    unless the two have different ones; other changes are shared with `ensure_weight_tying`."""
+    """Return True if the head stays tied to the embedding according to PEFT's rules. Trained rows
+    are shared unless the config lists different rows for the two. Other changes are shared with
+    `ensure_weight_tying`."""
     if not model.config.tie_word_embeddings:
         return False
     # PEFT finds the embedding by this name, but GPT-2's embedding is `wte`.
@@ -540,7 +550,7 @@ def _require_used_once(
     *,
     is_tied: bool,
 ) -> None:
-    """Reject two adapters of the same embedding or head."""
+    """Raise an error if two adapters change the same embedding or head."""
     for name in (model.embedding_name, HEAD):
         others = [name, HEAD] if is_tied and model.embedding_name in tokens else [name]
         keys = [
@@ -561,7 +571,8 @@ def _require_used_once(
 
 
 def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
-    """Make the parameters of modules trainable, as copies, because they may be memory-mapped."""
+    """Make all parameters of some modules trainable. The parameters are copied, because they may be
+    memory-mapped."""
     for name in saved:
         module = model.get_submodule(name)
         if (
@@ -579,15 +590,15 @@ def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedding]]:
-    """Yield the layers with low-rank matrices and their names in the plain model."""
+    """Yield the layers with low-rank matrices, with their names in the plain model."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear | LoraEmbedding):
             yield name, module
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by name, except for modules trained in full, or {} for a
-    model without adapters."""
+    """Return the parameters of the adapters by name, without those of modules that are trained in
+    full. Return {} for a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()
@@ -598,7 +609,8 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def modules_in_full(model: nn.Module) -> list[str]:
     """Return the names of the modules that are trained in full in addition to the adapters. PEFT
-    can't load a module inside another one, so only the outer one is named."""
+    can't load a module that is inside another module in the list, so only the outer module is
+    included."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
     names = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
@@ -606,10 +618,11 @@ def modules_in_full(model: nn.Module) -> list[str]:
 
 
 def merge_lora(model: Model) -> None:
-    """Merge the adapters into the base weights, in place. The model then has plain layers, whose
-    weights have the base's dtype; 4-bit weights are dequantised; and all parameters are trainable.
+    """Merge the adapters into the base weights, in place. The model then has plain layers with
+    weights in the dtype of the base weights, and all parameters are trainable. 4-bit weights are
+    dequantised.
 
-    A head that the adapters untie from the embedding is untied in `model.config`, too.
+    If the adapters untie the head from the embedding, it is also untied in `model.config`.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLinear):
@@ -632,8 +645,8 @@ def merge_lora(model: Model) -> None:
 
 
 def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
-    """Return a plain linear layer with the weight [out, in] and the base layer's class, dtype and
-    bias."""
+    """Return a plain linear layer with the given weight [out, in], and with the class, dtype and
+    bias of the base layer."""
     is_conv1d = isinstance(base, Conv1D) or (isinstance(base, NF4Linear) and base.is_conv1d)
     dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     with torch.device("meta"):
@@ -649,7 +662,7 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """Return the linear layers by name, except for routers of experts: adapting a router could
+    """Return the linear layers by name, except for the routers of experts. Adapting a router could
     change the output considerably, and PEFT files do not contain adapters of routers."""
     return {
         name: module
@@ -659,11 +672,11 @@ def linear_layers(model: Model) -> dict[str, LinearLayer]:
 
 
 def _target_names(model: Model, config: LoraConfig, layers: dict[str, LinearLayer]) -> list[str]:
-    """Return the names of the layers that a config's targets match: the embedding, and linear
-    layers in the model's order.
+    """Return the names of the layers that match the targets of a config: the embedding first, then
+    linear layers in the order of the model.
 
     Raises:
-        ConfigError: a target matches no layer.
+        ConfigError: a target does not match any layer.
     """
     if config.targets == "all-linear":
         return [name for name in layers if name != HEAD]
@@ -683,7 +696,7 @@ def _no_such_target(model: Model, target: str, layers: dict[str, LinearLayer]) -
     problem = f"matches no linear layer of this model{nearest(target, known)}"
     for name, module in model.named_modules():
         kind = next((k for t, k in _OTHER_KINDS.items() if isinstance(module, t)), None)
-        # Stacked experts are parameters that have the names of an expert's linear layers.
+        # Stacked experts are parameters with the names of an expert's linear layers.
         stacked = dict(module.named_parameters(recurse=False)) if kind else {}
         if kind and any(
             _is_target(place, target) for place in (name, *(f"{name}.{n}" for n in stacked))
@@ -701,9 +714,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 #: Prefix of tensor names in a PEFT adapter file.
 PREFIX = "base_model.model."
-#: The parameter of `TrainableTokens`.
+#: Name of the parameter of `TrainableTokens`.
 TOKENS = "trainable_tokens_delta"
-#: Parameter of an adapted layer -> suffix of its tensor name in PEFT's file.
+#: Parameter of an adapted layer -> suffix of the tensor's name in a PEFT adapter file.
 SUFFIXES = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
@@ -715,12 +728,12 @@ SUFFIXES = {
 
 
 def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copy the tensors of `adapter_tensors` into a model with the same adapters.
+    """Copy tensors, as returned by `adapter_tensors`, into a model with the same adapters.
 
     Args:
-        model: the model; changed in place.
+        model: model, which is modified in place.
         tensors: A [r, in], B [out, r] and magnitudes [out], keyed by their names in the PEFT file.
-        where: name of the tensors' source for error messages.
+        where: source of the tensors, for error messages.
 
     Raises:
         ModelError: a tensor is missing, unexpected or has a different shape.
@@ -740,15 +753,16 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of `adapter_model.safetensors` by name, on the CPU and contiguous: A [r,
-    in], B [out, r] and, for DoRA, magnitudes [out] of each adapted layer."""
+    """Return the tensors to be written to `adapter_model.safetensors`, by name. They are contiguous
+    and on the CPU: A [r, in], B [out, r] and, for DoRA, the magnitudes [out] of each adapted
+    layer."""
     return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of the adapters and of modules trained in full, with their names in the
-    PEFT file, without the padding rows of the vocabulary. Parameters of a tied head have two names
-    in the file."""
+    """Yield pairs of a name in the PEFT file and a parameter, for all parameters of the adapters
+    and of modules that are trained in full. Padding rows of the vocabulary are excluded. Parameters
+    that a tied head shares have two names in the file."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

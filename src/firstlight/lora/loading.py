@@ -1,7 +1,7 @@
-"""Loading a model folder in the Hugging Face layout, with its tokenizer.
+"""Loading of model folders in the Hugging Face layout, with their tokenizers.
 
-An adapter folder (from PEFT, or a checkpoint of a run with `lora`) is loaded as its base model with
-the adapter merged.
+If the folder contains an adapter (from PEFT, or a checkpoint of a run with `lora`), the base model
+is loaded and the adapter is merged into it.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class LoadedModel:
     """A model with its tokenizer and files.
 
     Attributes:
-        model: the model in evaluation mode, on the requested device.
-        tokenizer: the folder's tokenizer; None if it has none.
+        model: model in evaluation mode, on the requested device.
+        tokenizer: tokenizer of the folder; None if it does not have one.
         eos_token_ids: ids that end a generation.
         folder: the model folder, or the adapter's folder.
-        mapped: the files that are memory-mapped as parameters; () if the weights were copied.
+        mapped: files that are memory-mapped as parameters; () if the weights were copied.
         trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
             None if it was not read.
         generation: content of generation_config.json.
-        adapter: the folder's adapter, if it was not merged.
+        adapter: adapter of the folder, if it was not merged.
     """
 
     model: Model
@@ -71,21 +71,21 @@ class LoadedModel:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The model's settings for a `SamplingConfig`; see `sampling_settings`."""
+        """Sampling settings of the model, for a `SamplingConfig`; see `sampling_settings`."""
         return sampling_settings(self.generation)
 
     @functools.cached_property
     def chat_end_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer in a chat: `eos_token_ids`, and the token that ends a turn
-        in the chat template."""
+        """Ids of the tokens that end an answer in a chat: `eos_token_ids`, and the token that ends
+        a turn in the chat template."""
         turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
     def require_unchanged(self) -> None:
-        """Raise an error if a mapped weight file has changed. Call this before using the model.
+        """Check that the mapped weight files have not changed. Call this before using the model.
 
         Raises:
-            ModelError: a mapped file was changed in place.
+            ModelError: a mapped file was modified in place.
         """
         for file in self.mapped:
             file.require_unchanged()
@@ -101,25 +101,26 @@ def load_model(
     config: ModelConfig | None = None,
     merge: bool = True,
 ) -> LoadedModel:
-    """Load weights, config and tokenizer of a Hugging Face model folder or hub id.
+    """Load the weights, the config and the tokenizer of a Hugging Face model folder or hub id.
 
-    An adapter is merged into its base. Files that the adapter lacks (tokenizer, generation config)
-    are read from the base.
+    An adapter is merged into its base model. Files that the adapter's folder does not contain
+    (tokenizer, generation config) are read from the base model's folder.
 
     Args:
-        folder: a model folder, an adapter's folder, or a hub id.
-        device: the parameters' device.
-        dtype: the parameters' dtype; None is the file's.
-        mode: the loading mode, see `firstlight.weights.loading`.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        folder: model folder, adapter folder or hub id.
+        device: device of the parameters.
+        dtype: dtype of the parameters; None for the dtype in the files.
+        mode: loading mode; see `firstlight.weights.loading`.
+        vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
+            number.
         config: config used to create the model; None for the folder's config.
-        merge: False to keep the folder's adapter separate, as `LoadedModel.adapter`.
+        merge: False to return the adapter of the folder separately, as `LoadedModel.adapter`.
 
     Raises:
-        ModelError: a file is missing or damaged; the family is unknown; a tensor is missing, extra
-            or of the wrong shape (the message names it); or an adapter's base is missing, or its
-            kind is not supported.
-        TokenizerError: the folder's tokenizer is damaged.
+        ModelError: a file is missing or damaged; the family is unknown; a tensor is missing,
+            unexpected or of the wrong shape (the message names it); the base model of an adapter is
+            missing; or the kind of adapter is not supported.
+        TokenizerError: the tokenizer of the folder is damaged.
     """
     folder = find_model_folder(folder)
     *adapters, base = adapter_chain(folder)
@@ -135,8 +136,8 @@ def load_model(
         else:
             kept = read_adapter(model, adapter, vocab_multiple)
         own = tokenizer_of(adapter)
-        # An adapter's chat tokenizer may have a different end-of-text token than the base. The
-        # model may generate either of them, and both end a text.
+        # The chat tokenizer of an adapter may have a different end-of-text token from that of the
+        # base. The model may generate either token, so both end a text.
         eos_token_ids = eos_ids_of(adapter, None) or tuple(
             dict.fromkeys((*eos_token_ids, *(() if own is None else eos_ids_of(adapter, own))))
         )
@@ -150,13 +151,14 @@ def load_model(
 def model_without_weights(
     folder: Path, config: ModelConfig, *, merge: bool = True
 ) -> tuple[Model, LoraConfig | None]:
-    """Build on the meta device the model that `load_model` would load from a folder. Return it, and
-    the settings of the folder's adapter (None if there is no adapter).
+    """Create, on the meta device, the model that `load_model` would load from a folder. Return the
+    model and the settings of the folder's adapter (None if there is no adapter).
 
     Args:
-        folder: a model folder, or an adapter's folder.
+        folder: model folder or adapter folder.
         config: config of the base model.
-        merge: False leaves the folder's adapter out of the model, except for its new tokens.
+        merge: False to leave the folder's adapter out of the model. New tokens of the adapter are
+            added even so.
 
     Raises:
         ModelError: see `load_model`.
@@ -177,11 +179,12 @@ def model_without_weights(
 
 
 def base_identity(folder: Path) -> str:
-    """Return the SHA-256, in hexadecimal, of a model's weights and config, including the base's for
-    an adapter.
+    """Return the SHA-256 hash, in hexadecimal, of the weights and the config of a model. For an
+    adapter, the weights and the config of its base model are included.
 
-    The checkpoints of a run with `lora` do not contain the base. With this hash, a resumed run
-    notices that its base has changed. All weights are read, which takes about a second per GB.
+    The checkpoints of a run with `lora` do not contain the base model. A resumed run uses this hash
+    to detect that its base model has changed. All weights are read, which takes about a second per
+    GB.
 
     Raises:
         ModelError: a file is missing or damaged.

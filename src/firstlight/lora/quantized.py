@@ -1,9 +1,9 @@
 """Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, arXiv 2305.14314, section 3).
 
-A block of 64 numbers is stored as a scale (its largest absolute value) and, for each number, the
-nearest of 16 quantiles of a normal distribution. The scales of the blocks are themselves quantised
-to 8 bits. This takes 0.516 bytes per weight. bitsandbytes quantises and dequantises, on CPUs and
-CUDA GPUs.
+A block of 64 weights is stored as a scale (the largest absolute value in the block) and, for each
+weight, the nearest of 16 quantiles of a normal distribution. The scales are themselves quantised to
+8 bits. This takes 0.516 bytes per weight. Quantisation and dequantisation are done by bitsandbytes,
+on CPUs and CUDA GPUs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.ops import product_dtype
 
-#: Number of weights that share a scale, and of scales that share a second scale: defaults of
-#: bitsandbytes.
+#: Number of weights that share a scale, and number of scales that share a second scale. These are
+#: the defaults of bitsandbytes.
 BLOCK_SIZE = 64
 _NESTED_BLOCK_SIZE = 256
-#: Entries of the table that maps an 8-bit code of a scale to a value.
+#: Number of entries in the table that maps the 8-bit code of a scale to its value.
 _TABLE_SIZE = 256
-#: Dtypes that bitsandbytes can dequantise to.
+#: Dtypes to which bitsandbytes can dequantise.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_nf4(device: torch.device) -> None:
-    """Check that a device has kernels for 4-bit weights.
+    """Check that there are kernels for 4-bit weights on a device.
 
     Raises:
         MissingDependencyError: bitsandbytes is not installed.
@@ -49,15 +49,15 @@ class NF4Linear(nn.Module):
     """A frozen linear layer with a 4-bit weight.
 
     Args:
-        layer: the layer to quantise; its bias is kept unchanged.
+        layer: layer to quantise. Its bias is not quantised.
 
     Attributes:
-        packed: codes of the weight [out, in] row by row, two in a byte; uint8.
-        scales: code of each block's scale; uint8 [blocks].
-        statistics: table for the codes of the scales [256], mean of the scales [1] and second
-            scales, one after the other; fp32 viewed as uint8, so that `LanguageModel.cast` does not
-            round them.
-        is_conv1d: True for GPT-2's layer, which stores weights as [in, out].
+        packed: 4-bit codes of the weight [out, in] in row-major order, two per byte; uint8.
+        scales: code of the scale of each block; uint8 [blocks].
+        statistics: concatenation of the table for the codes of the scales [256], the mean of the
+            scales [1], and the second scales. The fp32 values are viewed as uint8, so that
+            `LanguageModel.cast` does not round them.
+        is_conv1d: True if the layer was a `Conv1D`, which stores weights as [in, out].
         dtype: dtype of the original weight.
     """
 
@@ -100,15 +100,15 @@ class NF4Linear(nn.Module):
 def dequantized(
     packed: Tensor, scales: Tensor, statistics: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """Return the weight in `dtype`, dequantised from the buffers of an `NF4Linear`.
+    """Return the weight of an `NF4Linear`, dequantised to `dtype`.
 
     Args:
-        packed, scales, statistics: see `NF4Linear`.
+        packed, scales, statistics: buffers of the `NF4Linear`.
         shape: (out, in).
         dtype: dtype of the result.
 
     Returns:
-        [out, in].
+        Weight [out, in].
     """
     numbers = statistics.view(torch.float32)
     table = numbers[:_TABLE_SIZE]
@@ -117,8 +117,8 @@ def dequantized(
     largest = torch.ops.bitsandbytes.dequantize_blockwise(
         scales, nested, table, _NESTED_BLOCK_SIZE, torch.float32
     )
-    # As one row: the CPU kernel uses wrong scales for rows that are not a multiple of the block
-    # size.
+    # The weight is dequantised as a single row, because the CPU kernel uses wrong scales if the
+    # length of a row is not a multiple of the block size.
     row = [shape[0] * shape[1]]
     made = dtype if dtype in _DTYPES else torch.float32
     flat: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
@@ -127,9 +127,9 @@ def dequantized(
     return flat.view(shape).to(dtype)
 
 
-# A custom operator, whose backward pass dequantises the weight again. With plain operators autograd
-# would keep the dequantised weight, which would lose all the memory that 4 bits save. torch.compile
-# does not trace into a custom operator.
+# This is a custom operator, so that the backward pass can dequantise the weight again. With plain
+# operators, autograd would keep the dequantised weight, and the memory savings of 4 bits would be
+# lost. In addition, torch.compile does not trace into a custom operator.
 @torch.library.custom_op("firstlight::nf4_linear", mutates_args=())
 def _nf4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, statistics: Tensor, rows: int, columns: int

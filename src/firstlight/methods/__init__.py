@@ -1,6 +1,7 @@
-"""Methods that change how a step is computed, but not its result; and the z-loss, which is part of
-the training loss. Each method is one recipe key, and is applied to a plain model from outside.
-`loss_function` creates the loss function of a training step from such a model."""
+"""Efficiency methods, which change how a step is computed but not its result, and the z-loss, which
+is part of the training loss. Each method corresponds to one key of a recipe and is applied to a
+plain model from outside. `loss_function` creates the loss function of a training step from the
+resulting model."""
 
 from __future__ import annotations
 
@@ -63,16 +64,17 @@ __all__ = [
 
 
 class LossFunction(Protocol):
-    """(input_ids int64 [B, T], labels int64 [B, T], document_ids int [B, T] or None) -> summed loss
-    [], fp32. The loss of preference pairs also takes their `Batch.references` [B, D]."""
+    """Interface of loss functions: (input_ids int64 [B, T], labels int64 [B, T], document_ids int
+    [B, T] or None) -> summed loss [], fp32. The loss function for preference pairs has an
+    additional argument, their `Batch.references` [B, D]."""
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
     ) -> Tensor: ...
 
 
-#: A function that turns (input_ids, labels None, document_ids) -> logits [B, T, V] into a loss
-#: function.
+#: A function that receives a function (input_ids, labels None, document_ids) -> logits [B, T, V]
+#: and returns a loss function.
 Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
@@ -84,13 +86,13 @@ def apply_methods(
     documents: bool = False,
     z_loss_coef: float = 0.0,
 ) -> None:
-    """Install attention, loss, activation checkpointing and fp8 layers in the model. Its outputs,
-    including those in evaluation and generation, stay the same.
+    """Install the attention backend, the loss, activation checkpointing and fp8 layers in a model.
+    The outputs of the model do not change, including those in evaluation and generation.
 
     Args:
-        model: a plain model; changed in place.
-        config: the recipe's section.
-        hardware: the device that computes.
+        model: plain model, which is modified in place.
+        config: the recipe's `efficiency` section.
+        hardware: hardware on which the model is computed.
         documents: True if rows are masked by document.
         z_loss_coef: the recipe's `loss.z_loss_coef`.
 
@@ -98,7 +100,7 @@ def apply_methods(
         ConfigError: a method does not support this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
-    # The length of the rows is not known here, but is at most `max_position_embeddings`.
+    # The length of the rows is not known here, but it is at most `max_position_embeddings`.
     longest = model.config.max_position_embeddings
     backend = resolve_attention(
         config,
@@ -131,16 +133,16 @@ def loss_function(
     objective: Objective | None = None,
 ) -> LossFunction:
     """Return the function that computes the summed loss [] in training, with the precision,
-    compilation and activation offloading of `config`.
+    compilation and activation offloading that `config` specifies.
 
     Args:
-        model: the model, with the methods that `config` applies to it.
-        config: the recipe's section.
-        hardware: the device that computes.
-        forward: replacement of the model's forward pass, such as an engine's (`Engine.share`);
-            None is the model itself.
-        objective: function that maps a function for logits to the loss function; None is the
-            cross-entropy, which the model computes itself.
+        model: model to which the methods of `config` have been applied.
+        config: the recipe's `efficiency` section.
+        hardware: hardware on which the model is computed.
+        forward: replacement for the forward pass of the model, such as that of an engine
+            (`Engine.share`); None for the model itself.
+        objective: function that creates the loss function from a function that computes logits;
+            None for the cross-entropy, which the model computes itself.
 
     Raises:
         ConfigError: `config.compile` is true and there is no compiler.
@@ -157,7 +159,7 @@ def loss_function(
         if recorded:
             keep_results(model)
         with contextlib.ExitStack() as stack:
-            # Parameters in bf16 need no casts, and autocast would only cost time.
+            # Parameters in bf16 do not have to be cast, so autocast would only slow down the step.
             if config.precision != "bf16_params":
                 stack.enter_context(autocast(hardware.device, dtype))
             if config.activation_offload:
@@ -175,7 +177,7 @@ def plain_loss(
     hardware: Hardware,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """Return the loss function of evaluation: in the same precision, but not compiled, because
-    compiling would take longer than it saves."""
+    """Return the loss function for evaluation. It has the same precision as in training, but is not
+    compiled, because compiling would take longer than the time it saves."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)

@@ -1,6 +1,6 @@
-"""Selection of the attention backend, and its installation in a plain model from outside.
+"""Selection of the attention backend, and its installation in a plain model.
 
-Shape letters as in `models/ops.py`.
+Shape letters are defined in `models/ops.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from firstlight.models.ops import (
     soft_capped,
 )
 
-#: Minimum head dimension and maximum number of tokens for which blockwise was faster than torch's
-#: CPU kernel; see `takes_blockwise` for the measurements.
+#: Minimum head dimension and maximum number of tokens for which blockwise attention was faster than
+#: torch's CPU kernel; see `takes_blockwise` for the measurements.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
-#: Backends that train only on CUDA.
+#: Backends that support training only on CUDA.
 GPU_BACKENDS = ("efficient", "cudnn", "flex")
 
 _BACKENDS = {
@@ -60,30 +60,30 @@ def resolve_attention(
     """Return the attention backend. "auto" becomes "sdpa", for which torch selects a kernel, except
     for:
 
-    - models that torch's fused kernels do not support (`able_backends`): "flex" on CUDA if it
-      supports them, they have no sinks, and `compiles`; otherwise "blockwise";
-    - rows masked by document on CUDA, without dropout and if `compiles`: "flex", whose mask takes
-      no memory;
-    - CPUs: "blockwise" if `takes_blockwise`.
+    - models that torch's fused kernels do not support (see `able_backends`): "flex" on CUDA if it
+      supports the model, the model has no sinks, and `compiles` is True; otherwise "blockwise";
+    - rows masked by document on CUDA, without dropout and if `compiles` is True: "flex", whose mask
+      takes no memory;
+    - CPUs: "blockwise" if `takes_blockwise` returns True.
 
     Args:
-        config: the recipe's section.
+        config: the recipe's `efficiency` section.
         device: type of the device: "cpu", "cuda" or "mps".
         dtype: dtype of the matrix products.
         model: config of the model.
-        seq_len: tokens of a row.
+        seq_len: number of tokens in a row.
         documents: True if rows are masked by document.
         compiles: True if torch.compile can be used on the device.
     """
     if config.attention != "auto":
         return config.attention
     able = able_backends(model)
-    # All layers of a family have the same dropout and sinks, so layer 0 represents all of them.
+    # All layers of a model have the same dropout and sinks, so it is sufficient to check layer 0.
     spec = model.attention_spec(0)
     dropout = spec.dropout
     if able is not None:
-        # With flex, sinks are computed from the kernel's log-sum-exp, whose backward pass has not
-        # been run on a GPU yet.
+        # With flex, sinks are computed from the log-sum-exp of the kernel. The backward pass of the
+        # log-sum-exp has not been tested on a GPU yet.
         takes_flex = "flex" in able and not spec.sinks
         return "flex" if takes_flex and device == "cuda" and compiles else "blockwise"
     if documents and device == "cuda":
@@ -92,13 +92,13 @@ def resolve_attention(
 
 
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
-    """Return True if "auto" is blockwise on a CPU: in bf16 with a head dimension of at least 64 and
-    up to 1,024 tokens; and with dropout, which torch's fused CPU kernel does not support, in bf16
-    or with such a head dimension.
+    """Return True if "auto" selects blockwise attention on a CPU. This is the case in bf16 with a
+    head dimension of at least 64 and up to 1,024 tokens. With dropout, which torch's fused CPU
+    kernel does not support, either bf16 or such a head dimension is sufficient.
 
-    Measured time relative to torch: 0.7 to 0.9 in bf16 within these limits, compiled or not; 1.0 to
-    1.2 with 2,048 tokens; up to 1.3 with head dimension 32. With dropout, 0.5 to 0.9, but 1.2 in
-    fp32 with head dimension 32.
+    The measured time relative to torch's kernel was 0.7 to 0.9 in bf16 within these limits,
+    compiled or not. It was 1.0 to 1.2 with 2,048 tokens, and up to 1.3 with head dimension 32. With
+    dropout, it was 0.5 to 0.9, but 1.2 in fp32 with head dimension 32.
     """
     half, large = dtype == torch.bfloat16, model.head_dim >= BLOCKWISE_HEAD_SIZE
     if model.attention_spec(0).dropout:
@@ -107,8 +107,8 @@ def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> boo
 
 
 def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
-    """Return the backends that support a model's attention, which is the same in all layers of a
-    family, or None if all backends do."""
+    """Return the backends that support the attention of a model, or None if all backends support
+    it. The relevant settings are the same in all layers."""
     spec = model.attention_spec(0)
     if spec.sinks:
         return ("blockwise", "plain", "flex")
@@ -119,12 +119,12 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
     """Return the reason why a backend does not support a model, as the end of a sentence, or "" if
-    it does.
+    the backend supports it.
 
     Args:
         model: config of the model.
         backend: value of `EfficiencyConfig.attention`.
-        device: type of the device; the sentence recommends backends for this device.
+        device: type of the device for which the sentence recommends backends.
     """
     able = able_backends(model)
     if able is None or backend in ("auto", *able):
@@ -138,7 +138,8 @@ def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
 
 
 def choose_attention(model: Model, backend: str) -> None:
-    """Make the model's layers use an attention backend of `EfficiencyConfig.attention`.
+    """Install an attention backend, a value of `EfficiencyConfig.attention`, in the layers of a
+    model.
 
     Raises:
         ConfigError: the backend does not support the model's attention.
@@ -149,8 +150,8 @@ def choose_attention(model: Model, backend: str) -> None:
     attend, make_mask = _backends()[backend]
     spec = model.config.attention_spec(0)
     if backend == "flex" and (spec.softcap is not None or spec.sinks):
-        # By default, fused kernels handle a purely causal mask, but they support no cap and no
-        # sinks.
+        # By default, a purely causal mask is handled by fused kernels, but these support neither
+        # caps nor sinks.
         make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
     for module in model.modules():
@@ -183,20 +184,21 @@ def _by_kernel(
         return attention(q_BHTD, k_BKSD, v_BKSD, options)
 
 
-#: Settings to restore, one for each active `varying_lengths`. The setting is process-wide, and
-#: several threads may generate at the same time: the last one to finish restores the original
-#: setting.
+#: Settings to restore, one for each active `varying_lengths` context. The setting applies to the
+#: whole process, and several threads can generate at the same time. The last thread to finish
+#: restores the original setting.
 _BEFORE: list[bool] = []
 _CHANGING = threading.Lock()
 
 
 @contextlib.contextmanager
 def varying_lengths() -> Iterator[None]:
-    """Context manager or decorator for texts whose lengths change from call to call.
+    """Context manager or decorator for attention over texts whose lengths change from call to call.
 
-    Inside, torch chooses among all kernels except cuDNN's, which it prefers on Hopper and
-    Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape, and decoding has
-    a new shape for each token. In training, all rows have the same length, so it plans once.
+    Within the context, torch chooses among all kernels except cuDNN's, which it would prefer on
+    Hopper and Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape, and
+    decoding has a new shape for each token. In training, all rows have the same length, so cuDNN
+    plans only once.
     """
     cuda: Any = torch.backends.cuda
     with _CHANGING:
@@ -217,23 +219,25 @@ def flex_mask(
     *,
     always: bool = False,
 ) -> Any:
-    """Create the block mask for `flex_attention`: the same mask as `dense_mask`, but blocks of
-    128 x 128 without a visible key are skipped, and no T x S mask is stored. For a purely causal
-    mask, or with a cache, return the result of `dense_mask`.
+    """Create the block mask for `flex_attention`. It is equivalent to the result of `dense_mask`,
+    but blocks of 128 x 128 without a visible key are skipped, and no T x S mask is stored. For a
+    purely causal mask, or with a cache, return the result of `dense_mask`.
 
     Args:
-        positions: positions of the queries in their row, int64 [T] or [B, T].
-        total: number of keys, from position 0.
-        window: number of keys that a query sees, itself included; None is all earlier keys.
-        document_ids_BT: document of each token, int [B, T]; a query sees only its own document.
-        always: True creates a block mask even for a purely causal mask.
+        positions: positions of the queries in their rows, int64 [T] or [B, T].
+        total: number of keys. Their positions are counted from 0.
+        window: number of tokens that a query sees, including itself; None for all earlier tokens.
+        document_ids_BT: document of each token, int [B, T], or None for a single document. A query
+            sees only keys of its own document.
+        always: True to create a block mask even for a purely causal mask.
     """
-    # No block mask: torch's fused kernels handle causality, and with a cache there are no
-    # documents.
+    # No block mask is needed here, because torch's fused kernels support causal masks, and there
+    # are no documents with a cache.
     plain = document_ids_BT is None and window is None and not always
     if plain or positions.dim() == 2 or len(positions) != total:
         return dense_mask(positions, total, window, document_ids_BT)
-    # Imported here, since the import loads torch's compiler, which other backends do not need.
+    # This is imported here, because the import loads torch's compiler, which other backends do not
+    # need.
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -244,7 +248,7 @@ def flex_mask(
             seen = seen & (document_ids_BT[batch, query] == document_ids_BT[batch, key])
         return seen
 
-    # Without documents all rows share one mask; heads always do.
+    # Without documents, all rows share one mask. All heads always share one mask.
     rows = None if document_ids_BT is None else len(document_ids_BT)
     return create_block_mask(
         visible, rows, None, len(positions), total, device=str(positions.device)
@@ -254,9 +258,9 @@ def flex_mask(
 def flex_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute attention [B, H, T, D] over a block mask with torch's compiled FlexAttention (Dong et
-    al. 2024, arXiv 2412.05496). With another mask or none, use torch's fused kernels or, with a cap
-    or sinks, blockwise attention. Arguments as in `AttentionFunction`.
+    """Compute attention [B, H, T, D] for a block mask with torch's compiled FlexAttention (Dong et
+    al. 2024, arXiv 2412.05496). Without a block mask, use torch's fused kernels or, with a soft cap
+    or sinks, blockwise attention. See `AttentionFunction` for the arguments.
     """
     mask, dropout, scale, softcap, sinks_H = options
     if mask is None or isinstance(mask, Tensor):
@@ -276,15 +280,15 @@ def flex_attention(
     result, found = _compiled_flex()(
         q_BHTD, k_BKSD, v_BKSD, **arguments, return_aux=AuxRequest(lse=True)
     )
-    # A sink s adds exp(s) to the softmax's denominator exp(lse), and nothing to the sum of values:
-    # the result shrinks by exp(lse) / (exp(lse) + exp(s)).
+    # A sink s adds exp(s) to the denominator exp(lse) of the softmax, and nothing to the sum of
+    # values. The result is therefore multiplied by exp(lse) / (exp(lse) + exp(s)).
     left_BHT1 = torch.sigmoid(found.lse - at_least_fp32(sinks_H)[:, None])[..., None]
     return (result * left_BHT1).to(result.dtype)
 
 
 @functools.cache
 def _capping(bound: float) -> Callable[..., Tensor]:
-    # One function per bound, because a new function would be compiled again.
+    # The function is cached for each bound, because a new function would be compiled again.
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return soft_capped(score, bound)
 
@@ -295,5 +299,5 @@ def _capping(bound: float) -> Callable[..., Tensor]:
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention as uncompiled
 
-    # Without compilation, it stores all T x S scores.
+    # Without compilation, FlexAttention stores all T x S scores.
     return torch.compile(uncompiled, dynamic=False)

@@ -1,4 +1,4 @@
-"""Compilation of the training step with torch.compile, and bitwise reproducible steps."""
+"""Compilation of the training step with torch.compile, and bitwise reproducible training steps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
-#: Minimum CUDA compute capability supported by Triton, which inductor uses to write kernels.
+#: Minimum CUDA compute capability that is supported by Triton, which inductor uses for its kernels.
 TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Check that a CPU machine has the software that inductor requires.
+    """Check that the software that inductor requires on a CPU is installed.
 
     Raises:
-        ConfigError: something is not installed.
+        ConfigError: required software is not installed.
     """
     needs_cpp = config.compile_backend == "inductor" and hardware.device.type == "cpu"
     if needs_cpp and (missing := _missing_on_cpu()):
@@ -43,14 +43,15 @@ def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
 def can_compile(device: torch.device) -> bool:
     """Return True if torch.compile's inductor backend supports the device.
 
-    CUDA requires Triton, a C compiler, the Python headers and a GPU that Triton supports; if this
-    machine has no GPU, only Triton is checked. For CPU requirements see `require_compiler`. Other
-    devices are not supported.
+    CUDA requires Triton, a C compiler, the Python headers and a GPU that Triton supports. If this
+    machine has no GPU, only Triton is checked. See `require_compiler` for the requirements on CPUs.
+    Other devices are not supported.
     """
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # Without a GPU on this machine, the call is about a planned GPU, whose host is unknown.
+        # If this machine has no GPU, the call is part of planning a run on another machine, whose
+        # software is unknown.
         if not torch.cuda.is_available():
             return True
         has_c = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
@@ -60,13 +61,14 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _missing_on_cpu() -> str:
-    """Return the software that inductor lacks on a CPU, with installation instructions, or "" if
-    nothing is missing."""
+    """Return the software that is missing for inductor on a CPU, with installation instructions, or
+    "" if nothing is missing."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
         return "Python's headers on a CPU: install python3-dev, or your system's package of them"
-    # Apple's compiler lacks OpenMP. These are the folders where inductor looks for it.
+    # Apple's compiler does not include OpenMP. These are the folders in which inductor looks for
+    # it.
     places = (
         os.environ.get("OMP_PREFIX"),
         os.environ.get("CONDA_PREFIX"),
@@ -84,8 +86,8 @@ def _has_python_headers() -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """Return the `Compiler` for a device of this machine, assuming that no other programs run, or
-    None if it can't compile."""
+    """Return the `Compiler` for a device of this machine, assuming that no other programs are
+    running, or None if code can't be compiled for the device."""
     if not can_compile(hardware.device):
         return None
     return Compiler(hardware.device.type, hardware.name, usable_cpus())
@@ -94,19 +96,19 @@ def find_compiler(hardware: Hardware) -> Compiler | None:
 def compiled(
     model: Model, config: EfficiencyConfig, forward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Compile the forward pass with torch.compile. Inputs, outputs and parameter names do not
-    change.
+    """Compile the forward pass with torch.compile, without changing inputs, outputs or parameter
+    names.
 
-    With `compile_regional`, the layers, which are alike, share one compiled function; head and loss
-    are a second one; embedding and final norm are not compiled.
+    With `compile_regional`, all layers share one compiled function, and the head and the loss are a
+    second compiled function. The embedding and the final norm are not compiled.
 
     Args:
-        model: the model; its layers are changed in place with `compile_regional`.
-        config: the recipe's section.
-        forward: function that computes the pass: the model, or an engine around it.
+        model: model to compile. With `compile_regional`, its layers are modified in place.
+        config: the recipe's `efficiency` section.
+        forward: function that computes the forward pass: the model, or an engine that wraps it.
     """
-    # All micro-batches of a run have the same shape, and code for one shape is faster than code for
-    # any shape.
+    # All micro-batches of a run have the same shape, and code for a fixed shape is faster than code
+    # for arbitrary shapes.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -124,13 +126,13 @@ def compiled(
 
 
 def is_compile_failure(error: Exception) -> bool:
-    """Return True if torch.compile raised the error. Its module is not imported for that, which
-    would take seconds."""
+    """Return True if an error was raised by torch.compile. The error is recognised by the name of
+    its class, because importing the class would take seconds."""
     return any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__)
 
 
 def needs_compiling(config: EfficiencyConfig) -> bool:
-    """Return True if keys that require torch.compile are set."""
+    """Return True if the config sets keys that require torch.compile."""
     return (
         config.compile_regional
         or config.compile_mode != "default"
@@ -141,11 +143,11 @@ def needs_compiling(config: EfficiencyConfig) -> bool:
 def compile_time_recorder(
     config: EfficiencyConfig, hardware: Hardware, model: ModelConfig
 ) -> Callable[[float], None]:
-    """Create a function that stores the compile time in seconds for later runs. Call this before
-    the first step.
+    """Return a function that stores a compile time in seconds for later runs. Call
+    `compile_time_recorder` before the first step.
 
-    Nothing is stored for a run without torch.compile, with a backend or mode other than the
-    default, or if part of the code was in inductor's cache.
+    The function does not store anything for a run without torch.compile, for a backend or mode
+    other than the default, or if part of the code was in inductor's cache.
     """
     compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
     if not config.compile or compiler is None or how != ("inductor", "default"):
@@ -163,35 +165,37 @@ def compile_time_recorder(
 
 
 def records_cuda_graphs(config: EfficiencyConfig) -> bool:
-    """Return True if the training step runs as recorded CUDA graphs on a GPU."""
+    """Return True if the config specifies that training steps on a GPU run as recorded CUDA
+    graphs."""
     modes = ("reduce-overhead", "max-autotune")
     recorded = config.compile_backend == "cudagraphs" or config.compile_mode in modes
     return config.compile is True and recorded
 
 
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
-    """Return True if the training step runs as recorded CUDA graphs, whose results are in the
-    graphs' own memory."""
+    """Return True if the training step runs as recorded CUDA graphs. The results of CUDA graphs are
+    in memory that belongs to the graphs."""
     return records_cuda_graphs(config) and hardware.device.type == "cuda"
 
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
-    """Return the reason why a model can't be trained with the CUDA graphs of a recipe, or "" if it
-    can or if the recipe uses none."""
+    """Return the reason why a model can't be trained with the CUDA graphs that a config selects, or
+    "" if it can be trained or if the config does not use CUDA graphs."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""
     setting = f"efficiency.compile_mode {config.compile_mode}"
     instead = "default or max-autotune-no-cudagraphs"
     if config.compile_backend == "cudagraphs":
         setting, instead = "efficiency.compile_backend cudagraphs", "inductor"
-    # Observed with torch 2.11: the backward pass reads activations at the addresses of an earlier
-    # step (https://github.com/pytorch/pytorch/pull/197438).
+    # With torch 2.11, the backward pass reads activations at the addresses of an earlier step
+    # (https://github.com/pytorch/pytorch/pull/197438).
     return f"{setting} gives wrong gradients for mixtures of experts on GPUs: set it to {instead}"
 
 
 def keep_results(model: Model) -> None:
-    """Copy the gradients of earlier micro-batches of a step out of the memory of CUDA graphs: the
-    next forward pass overwrites that memory, and torch refuses to read it afterwards."""
+    """Copy the gradients from the earlier micro-batches of a step out of the memory of CUDA graphs.
+    The next forward pass overwrites this memory, and torch raises an error if it is read
+    afterwards."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
@@ -203,7 +207,7 @@ def _compiled_in_training(
     compiled_function: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    # In generation, every call has a different length and would be compiled again.
+    # In generation, every call has a different length, for which the code would be compiled again.
     in_training = owner.training and torch.is_grad_enabled()
     return (compiled_function if in_training else plain)(*arguments)
 
@@ -211,11 +215,12 @@ def _compiled_in_training(
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
     """Context manager for compilation. With activation_checkpointing "budget", torch's min-cut
-    partitioner chooses the activations to recompute, to stay within `activation_memory_budget`."""
+    partitioner selects the activations to recompute such that the others fit into
+    `activation_memory_budget`."""
     if config.activation_checkpointing != "budget":
         yield
         return
-    # Imported here, because it loads torch's compiler, which takes a second.
+    # This is imported here, because it loads torch's compiler, which takes a second.
     import torch._functorch.config as functorch
 
     with functorch.patch(activation_memory_budget=config.activation_memory_budget):
@@ -223,8 +228,9 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
-    """Context manager with higher limits on compilations. torch counts compilations of `forward`
-    over all models of a process, and by default does not compile the ninth."""
+    """Return a context manager that raises the limits on the number of compilations. torch counts
+    the compilations of `forward` for all models of a process together, and by default compiles at
+    most eight."""
     if config.compile is not True:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
@@ -236,19 +242,19 @@ def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextMan
 # Reproducible steps
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Sizes of the cuBLAS workspace for which sums have a fixed order (cuBLAS documentation, "Results
-#: Reproducibility"). The first is the size of the default workspace on Hopper.
+#: Sizes of the cuBLAS workspace for which the order of sums is fixed (cuBLAS documentation,
+#: "Results Reproducibility"). The first size is the default on Hopper.
 _CUBLAS_SIZES = (":4096:8", ":16:8")
 
 
 def require_same_bits(hardware: Hardware) -> None:
-    """Prepare for `same_bits` with `deterministic`: on a CUDA GPU, give cuBLAS a workspace of a
-    fixed size. Call this before the process's first matrix product on a GPU, because torch reads
-    the environment variable only once.
+    """Prepare for `same_bits` with `deterministic`, by setting a fixed size of the cuBLAS workspace
+    on CUDA GPUs. Call this before the first matrix product of the process on a GPU, because torch
+    reads the environment variable only once.
 
     Raises:
-        ConfigError: the environment sets a different size, or a matrix product was computed without
-        it.
+        ConfigError: the environment sets a different size, or a matrix product has already been
+            computed without the fixed size.
     """
     if hardware.device.type != "cuda":
         return
@@ -258,7 +264,8 @@ def require_same_bits(hardware: Hardware) -> None:
             f"run.deterministic requires {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, but it is "
             f"'{size}': unset it"
         )
-    # torch rejects this product in deterministic mode if cuBLAS was set up with another workspace.
+    # In deterministic mode, torch raises an error for this product if cuBLAS was initialised with a
+    # different workspace.
     one = torch.ones(8, 8, device=hardware.device)
     with _deterministic():
         try:
@@ -276,12 +283,13 @@ def require_same_bits(hardware: Hardware) -> None:
 def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
-    """Context manager for bitwise reproducible computations: always on a CPU; on a CUDA GPU only
-    with `deterministic`, which requires an earlier call to `require_same_bits`.
+    """Context manager that makes computations bitwise reproducible. It applies to compiled code on
+    a CPU, and to CUDA GPUs with `deterministic`, which requires an earlier call to
+    `require_same_bits`.
 
-    Without this context, the order of sums is not fixed: on a CPU, in compiled code (the gradient
-    of the embedding); on a GPU, in the backward passes of attention and of a compiled embedding.
-    Furthermore, inductor chooses kernels for a GPU by measuring them.
+    Without this context, the order of some sums is not fixed. On a CPU, this concerns the gradient
+    of the embedding in compiled code, and on a GPU, the backward passes of attention and of a
+    compiled embedding. In addition, inductor chooses kernels for a GPU by measuring their speed.
     """
     kind = hardware.device.type
     if (kind == "cpu" and config.compile is True) or (kind == "cuda" and deterministic):
@@ -293,12 +301,12 @@ def same_bits(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager for torch's deterministic algorithms, but without filling new memory, which
-    that mode would add. The settings are global, so they are restored at the end."""
+    """Context manager that enables torch's deterministic algorithms. Unlike torch's default in this
+    mode, new memory is not filled. The settings are global, so they are restored at the end."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # In this mode inductor also chooses kernels without measuring them.
+    # In this mode, inductor chooses kernels without measuring them.
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:

@@ -1,5 +1,4 @@
-"""The `efficiency` section of a recipe: methods that change how a step is computed, but not its
-result."""
+"""The `efficiency` and `loss` sections of a recipe."""
 
 from __future__ import annotations
 
@@ -18,81 +17,88 @@ ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
 class LossConfig(Section):
-    """The `loss` section of a recipe: terms of the training loss besides the cross-entropy."""
+    """The `loss` section of a recipe: terms of the training loss in addition to the
+    cross-entropy."""
 
     z_loss_coef: float = Field(0.0, ge=0)
     """coefficient of the z-loss, the squared logarithm of the softmax denominator of each token
-    (Chowdhery et al. 2022). It keeps logits from drifting in long runs; 1e-4 is usual. train/loss
-    includes it, val/loss does not."""
+    (Chowdhery et al. 2022). The z-loss keeps logits from drifting in long runs. A common value is
+    1e-4. train/loss includes the z-loss, and val/loss does not."""
 
 
 class EfficiencyConfig(Section):
-    """The `efficiency` section of a recipe. Each key is one method; most can be combined."""
+    """The `efficiency` section of a recipe: methods that change how a step is computed, but not its
+    result. Each key is one method, and most methods can be combined."""
 
     precision: Precision = "auto"
-    """number format of the computation. "auto" is bf16 if matrix products are faster in bf16
-    than in fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), otherwise fp32.
+    """number format of the computation. "auto" is bf16 if matrix products are faster in bf16 than
+    in fp32, fp16 on GPUs whose tensor cores support only fp16 (V100, T4), and fp32 otherwise.
     "tf32" rounds the inputs of fp32 matrix products to 10 bits on GPUs that support it. "bf16" is
-    autocast: parameters, moments and the loss stay in fp32, matrix products run in bf16.
-    "bf16_params" keeps the model's parameters in bf16 and fp32 master weights in the optimizer.
-    "fp16" is autocast with dynamic loss scaling. "fp8" is bf16 with the matrix products of linear
-    layers of at least 4 million weights in fp8 (torchao; GPUs from compute capability 8.9); experts
-    of mixtures stay in bf16."""
+    autocast: matrix products are computed in bf16, while parameters, moments and the loss stay in
+    fp32. "bf16_params" stores the model's parameters in bf16, and fp32 master weights in the
+    optimizer. "fp16" is autocast with dynamic loss scaling. "fp8" is bf16, except that the matrix
+    products of linear layers with at least 4 million weights are computed in fp8 (torchao; GPUs
+    with compute capability 8.9 or higher). Experts stay in bf16."""
     bf16_residual: bool = False
-    """keep the residual stream, to which each layer adds its output, in bf16 instead of fp32: this
-    is faster and activations take less memory. Norms still compute in fp32. Requires precision
-    "bf16" or "fp8"."""
+    """keep the residual stream, to which each layer adds its output, in bf16 instead of fp32. This
+    is faster, and activations take less memory. Norms are still computed in fp32. Requires
+    precision "bf16" or "fp8"."""
     matmul_precision: MatmulPrecision | None = None
     """value of torch.set_float32_matmul_precision during training steps, for products of fp32
     tensors (precision "fp32" or "tf32"): "highest" computes them in fp32; "high" is precision
-    "tf32"; "medium" rounds their inputs to bf16 if products are faster in bf16 (on CPUs; on
-    NVIDIA GPUs torch computes as with "high"). null is "high" with precision "tf32", otherwise
+    "tf32"; "medium" rounds their inputs to bf16 if products are faster in bf16 (on CPUs; on NVIDIA
+    GPUs, "medium" has the same effect as "high"). null is "high" with precision "tf32", otherwise
     torch's setting, which is "highest"."""
     attention: Attention = "auto"
-    """backend of attention. "auto" is the fastest for the available hardware; "sdpa" is torch's
-    fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn", "math" name the
-    kernel; "flex" is torch's compiled attention (CUDA); "plain" is two matrix products and a
-    softmax, which store all T x T scores; "blockwise" is the same for 128 queries at a time,
-    recomputed in the backward pass, which is the fastest in bf16 on CPUs with up to 1,024
-    tokens."""
+    """backend of attention. "auto" is the fastest backend for the available hardware. "sdpa" is
+    torch's fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn" and "math"
+    select a specific kernel. "flex" is torch's compiled attention (CUDA). "plain" is two matrix
+    products and a softmax, and stores all T x T scores. "blockwise" computes the same for 128
+    queries at a time and recomputes the scores in the backward pass; it is the fastest backend on
+    CPUs in bf16 with up to 1,024 tokens."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """activations that the backward pass recomputes instead of keeping them: "none"; "full", those
-    of every layer; "selective", all except the results of matrix products and attention; "budget",
-    selected by torch.compile to meet `activation_memory_budget`."""
+    """activations that are recomputed in the backward pass instead of being stored. "none"
+    recomputes none, and "full" those of every layer. "selective" recomputes all except the results
+    of matrix products and attention. With "budget", torch.compile selects the activations such that
+    the stored ones fit into `activation_memory_budget`."""
     activation_memory_budget: float = Field(0.5, ge=0, le=1)
-    """fraction of the activations' memory that "budget" may use: 1 keeps all, 0 is like "full"."""
+    """fraction of the memory of all activations that "budget" can use: 1 stores all activations, 0
+    is like "full"."""
     activation_offload: bool = False
-    """keep activations for the backward pass in CPU memory instead of GPU memory. No effect on a
-    CPU."""
+    """store activations for the backward pass in CPU memory instead of GPU memory. This has no
+    effect on a CPU."""
     loss_chunk_tokens: int | None = Field(None, ge=0)
     """number of tokens for which the head and the cross-entropy are computed at a time, so that the
-    logits of all tokens are never in memory together; 0 computes all at once. null is 512 for fp32
-    on a CPU with a vocabulary of at least 16,384, where it costs no time, otherwise 0."""
+    logits of all tokens are never in memory together; 0 computes all tokens at once. null is 512 in
+    fp32 on a CPU with a vocabulary of at least 16,384 tokens, where this takes no additional time,
+    and 0 otherwise."""
     optimizer_in_backward: bool = False
-    """update each parameter as soon as its gradient is available, then free the gradient; on a GPU,
-    groups of up to 8 million values are updated together. Requires one micro-batch per step and no
-    clipping."""
+    """update each parameter as soon as its gradient is available, and then free the gradient. On a
+    GPU, groups of parameters with up to 8 million values are updated together. Requires one
+    micro-batch per step and no gradient clipping."""
     empty_cache_steps: int = Field(0, ge=0)
-    """number of steps after which the GPU's unused cached memory is released; 0 is never."""
+    """number of steps between releases of the GPU's unused cached memory; 0 never releases it."""
     vocab_multiple: int = Field(1, ge=1)
-    """embedding and head are padded to a multiple of this number of rows (64 suits tensor cores);
-    1 adds no rows. Rows beyond the vocabulary do not produce logits and are not exported."""
+    """the number of rows of the embedding and the head is rounded up to a multiple of this number
+    (64 suits tensor cores); 1 adds no rows. Rows beyond the vocabulary do not produce logits and
+    are not exported."""
     compile: bool | Literal["auto"] = "auto"
-    """compile the training step's forward and backward pass with torch.compile, which reduces
-    memory accesses and memory use. Compilation takes seconds to a minute at the start and requires
-    a C++ compiler and Python's headers on CPUs, or Triton and a C compiler on GPUs. "auto" compiles
-    if these are installed and the run is long enough to save time, in short runs with
+    """compile the forward and backward pass of the training step with torch.compile, which reduces
+    memory accesses and memory use. Compilation takes between seconds and a minute at the start. It
+    requires a C++ compiler and Python's headers on CPUs, or Triton and a C compiler on GPUs. "auto"
+    compiles if these are installed and the run is long enough to save time. In short runs, it uses
     `compile_regional`."""
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = "inductor"
-    """backend of torch.compile: "inductor"; "cudagraphs", torch's own kernels launched together as
-    CUDA graphs, without a compiler; or "aot_eager" and "eager" for debugging."""
+    """backend of torch.compile: "inductor"; "cudagraphs", which launches torch's own kernels
+    together as CUDA graphs and does not need a compiler; or "aot_eager" and "eager" for
+    debugging."""
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ] = "default"
     """mode of torch.compile; "max-autotune" and "reduce-overhead" are for GPUs."""
     compile_regional: bool = False
-    """compile one layer, whose code all layers share, and head and loss, instead of the whole
-    model: compilation takes a fraction of the time, but steps are slightly slower."""
+    """compile one layer, whose code is used for all layers, and the head with the loss, instead of
+    the whole model. Compilation takes a fraction of the time, but steps are slightly slower."""
 
     @model_validator(mode="after")
     def _one_precision_of_products(self) -> Self:
@@ -105,7 +111,7 @@ class EfficiencyConfig(Section):
 
     @property
     def products(self) -> Precision:
-        """The format of a GPU's matrix products: `precision`, or "tf32" for fp32 tensors with
+        """Number format of matrix products on a GPU: `precision`, or "tf32" for fp32 tensors with
         `matmul_precision` "high" or "medium"."""
         is_tf32 = self.precision == "fp32" and self.matmul_precision in ("high", "medium")
         return "tf32" if is_tf32 else self.precision

@@ -1,7 +1,9 @@
-"""Methods that reduce the memory of a training step: recomputed or offloaded activations, and head
-and cross-entropy in chunks of tokens. Also settings to keep the C library's heap between steps.
+"""Methods that reduce the memory use of a training step: recomputing or offloading activations, and
+computing the head and the cross-entropy in chunks of tokens. The module also contains settings for
+the heap of the C library.
 
-Shape letters as in `models/ops.py`; N is B x T, n the number of tokens of a chunk.
+Shape letters are defined in `models/ops.py`. In addition, N is B x T, and n is the number of tokens
+in a chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# Imported to register operators that `_KEPT` names; `firstlight.models` registers those of MoE.
+# These imports register operators that `_KEPT` contains. `firstlight.models` registers the
+# operators for experts.
 import firstlight.lora.quantized
 import firstlight.models.blockwise  # noqa: F401
 from firstlight.errors import ConfigError
@@ -41,7 +44,7 @@ from firstlight.models.ops import (
 
 _aten = torch.ops.aten
 
-#: Operators whose results "selective" keeps, because they take longest to recompute
+#: Operators whose results are kept with "selective", because they take longest to recompute
 #: (Korthikanti et al. 2022; torchtitan).
 _KEPT = {
     _aten.mm.default,
@@ -65,12 +68,13 @@ _DROPOUT_AT = {
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 
-#: Minimum number of elements of an offloaded tensor: moving a smaller one costs more than it frees.
+#: Minimum number of elements in a tensor that is offloaded. Offloading smaller tensors takes time
+#: but saves little memory.
 _OFFLOADED_ELEMENTS = 1024
 
 
-#: Arguments that keep the tensors saved by selective checkpointing from being offloaded. torch has
-#: this option since version 2.14; earlier versions never offload these tensors.
+#: Arguments that prevent tensors saved by selective checkpointing from being offloaded. torch has
+#: had this option since version 2.14. Earlier versions never offload these tensors.
 _CHOICE: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -79,15 +83,15 @@ _CHOICE: dict[str, Any] = (
 
 
 def checkpoint_layers(model: Model, selective: bool) -> None:
-    """Make the backward pass recompute every layer's activations (Chen et al. 2016, arXiv
-    1604.06174).
+    """Change a model so that its backward pass recomputes the activations of every layer (Chen et
+    al. 2016, arXiv 1604.06174).
 
-    The random state is restored for the recomputation, so that dropout repeats itself: gradients
-    are the same to the last bit.
+    The random state is restored for the recomputation, so that dropout drops the same values. The
+    gradients are bit-identical to those without recomputation.
 
     Args:
-        model: a plain model; changed in place.
-        selective: True keeps the results of matrix products and attention, see `keeps_result`.
+        model: plain model, which is modified in place.
+        selective: True to keep the results of matrix products and attention (see `keeps_result`).
     """
     for layer in model.layers:
         layer.forward = functools.partial(_recomputed, layer, layer.forward, selective)
@@ -96,11 +100,11 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
 def _recomputed(
     layer: nn.Module, forward: Callable[..., Any], selective: bool, *arguments: Any
 ) -> Any:
-    # Evaluation and generation keep no activations that could be freed.
+    # In evaluation and generation, no activations are kept for a backward pass.
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*arguments)
-    # Reentrant checkpoints give no gradients if no input requires one, for example after frozen
-    # layers.
+    # Reentrant checkpoints do not compute gradients if no input requires a gradient, for example
+    # after frozen layers.
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, keeps_result)
@@ -108,11 +112,11 @@ def _recomputed(
 
 
 def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """Decide whether selective checkpointing keeps an operator's result.
+    """Decide whether selective checkpointing keeps the result of an operator.
 
-    Attention with dropout is recomputed. If its result were kept, the recomputation would draw no
-    random numbers for it, and later dropout layers would draw different numbers than in the forward
-    pass.
+    Attention with dropout is recomputed. If its result were kept, the recomputation would not draw
+    random numbers for attention, so later dropout layers would draw different numbers from those in
+    the forward pass.
     """
     place = _DROPOUT_AT.get(operator, len(arguments))
     drops = bool(named.get("dropout_p")) or (place < len(arguments) and bool(arguments[place]))
@@ -121,12 +125,12 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 
 
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Context manager that keeps the activations of a forward pass in CPU memory (page-locked if
-    there is a GPU) until the backward pass needs them. Parameters and buffers are not moved. A GPU
-    copies activations in parallel with the computation, see `_Copies`.
+    """Return a context manager that stores the activations of a forward pass in CPU memory
+    (page-locked if there is a GPU) until the backward pass needs them. Parameters and buffers are
+    not moved. On a GPU, activations are copied in parallel with the computation; see `_Copies`.
     """
-    # Compared by storage, because autograd also saves views of parameters, such as a transposed
-    # weight.
+    # Parameters are recognised by their storage, because autograd also saves views of parameters,
+    # such as a transposed weight.
     weights = (*model.parameters(), *model.buffers())
     parameters = {weight.untyped_storage().data_ptr() for weight in weights}
 
@@ -147,12 +151,12 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-#: Number of activations whose copies run in parallel with the computation, in each direction. With
-#: one, a checkpointed layer's copy overlaps the next layer's computation; two would add a planned
-#: 1.3 GiB to full fine-tuning of Llama 3.2 3B.
+#: Number of activations that are copied in parallel with the computation, in each direction. With
+#: one, the copy of a checkpointed layer overlaps with the computation of the next layer. With two,
+#: the planned memory for full fine-tuning of Llama 3.2 3B would be 1.3 GiB larger.
 COPIES_BESIDE = 1
 
-#: A tensor on the GPU, and the event at the end of its copy.
+#: A tensor on the GPU, and the event that marks the end of its copy.
 _Copy = tuple[Tensor, torch.cuda.Event]
 
 
@@ -161,12 +165,13 @@ class _Activation:
     """A GPU activation that is stored in pinned host memory.
 
     Attributes:
-        kept: the values.
-        device: the GPU.
-        before: function that returns the previously saved activation, which the backward pass needs
-            next; None if it has been freed.
-        back: the copy on the GPU, from the start of the copy until the backward pass uses it.
-        is_back: True if the backward pass has used the copy.
+        kept: the values in host memory.
+        device: GPU of the activation.
+        before: function that returns the activation that was saved before this one, which the
+            backward pass needs next, or None if that activation has been freed.
+        back: the tensor on the GPU, from the time when its copy is started until the backward pass
+            uses it; None at all other times.
+        is_back: True if the backward pass has used the tensor on the GPU.
     """
 
     kept: Tensor
@@ -179,28 +184,30 @@ class _Activation:
 class _Copies:
     """Copies of activations from a GPU to page-locked memory and back, on a separate stream.
 
-    All GPU tensors are allocated on the computation's stream, which waits for the end of a tensor's
-    copy before the tensor is freed, so memory is reused only after the copy. (With
-    `Tensor.record_stream`, memory would not be free before the host notices the end of a copy, and
-    a host that runs ahead would allocate more memory for each layer.)
+    All GPU tensors are allocated on the stream of the computation. Before a tensor is freed, this
+    stream waits for the end of the tensor's copy, so memory is reused only after the copy.
+    `Tensor.record_stream` is not used: memory would be freed only after the host has noticed the
+    end of a copy, and a host that runs ahead would allocate additional memory for each layer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        #: Copies to the host in their order.
+        #: Copies to the host, and copies to the GPU, in the order in which they were started.
         self._leaving: deque[_Copy] = deque()
         self._arriving: deque[_Copy] = deque()
         self._last: Callable[[], _Activation | None] = lambda: None
 
     def take(self, tensor: Tensor) -> _Activation:
         """Start the copy of an activation to page-locked memory."""
-        # torch would copy a non-contiguous tensor, such as a view of one product for q, k and v,
-        # through pageable memory, for which the host waits. The GPU makes it contiguous first.
+        # torch would copy a non-contiguous tensor, such as a view of a fused product for q, k and
+        # v, through pageable memory, and the host would wait for the copy. Therefore, the tensor is
+        # made contiguous on the GPU first.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         tensor = tensor.detach() if dense else tensor.detach().contiguous()
         kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        # Detached, because a failed pass would otherwise keep its graph here until the next pass.
+        # The tensor is detached, because a failed pass would otherwise keep its graph in memory
+        # until the next pass.
         self._leaving.append((tensor, self._copy(kept, tensor)))
         self._drop(self._leaving, COPIES_BESIDE)
         activation = _Activation(kept, self._device, self._last)
@@ -208,7 +215,7 @@ class _Copies:
         return activation
 
     def bring_back(self, activation: _Activation) -> Tensor:
-        """Return the activation on the GPU, and start copying the activations that are needed
+        """Return an activation on the GPU, and start copying the activations that are needed
         next."""
         self._drop(self._leaving, 0)
         activation.is_back = False
@@ -224,15 +231,16 @@ class _Copies:
         assert activation.back is not None
         tensor, event = activation.back
         activation.back, activation.is_back = None, True
-        # All copies are dropped after the pass's last activation, or the next pass would find them.
+        # All copies are dropped after the last activation of the pass, so that the next pass does
+        # not find them.
         beside = COPIES_BESIDE if activation.before() else 0
         torch.cuda.current_stream(self._device).wait_event(event)
         self._drop(self._arriving, beside)
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Start a copy after all work that the computation has queued; return the event at its
-        end."""
+        """Start a copy that runs after all work that the computation has queued, and return the
+        event that marks its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -240,43 +248,45 @@ class _Copies:
         return event
 
     def _drop(self, copies: deque[_Copy], most: int) -> None:
-        """Drop the first tensors, so that at most `most` remain."""
+        """Drop the oldest copies, so that at most `most` remain."""
         while len(copies) > most:
             torch.cuda.current_stream(self._device).wait_event(copies[0][1])
             copies.popleft()
 
 
-#: The copies of each GPU. They outlive a backward pass, because they may hold a tensor whose copy
-#: has started but that no operation has used yet.
+#: The copies of each GPU. They outlive a backward pass, because they may contain a tensor whose
+#: copy has started but that has not been used by any operation yet.
 _copies = functools.cache(_Copies)
 
 
 # The C library's heap
 
-#: Parameters of mallopt, from malloc.h; the values are 32-bit integers.
+#: Parameters of mallopt, from malloc.h. Their values are 32-bit integers.
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
 _MMAP_THRESHOLD = -3
 
 
-#: Size in bytes up to which freed allocations are kept, for an unsharded and for a sharded model.
+#: Maximum size in bytes of freed allocations that are kept, for an unsharded and for a sharded
+#: model.
 _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
 def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
-    """On a CPU with glibc, make the process keep freed memory, instead of returning it and
-    allocating it again, page by page, in every step.
+    """Configure glibc to keep freed memory, instead of returning it to the system and allocating it
+    again, page by page, in every step. This applies only to processes that compute on a CPU.
 
     A step allocates and frees the same large tensors as the previous step. By default, glibc maps
-    and unmaps each of them, which took a third of a step's time. The setting lasts for the rest of
-    the process. Returns True if it was applied.
+    and unmaps each of these tensors, which took a third of the time of a step in a measurement. The
+    settings last for the rest of the process. Return True if they were applied.
 
     Args:
         hardware: hardware of the process.
-        sharded: True returns large tensors to the system, for a model sharded over processes. Its
-            gathered layers and gradients have many sizes and lie between the activations. If their
-            memory were kept, it would leave gaps that no other tensor fits into: 1 GiB of gaps was
-            measured in addition to 0.8 GiB in use, so that fsdp took more memory than ddp.
+        sharded: True for a model that is sharded over processes, for which the memory of large
+            tensors is returned to the system. Gathered layers and gradients have many sizes and lie
+            between the activations. If their memory were kept, there would be gaps into which no
+            other tensor fits. In a measurement, there was 1 GiB of gaps in addition to 0.8 GiB in
+            use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False
@@ -284,8 +294,8 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     if mallopt is None:  # another C library
         return False
     limit = _LIMIT_SHARDED if sharded else _LIMIT
-    # An old glibc accepts at most 32 MiB. This is set first, because the other settings alone would
-    # make steps slower.
+    # Old versions of glibc accept at most 32 MiB. This parameter is set first, because the other
+    # settings alone would make steps slower.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     taken = [bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)), bool(mallopt(_TOP_PAD, 64 << 20))]
@@ -293,10 +303,10 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 
 
 def give_back_unused(hardware: Hardware) -> None:
-    """On a CPU with glibc, return the free pages of the heap to the system.
+    """Return the free pages of glibc's heap to the system, in processes that compute on a CPU.
 
-    Call this after a run has been set up and compiled: the memory used for that is scattered over
-    the heap, and would stay resident in addition to the memory of the steps.
+    Call this after a run has been set up and compiled. The memory that was used for this is
+    scattered over the heap, and would stay resident in addition to the memory of the steps.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return
@@ -305,20 +315,21 @@ def give_back_unused(hardware: Hardware) -> None:
         trim(0)
 
 
-# The head's loss in chunks: a custom operator, which torch.compile calls without tracing into it.
+# The loss in chunks of tokens. It is a custom operator, which torch.compile calls without tracing
+# into it.
 
 
 def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> None:
-    """Make the model compute its loss for `chunk_tokens` tokens at a time, so that the logits of
-    all tokens are never in memory together.
+    """Change a model so that it computes its loss for `chunk_tokens` tokens at a time, and the
+    logits of all tokens are never in memory together.
 
-    The gradients of a chunk are computed right after its logits, in the forward pass, so that no
-    chunk is kept and nothing is computed twice (the idea of Cut Cross-Entropy, Wijmans et al. 2024,
-    arXiv 2411.09009, and of Liger-Kernel's fused linear cross-entropy).
+    The gradients of a chunk are computed directly after its logits, in the forward pass, so that no
+    logits are kept and nothing is computed twice. The same idea is used in Cut Cross-Entropy
+    (Wijmans et al. 2024, arXiv 2411.09009) and in Liger-Kernel's fused linear cross-entropy.
 
     Args:
-        model: a plain model; changed in place.
-        chunk_tokens: tokens of a chunk.
+        model: plain model, which is modified in place.
+        chunk_tokens: number of tokens in a chunk.
         z_loss_coef: see `head_loss`.
 
     Raises:
@@ -334,8 +345,8 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
 
 
 def chunked_head_loss(chunk_tokens: int, z_loss_coef: float = 0.0) -> HeadLoss:
-    """Return a `HeadLoss` that keeps the logits of at most `chunk_tokens` tokens in memory;
-    `z_loss_coef` as in `head_loss`."""
+    """Return a `HeadLoss` that keeps the logits of at most `chunk_tokens` tokens in memory. See
+    `head_loss` for `z_loss_coef`."""
     return functools.partial(_chunked_head_loss, chunk_tokens, z_loss_coef)
 
 
@@ -387,16 +398,18 @@ def _linear_cross_entropy(
     """Compute the summed loss and its gradients, with matrix products in `dtype`.
 
     Args:
-        learns: True if the weight needs a gradient.
+        learns: True if the weight requires a gradient.
 
     Returns:
-        The loss [] in fp32 (fp64 for that `dtype`), the gradient of `x_NC` [N, C], and the gradient
-        of `weight_VC` [V, C] in the loss's dtype, which is empty unless `learns`.
+        The loss [] in fp32 (in fp64 if `dtype` is fp64), the gradient of `x_NC`, [N, C], and the
+        gradient of `weight_VC`, [V, C], in the dtype of the loss. The latter is empty unless
+        `learns` is True.
     """
     weight = weight_VC.to(dtype)  # rounded once for all chunks
     grad_x_NC = torch.empty_like(x_NC)
     wide = torch.promote_types(dtype, torch.float32)
-    # Summed in fp32: rounding the sum to bf16 would lose the gradient of a chunk.
+    # The sum is in fp32, because the gradient of a chunk could be lost if the sum were rounded to
+    # bf16.
     grad_weight_VC = weight_VC.new_zeros(weight_VC.shape if learns else 0, dtype=wide)
     loss = torch.zeros((), dtype=wide, device=x_NC.device)
     for start in range(0, len(x_NC), chunk_tokens):
@@ -405,20 +418,22 @@ def _linear_cross_entropy(
         logits_nV = x_nC @ weight.T
         if softcap:
             logits_nV.div_(softcap).tanh_()
-            # The derivative of c tanh(z / c) for z.
+            # This is the derivative of c tanh(z / c) with respect to z.
             slope_nV = 1 - logits_nV.square()
             logits_nV.mul_(softcap)
-        # Padding rows of the vocabulary get probability 0, and therefore no gradient.
+        # Padding rows of the vocabulary get a probability of 0, and therefore no gradient.
         logits_nV[:, vocab_size:] = float("-inf")
         grad_nV = torch.log_softmax(logits_nV, -1, dtype=loss.dtype)
         valid_n = labels_n != IGNORE_INDEX
         target_n1 = labels_n.where(valid_n, 0)[:, None]
         loss -= grad_nV.gather(1, target_n1)[:, 0].where(valid_n, 0).sum()
         if z_loss_coef:
-            # log p = logit - z: one entry of a row gives z, without a copy of the logits in fp32.
+            # Because log p = logit - z, a single entry of a row determines z, without an fp32 copy
+            # of the logits.
             z_n1 = logits_nV.gather(1, target_n1) - grad_nV.gather(1, target_n1)
             loss += z_loss_coef * z_n1[:, 0].square().where(valid_n, 0).sum()
-        # The gradient of -log p(label) for the logits is p - 1 at the label, p elsewhere.
+        # The gradient of -log p(label) with respect to the logits is p - 1 at the label, and p
+        # elsewhere.
         grad_nV.exp_()
         if z_loss_coef:
             # The gradient of z^2 is 2 z p.
@@ -428,7 +443,7 @@ def _linear_cross_entropy(
             grad_nV.mul_(slope_nV)
         low_nV = grad_nV.to(dtype)
         # Tokens without a label do not get a gradient. Their rows are set to zero after the
-        # products: a pass over the gradient of the logits would take much longer.
+        # products, because a pass over the gradient of the logits would take much longer.
         grad_x_NC[part] = (low_nV @ weight).mul_(valid_n[:, None])
         if learns:
             grad_weight_VC += low_nV.T @ (x_nC * valid_n[:, None])
@@ -447,7 +462,7 @@ def _(x_NC: Tensor, weight_VC: Tensor, *others: Any) -> tuple[Tensor, Tensor, Te
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.weight_dtype, ctx.learns = inputs[1].dtype, inputs[6]
-    # Otherwise autograd would create zeros as large as the weight for the unused outputs.
+    # Otherwise, autograd would create zeros as large as the weight for the unused outputs.
     ctx.set_materialize_grads(False)
 
 
@@ -456,7 +471,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None]:
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
-        # In the loss's precision: a rounded 1/tokens would rescale all gradients except the head's.
+        # The product is computed in the precision of the loss. With a rounded factor 1/tokens, all
+        # gradients except that of the head would be rescaled.
         (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
         (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
         *(None,) * 7,

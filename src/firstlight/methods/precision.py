@@ -23,11 +23,12 @@ from firstlight.models.gpt2 import Conv1D
 from firstlight.models.llama import RMSNorm
 from firstlight.models.ops import product_dtype
 
-#: Minimum CUDA compute capability with fp8 matrix units.
+#: Minimum CUDA compute capability of GPUs with fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
 
-#: Bounds of docs/methods.md by precision: maximum difference of a loss from a more precise run, in
-#: nats, and maximum `weights_distance`. Sums in a different order have the bounds of fp32.
+#: Error bounds by precision, which docs/methods.md documents: the maximum difference of the loss
+#: from that of a more precise run, in nats, and the maximum `weights_distance`. The bounds of fp32
+#: also apply to methods that only change the order of sums.
 BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 
 
@@ -35,8 +36,8 @@ def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
     """Return the L2 distance between trained weights and exact weights, divided by the distance
-    that training moved the exact weights. All arguments have the same tensors [...] of a model, on
-    the CPU."""
+    that the exact weights moved in training. Each argument contains the same tensors [...] of a
+    model, in the same order and on the CPU."""
     apart = moved = 0.0
     for one, other, before in zip(found, exact, start, strict=True):
         apart += float((one.double() - other.double()).square().sum())
@@ -44,14 +45,16 @@ def weights_distance(
     return math.sqrt(apart / moved)
 
 
-#: Minimum CUDA compute capability with fp16 matrix units.
+#: Minimum CUDA compute capability of GPUs with fp16 matrix units.
 FP16_CAPABILITY = (7, 0)
 
 
 def has_only_fp16_units(hardware: Hardware) -> bool:
-    """Return True for a CUDA GPU whose tensor cores support fp16 but not bf16, such as V100 or T4.
+    """Return True for a CUDA GPU whose tensor cores support fp16 but not bf16, such as the V100 or
+    T4.
 
-    The GTX 16 series has capability 7.5 but no tensor cores.
+    The GTX 16 series is excluded by name, because it has compute capability 7.5 but no tensor
+    cores.
     """
     capability = hardware.capability
     has_units = capability is not None and capability >= FP16_CAPABILITY
@@ -59,8 +62,8 @@ def has_only_fp16_units(hardware: Hardware) -> bool:
 
 
 def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dtype:
-    """Return the dtype of matrix products. "auto" is bf16 if products are faster in bf16 than in
-    fp32 on this hardware, otherwise fp32."""
+    """Return the dtype of matrix products. For "auto", this is bf16 if matrix products are faster
+    in bf16 than in fp32 on this hardware, and fp32 otherwise."""
     if config.precision == "auto":
         worth_it = hardware.bf16 and bf16_is_faster(hardware.device)
         return torch.bfloat16 if worth_it else torch.float32
@@ -68,28 +71,31 @@ def resolve_precision(config: EfficiencyConfig, hardware: Hardware) -> torch.dty
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of matrix products in a precision of `EfficiencyConfig`, except "auto"."""
+    """Return the dtype of matrix products for a precision of `EfficiencyConfig` other than
+    "auto"."""
     return {
         "fp32": torch.float32,
-        # tf32 is a mode of multiplying fp32 tensors, not a dtype.
+        # tf32 is not a dtype, but a mode in which fp32 tensors are multiplied.
         "tf32": torch.float32,
         "fp16": torch.float16,
     }.get(precision, torch.bfloat16)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[object]:
-    """Run matrix products in `dtype` in the context. Do nothing for fp32."""
+    """Return a context manager in which matrix products are computed in `dtype`. For fp32, it does
+    nothing."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
-    # torch's cache of rounded weights is off: a forward pass uses each weight once, and with
-    # activation checkpointing the cache would be the only reason to keep all of them, 2 bytes per
-    # parameter.
+    # torch's cache of rounded weights is disabled. A forward pass uses each weight only once, and
+    # with activation checkpointing, the cache would keep all rounded weights in memory, which takes
+    # 2 bytes per parameter.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def keep_bf16_residual(model: Model) -> None:
-    """Make the residual stream of a plain model use autocast's dtype instead of fp32: it is rounded
-    before the first layer, and norms, which compute in fp32, return that dtype."""
+    """Change the dtype of a plain model's residual stream from fp32 to that of autocast. The
+    residual stream is rounded before the first layer, and norms, which are computed in fp32, return
+    the same dtype."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.forward = functools.partial(_layer_norm, module)  # type: ignore[method-assign]
@@ -101,15 +107,16 @@ def keep_bf16_residual(model: Model) -> None:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    # Autocast would pass an fp32 copy of x to CUDA's kernel, and keep it for the backward pass. The
-    # kernel computes in fp32 anyway, but requires a weight of x's dtype.
+    # Autocast would pass an fp32 copy of x to CUDA's kernel, and keep the copy for the backward
+    # pass. The kernel computes in fp32 anyway, but requires that the weight has the dtype of x.
     dtype = product_dtype(x)
     weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
     with torch.autocast(x.device.type, enabled=False):
         return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
 
 
-#: Bytes per number in a matrix product, by `EfficiencyConfig.products`; 2 for all others.
+#: Bytes per number in a matrix product, by `EfficiencyConfig.products`. All other formats take 2
+#: bytes.
 _PRODUCT_BYTES = {"fp32": 4, "tf32": 4, "fp8": 1}
 
 
@@ -120,14 +127,14 @@ def packet_note(
     *,
     above: int = 1,
 ) -> str | None:
-    """Return a note about the widths of a model that a GPU's tensor cores can't read at full speed
-    (see `matrix_packet_bytes`), with their cost, or None if there are none.
+    """Return a note about those widths of a model that a GPU's tensor cores can't read at full
+    speed (see `matrix_packet_bytes`), and their cost. Return None if there are no such widths.
 
     Args:
         config: config of the model.
-        efficiency: the recipe's section.
+        efficiency: the recipe's `efficiency` section.
         capability: CUDA compute capability of the GPU; None for another device.
-        above: only widths that are multiples of this number are reported.
+        above: number of which a width must be a multiple to be reported.
     """
     products = efficiency.products
     if capability is None or capability < FP16_CAPABILITY or products == "fp32":
@@ -156,9 +163,9 @@ def packet_note(
 
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
-    """Compute fp32 matrix products with `config.matmul_precision` in the context. With precision
-    "tf32" they use TF32 if the hardware supports it (inputs with 10 bits of mantissa). torch's
-    global setting is restored at the end."""
+    """Set the precision of fp32 matrix products to `config.matmul_precision` within the context.
+    With precision "tf32", they use TF32 (inputs with a 10-bit mantissa) if the hardware supports
+    it. torch's global setting is restored at the end."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision
     if chosen is None:
         yield
@@ -171,8 +178,8 @@ def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-#: Minimum number of weights in a layer that uses fp8. The casts and scales of smaller layers take
-#: longer than fp8 saves.
+#: Minimum number of weights in a layer that uses fp8. In smaller layers, computing the casts and
+#: scales takes longer than the time that fp8 saves.
 FP8_LAYER_WEIGHTS = 4_000_000
 
 NO_FP8_LAYERS = (
@@ -185,7 +192,8 @@ def require_fp8(hardware: Hardware, model: nn.Module) -> None:
     """Check that fp8 can be used.
 
     Raises:
-        ConfigError: there are no fp8 matrix units, no torchao, or no layers that can be converted.
+        ConfigError: the device has no fp8 matrix units, torchao is not installed, or the model has
+            no layers that can be converted.
     """
     device = hardware.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
@@ -209,7 +217,8 @@ def convert_to_fp8(model: nn.Module) -> None:
 
     layers = fp8_layers(model)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in layers)
-    # torchao only has a module for weights [out, in]; GPT-2's layers use its settings.
+    # torchao has a module only for weights [out, in]. GPT-2's layers, whose weights are [in, out],
+    # use the settings of this module.
     settings = Float8Linear(1, 1, bias=False, device="meta", config=Float8LinearConfig())
     for layer in layers.values():
         if isinstance(layer, Conv1D):
@@ -227,9 +236,9 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers whose products are in fp8 with precision "fp8", by name: large layers whose
-    sizes are multiples of 16, as fp8 tensor cores require. The head is excluded, because its errors
-    would directly affect the loss, and so are routers."""
+    """Return the layers whose matrix products are computed in fp8 with precision "fp8", by name.
+    These are large layers whose sizes are multiples of 16, as fp8 tensor cores require. The head is
+    excluded, because its errors would directly affect the loss. Routers are also excluded."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
         name: module

@@ -1,8 +1,8 @@
 """Model families: config classes, models (plain `nn.Module`s), and the table of all families,
 `FAMILIES`.
 
-Families that share `LlamaConfig` are in `llama_families.py`. Those that need more than `Llama` have
-a model class in `llama_variants.py`.
+Families that use `LlamaConfig` are defined in `llama_families.py`. If such a family needs more than
+the `Llama` model, its model class is in `llama_variants.py`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ModelConfig = (
 
 @dataclass(frozen=True)
 class Family:
-    """A family's config class, model class and facts."""
+    """Config class, model class and specification of a model family."""
 
     config: type[ModelConfig]
     model: type[GPT2] | type[Llama]
@@ -95,7 +95,7 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (Qwen35Config, Qwen35),
 )
 
-#: `model_type` of config.json -> family.
+#: Families by the `model_type` in config.json.
 FAMILIES: dict[str, Family] = {
     name: Family(config, VARIANTS.get(name, model), spec)
     for config, model in _CLASSES
@@ -107,18 +107,20 @@ DEFAULT_FAMILY = LlamaConfig.default_type()
 
 
 def families_with(has: Callable[[Family], object]) -> str:
-    """Return the names of the families for which `has` is true as a phrase: "llama, qwen2 and
-    phi3"."""
+    """Return the names of all families for which `has` returns a true value, as a phrase like
+    "llama, qwen2 and phi3"."""
     *others, last = (name for name, family in FAMILIES.items() if has(family))
     return f"{', '.join(others)} and {last}"
 
 
 def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create a config's model on torch's current default device, without initialising it.
+    """Create the model described by a config, on torch's current default device, without
+    initialising its parameters.
 
     Args:
         config: config of the model.
-        vocab_multiple: the rows of embedding and head are padded to a multiple of this number.
+        vocab_multiple: the number of rows of the embedding and of the head is rounded up to a
+            multiple of this number.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
     return FAMILIES[config.model_type].model(config, rows)  # type: ignore[arg-type]
@@ -130,10 +132,11 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 
 
 def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create a config's model on the CPU with allocated but uninitialised parameters.
+    """Create the model described by a config on the CPU, with allocated but uninitialised
+    parameters.
 
-    This saves the time of torch's default initialisation. The caller must initialise or load the
-    values. Arguments as in `build_model`.
+    This skips torch's default initialisation, which takes time. The caller must initialise the
+    parameters or load their values. See `build_model` for the arguments.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
@@ -143,10 +146,10 @@ def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
 
 @torch.no_grad()
 def allocate(model: Model, device: torch.device) -> None:
-    """Allocate the parameters of a model that is on the meta device.
+    """Allocate memory on `device` for the parameters of a model on the meta device.
 
-    Values are not set, except for the rows beyond the vocabulary, which are set to zero: random
-    values there would affect the gradients.
+    The parameters are left uninitialised, except for the padding rows beyond the vocabulary. These
+    rows are set to zero, because arbitrary values in them would affect the gradients.
     """
     model.to_empty(device=device)
     model.finish_loading()

@@ -1,5 +1,5 @@
-"""Counts of parameters, FLOPs and bytes, computed from a model's modules. For a model on the meta
-device (`meta_model`), nothing is allocated.
+"""Counts of parameters, FLOPs and bytes, computed from a model's modules. The functions also accept
+models on the meta device (see `meta_model`), whose parameters use no memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from firstlight.models.qwen3_next import GatedDeltaNet
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of parameters in each part of a model. A tied head is counted once, under `embedding`;
-    `experts` counts routed experts, and `mlp` includes shared experts.
+    """Number of parameters in each part of a model.
+
+    A tied head is counted once, as part of `embedding`. `experts` counts the routed experts only;
+    shared experts are counted in `mlp`.
 
     Attributes:
-        idle: parameters of the routed experts that are not used for a token.
+        idle: number of parameters of routed experts that are not used for a given token.
     """
 
     embedding: int
@@ -37,7 +39,7 @@ class ParameterCount:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Part -> number of parameters; the numbers add up to `total`."""
+        """Number of parameters by part. The numbers add up to `total`."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @property
@@ -54,15 +56,16 @@ class ParameterCount:
 _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
-#: The most recent models of `meta_model`, by the class and values of their config.
+#: Models most recently created by `meta_model`, by the class and the JSON values of their config.
 _meta_models: dict[tuple[type, str], Model] = {}
 _META_MODELS = 4
 
 
 def meta_model(config: ModelConfig) -> Model:
-    """Return the model on the meta device, without memory for its parameters.
+    """Return the model on the meta device, where its parameters use no memory.
 
-    A run or a plan needs the same model many times, so callers share it and must not change it.
+    A run or a plan needs the same model many times, so the model is cached. Callers must not modify
+    it.
     """
     key = (type(config), config.model_dump_json())
     if key not in _meta_models:
@@ -79,7 +82,8 @@ def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[in
 
     Args:
         config: config of the model.
-        vocab_multiple: the embedding's rows are padded to a multiple of this number.
+        vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
+            number.
     """
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
@@ -105,7 +109,7 @@ def count_parameters(model: Model) -> ParameterCount:
 
 
 def _part_for(model: Model, name: str) -> str:
-    """Return the part of the parameter `name`: one of `_PARTS`."""
+    """Return the part of the model that contains the parameter `name`, as one of `_PARTS`."""
     parts = name.split(".")
     # All modules on the path, from the outermost to the parameter's owner.
     modules = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts) - 1)]
@@ -113,7 +117,8 @@ def _part_for(model: Model, name: str) -> str:
         return "head"
     if isinstance(modules[-1], Embedding):
         return "embedding"
-    # Checked before attention, because attention modules contain norms of queries and keys.
+    # Norms are checked before attention, because attention modules contain norms of queries and
+    # keys.
     if isinstance(modules[-1], nn.LayerNorm | RMSNorm):
         return "norm"
     if any(isinstance(module, SelfAttention | GatedDeltaNet) for module in modules):
@@ -124,8 +129,8 @@ def _part_for(model: Model, name: str) -> str:
 
 
 def is_multiplied(model: Model, name: str) -> bool:
-    """Return True if the parameter `name` is a matrix that multiplies activations; False for
-    vectors and for the embedding, which is only looked up."""
+    """Return True if the parameter `name` is a matrix that multiplies activations. Return False for
+    vectors, and for the embedding, whose rows are only looked up."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return not isinstance(owner, Embedding) and model.get_parameter(name).dim() >= 2
 
@@ -138,24 +143,25 @@ def _visited_share(config: ModelConfig) -> float:
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
     """Return the FLOPs per token of a forward and backward pass, without recomputation.
 
-    - Matrices: 6 per weight that multiplies a token, 2 forward and 4 backward. The head is included
-    even if it is tied, embedding lookups are not. Of the routed experts, only those chosen for the
-    token are included.
-    - Attention: 12 * heads * head_dim per layer for each visible token. Because attention is
-    causal, a token sees half of the sequence on average, or less with a sliding window (Chowdhery
-    et al. 2022, arXiv 2204.02311, appendix B, use the full sequence).
-    - Linear attention: 18 per element of the state. Each token decays the element, reads it for the
-    update, writes it, and reads it for the output.
+    - Matrices: 6 FLOPs per weight that multiplies a token, 2 in the forward pass and 4 in the
+      backward pass. The head is included even if it is tied. Embedding lookups are not included,
+      and neither are routed experts that are not chosen for the token.
+    - Attention: 12 * heads * head_dim FLOPs per layer for each visible token. Because attention is
+      causal, a token sees half of the sequence on average, or less with a sliding window. Chowdhery
+      et al. 2022 (arXiv 2204.02311, appendix B) count the full sequence instead.
+    - Linear attention: 18 FLOPs per element of the state. Each token decays the element, reads it
+      for the update, writes it, and reads it for the output.
 
     Args:
         model: model to count.
         seq_len: sequence length in tokens.
-        frozen: True if the weights do not get gradients (LoRA): 4 per weight instead of 6. The
-            FLOPs of the adapters are not included.
+        frozen: True if the weights do not receive gradients (LoRA). The cost is then 4 FLOPs per
+            weight instead of 6. The FLOPs of the adapters are not included.
     """
     config = model.config
     matrix_weights = 0.0
-    # Duplicates are included so that a tied head is counted: as an embedding it is only looked up.
+    # Duplicates are included so that a tied head is counted. Under the name of the embedding, the
+    # shared weight is only looked up.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)
@@ -165,29 +171,33 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     for layer in range(config.num_hidden_layers):
         spec = config.attention_spec(layer)
         if spec.state_size:
-            # Constant per token, because it does not depend on the number of earlier tokens.
+            # The cost per token is constant, because it does not depend on the number of earlier
+            # tokens.
             states += spec.state_size
             continue
         width = min(spec.window or seq_len, seq_len)
-        # The first `width` tokens see half of `width` on average, later tokens all of it.
+        # The first `width` tokens see width / 2 tokens on average, and all later tokens see
+        # `width`.
         seen += width - width * width / (2 * max(seq_len, 1))
     matrices = (4.0 if frozen else 6.0) * matrix_weights
     return matrices + 12.0 * config.num_attention_heads * config.head_dim * seen + 18.0 * states
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes per token in the key-value cache, over all layers with keys and values."""
+    """Return the size of the key-value cache per token in bytes, over all layers with keys and
+    values."""
     layers = config.num_hidden_layers - len(config.state_shapes)
     return layers * config.cached_numbers * dtype.itemsize
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the fp32 bytes of one sequence's states, over all layers with linear attention. The
-    size does not depend on the sequence length."""
+    """Return the size in bytes of the fp32 states of one sequence, over all layers with linear
+    attention. The size does not depend on the sequence length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def is_inside_a_layer(name: str) -> bool:
-    """Return True if the parameter `name` belongs to a layer, whose number is part of the name."""
+    """Return True if the parameter `name` belongs to a layer, which means that the name contains
+    the layer's number."""
     return any(part.isdigit() for part in name.split("."))

@@ -1,10 +1,10 @@
-"""Causal attention in blocks of queries, which saves no scores for the backward pass.
+"""Causal attention, computed in blocks of queries without saving scores for the backward pass.
 
-Attention (Vaswani et al. 2017, arXiv 1706.03762) is computed for one block of queries and the keys
-that they see, so that the scores fit in a CPU core's cache. The backward pass recomputes the scores
-with the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135). A block contains all keys
-that its queries see, so no running softmax is needed. On CPUs, in bf16 and up to 1,024 tokens, this
-is faster than torch's fused kernel.
+Attention (Vaswani et al. 2017, arXiv 1706.03762) is computed for one block of queries at a time,
+with the keys that these queries see, so that the scores fit in a CPU core's cache. The backward
+pass recomputes the scores with the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135).
+A block contains all keys that its queries see, so no running softmax is needed. On CPUs, for bf16
+and up to 1,024 tokens, this is faster than torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from firstlight.models.ops import (
     product_dtype,
 )
 
-#: Queries per block; number of scores, and minimum number of query heads, computed at a time. On an
-#: AMD EPYC in bf16 with 256 to 8,192 tokens, halving or doubling any of these made attention up to
-#: 20% slower.
+#: Block sizes: the number of queries per block, the number of scores computed at a time, and the
+#: minimum number of query heads computed at a time. On an AMD EPYC, in bf16 with 256 to 8,192
+#: tokens, halving or doubling any of these numbers made attention up to 20% slower.
 QUERIES = 128
 SCORES = 2**21
 _LEAST_HEADS = 4
@@ -37,15 +37,18 @@ _LEAST_HEADS = 4
 def blockwise_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Compute causal attention in blocks of queries, [B, H, T, value head dim], in autocast's dtype
-    or the values' dtype.
+    """Compute causal attention in blocks of queries.
 
-    Arguments as in `ops.AttentionFunction`; value heads may differ in size from query and key
-    heads. With dropout, the mask is drawn for all T x S weights and saved for the backward pass,
-    with one byte per weight.
+    See `ops.AttentionFunction` for the arguments. The dimension of value heads may differ from that
+    of query and key heads. With dropout, a mask for all T x S weights is drawn and saved for the
+    backward pass, which takes one byte per weight.
+
+    Returns:
+        Tensor [B, H, T, value head dim], in the dtype of autocast if it is enabled, otherwise in
+        the dtype of the values.
     """
     mask, dropout, scale, softcap, sinks_H = options
-    # Autocast does not know this operator, so its inputs are rounded here.
+    # Autocast does not cast the inputs of custom operators, so they are cast here.
     dtype = product_dtype(v_BKSD)
     q_BHTD, k_BKSD, v_BKSD = (x.to(dtype) for x in (q_BHTD, k_BKSD, v_BKSD))
     kept_BHTS = None
@@ -60,7 +63,8 @@ def blockwise_attention(
     return result
 
 
-#: Arguments of the operator; its backward operator takes the same, after the result's gradient.
+#: Arguments of the forward operator. The backward operator takes the gradient of the result,
+#: followed by the same arguments.
 _ARGUMENTS = (
     "Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor? mask, Tensor? kept_BHTS, float growth, "
     "float softcap=0.0, Tensor? sinks_H=None, float? scale=None"
@@ -69,12 +73,12 @@ _FORWARD = f"({_ARGUMENTS}) -> Tensor"
 _BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-# A custom operator, because the code that torch.compile generates for the blocks takes several
-# times as long and saves most of the scores for the backward pass.
+# This is a custom operator, because the code that torch.compile generates for the blocks is several
+# times slower and saves most of the scores for the backward pass.
 @torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
 def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
-    # Without autocast, which would round the fp32 products of the scores.
+    # Autocast is disabled, because it would round the scores, which are fp32 matrix products.
     with torch.autocast(q_BHTD.device.type, enabled=False):
         for own, _, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.attend(out_BHTD[own])
@@ -82,7 +86,7 @@ def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> 
     return out_BHTD
 
 
-# The strides are those of the real result, because compiled code relies on them.
+# The fake result has the strides of the real result, because compiled code relies on them.
 @_attention.register_fake
 def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
     return _like_projected(q_BHTD, v_BKSD.shape[-1])
@@ -92,7 +96,7 @@ def _empty_gradients(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Create empty tensors for the gradients of queries, keys, values and sinks."""
-    # torch omits trailing arguments that have their default.
+    # torch omits trailing arguments that have their default value.
     sinks_H = others[4] if len(others) > 4 else None
     grad_q, grad_k, grad_v = map(_like_projected, (q_BHTD, k_BKSD, v_BKSD))
     return grad_q, grad_k, grad_v, _sums_like(sinks_H, q_BHTD)
@@ -110,7 +114,7 @@ def _attention_backward(
         for own, shared, part in _parts(q_BHTD, k_BKSD, v_BKSD, *others):
             part.backward(grad_BHTD[own], (grad_q[own], grad_k[shared], grad_v[shared]))
             if part.grad_sinks is not None:
-                # Summed, because all rows of a batch share the heads' sinks.
+                # The gradients are summed, because all rows of a batch share the sinks.
                 grad_sinks_H[own[1]] += part.grad_sinks
             del part
     return grad_q, grad_k, grad_v, grad_sinks_H
@@ -137,7 +141,7 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """Mask and dropout of a `_Part`.
+    """Mask and dropout that are applied to a `_Part`.
 
     Attributes:
         mask: True for keys that a query sees, bool [T, S] or [B, 1, T, S]; None for a causal mask.
@@ -165,16 +169,18 @@ class _Lost:
 
 
 class _Part:
-    """Attention for some rows of a batch, or for some heads of one row, computed together: N
-    key-value heads over all rows, with G query heads each.
+    """A part of the attention that is computed together: some rows of a batch, or some heads of one
+    row.
 
-    Scores are computed in fp32, as in fused kernels: in bf16, a score of 10 would have an error of
+    The part contains N key-value heads, counted over all of its rows, with G query heads each.
+
+    Scores are computed in fp32, as in fused kernels. In bf16, a score of 10 would have an error of
     up to 0.03, and its weight an error of up to 3%. torch does not have a CPU matrix product with
     bf16 inputs and an fp32 result.
 
     Attributes:
-        grad_sinks: gradient of the sinks, in the dtype of the scores [H], after `backward`; None
-            without sinks.
+        grad_sinks: gradient of the sinks, [H], in the dtype of the scores, which is computed by
+            `backward`; None without sinks.
     """
 
     def __init__(
@@ -193,10 +199,10 @@ class _Part:
         of_queries = self._scale
         of_keys = 1.0
         self._of_scores = 1.0
-        # In fp32 the result must match transformers bit for bit, and transformers applies the scale
-        # elsewhere. If value heads differ in size from key heads, torch's math kernel multiplies
-        # queries and keys by the square root of the scale. With sinks or a soft cap, the family's
-        # class scales the scores.
+        # In fp32, the result must match transformers bit for bit, so the scale must be applied to
+        # the same tensors as in transformers. If value heads differ in size from key heads, torch's
+        # math kernel multiplies queries and keys by the square root of the scale. With sinks or a
+        # soft cap, the model class in transformers multiplies the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)
@@ -204,7 +210,7 @@ class _Part:
                 of_queries, self._of_scores = 1.0, self._scale
         self._rest = self._scale / of_queries
         self._queries = self._grouped(at_least_fp32(q_BHTD) * of_queries)
-        # Contiguous, because every block reads them.
+        # Keys and values are made contiguous, because every block reads them.
         self._keys, self._values = (x.flatten(0, 1).contiguous() for x in (k_BKSD, v_BKSD))
         self._wide_keys = at_least_fp32(self._keys)
         if of_keys != 1:
@@ -215,23 +221,24 @@ class _Part:
         self._blocks = list(blocks_of(new, k_BKSD.shape[-2]))
 
     def _grouped(self, x_BHTD: Tensor) -> Tensor:
-        """Return [B, H, T, D] as contiguous [N, G, T, D]."""
+        """Reshape a tensor [B, H, T, D] to a contiguous tensor [N, G, T, D]."""
         rows, kept, groups = self._shape
         return x_BHTD.reshape(rows * kept, groups, *x_BHTD.shape[-2:]).contiguous()
 
     def _by_heads(self, x_NXD: Tensor) -> Tensor:
-        """Return [N, G * t, X] of a block of t queries as [B, H, t, X]."""
+        """Return a view [B, H, t, X] of a tensor [N, G * t, X] for a block of t queries."""
         rows, kept, groups = self._shape
         return x_NXD.view(rows, kept * groups, -1, x_NXD.shape[-1])
 
     def _weights(
         self, start: int, end: int, seen: int, slopes: list[Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention weights before dropout of a block (see `blocks_of`) of t queries,
-        [N, G * t, seen], and the sink's weight for each query, [N, G * t, 1] (None without sinks).
+        """Return the attention weights of one block of queries, before dropout, and the weights of
+        the sinks. For the t queries of a block (see `blocks_of`), the attention weights are [N, G *
+        t, seen] and the sinks' weights [N, G * t, 1], or None without sinks.
 
-        With a soft cap c, the cap's derivative for each score s, 1 - tanh(s / c)^2, is appended to
-        `slopes`, if that is a list.
+        If `slopes` is a list and there is a soft cap c, the derivative of the cap for each score s,
+        1 - tanh(s / c)^2, is appended to the list.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
         scores = torch.bmm(queries, self._wide_keys[:, :seen].transpose(1, 2))
@@ -246,11 +253,13 @@ class _Part:
         if self._sinks is not None:
             scores = self._with_sinks(scores, self._sinks)
         weights = F.softmax(scores, -1)
-        # Freed before the rounded copy is made, so that at most two blocks of scores exist at once.
+        # The scores are freed before the rounded copy is made, so that at most two blocks of this
+        # size exist at once.
         del scores
         if self._sinks is None:
             return weights.to(self._keys.dtype), None
-        # The sinks become an extra column of the softmax, which is cut off because it has no value.
+        # The sinks are an extra column of the softmax. The column is removed here, because a sink
+        # has no value vector.
         taken = weights[..., -1:].clone()
         return weights[..., :-1].to(self._keys.dtype), taken
 
@@ -264,7 +273,7 @@ class _Part:
         return torch.cat((scores_NXS, sinks_NX1), -1)
 
     def attend(self, out_BHTD: Tensor) -> None:
-        """Write the result to `out_BHTD`."""
+        """Compute attention and write the result to `out_BHTD`."""
         for block in self._blocks:
             self._attend(block, out_BHTD)
 
@@ -276,15 +285,17 @@ class _Part:
         out_BHTD[:, :, start:end] = self._by_heads(result)
 
     def backward(self, grad_BHTD: Tensor, grads: Sequence[Tensor]) -> None:
-        """Write the gradients of queries, keys and values to `grads`."""
+        """Compute the gradients of queries, keys and values, and write them to `grads`."""
         grad = self._grouped(grad_BHTD)
         of_queries = grad.new_empty(self._queries.shape)
         found = (of_queries, torch.empty_like(self._keys), torch.empty_like(self._values))
-        # The last block sees all keys: it runs first and writes the gradients without zeroing them.
+        # The last block sees all keys. It runs first and overwrites the gradients, so they do not
+        # have to be zeroed.
         for block in reversed(self._blocks):
             self._add_gradients(block, grad, found)
         for result, one in zip(grads, found, strict=True):
-            # Copied, because compiled code expects the strides of `_like_projected`.
+            # The gradients are copied, because compiled code expects the strides of
+            # `_like_projected`.
             result.copy_(one.view(result.shape))
 
     def _add_gradients(
@@ -295,28 +306,30 @@ class _Part:
         is_first = block == self._blocks[-1]
         grad = grads[:, :, start:end].flatten(1, 2)
         slopes: list[Tensor] = []
-        # Recomputed: storing them in the forward pass would take all T x S weights.
+        # The weights are recomputed, because saving them in the forward pass would take memory for
+        # all T x S weights.
         weights, taken = self._weights(start, end, seen, slopes)
         grad_weights = torch.bmm(grad, self._values[:, :seen].transpose(1, 2))
         self._lost.drop_(self._by_heads(grad_weights), start, end, seen)
         if taken is not None:
             assert self.grad_sinks is not None
-            # The softmax's gradient of score j is w_j (g_j - sum of g_i w_i); a sink's g_j is 0,
-            # because it has no value.
+            # The gradient of the softmax with respect to score j is w_j (g_j - sum of g_i w_i). For
+            # a sink, g_j is 0, because a sink has no value vector.
             sums = (grad_weights * weights).sum(-1, keepdim=True, dtype=taken.dtype)
             self.grad_sinks -= self._by_heads(sums.mul_(taken)).sum((0, 2, 3))
-        # This gradient is also right for weights that sum to less than 1 because of sinks.
+        # This gradient is also correct for weights that sum to less than 1 because of sinks.
         grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         del grad_weights
         if slopes:
             grad_scores.mul_(slopes.pop())
-        # After the gradient of the softmax, which needs the weights before dropout.
+        # Dropout is applied after the gradient of the softmax, which needs the weights without
+        # dropout.
         self._lost.drop_(self._by_heads(weights), start, end, seen)
         _add_product(grad_v[:, :seen], weights, grad, is_first)
         of_queries = torch.bmm(grad_scores, self._keys[:, :seen]).mul_(self._scale)
         grad_q[:, :, start:end] = of_queries.view_as(grad_q[:, :, start:end])
-        # The rest of the scale is applied to the queries, because the keys' gradient is a sum over
-        # blocks.
+        # The remaining factor of the scale is applied to the queries. It can't be applied to the
+        # gradient of the keys, which is a sum over blocks.
         queries = self._queries[:, :, start:end].flatten(1, 2)
         queries = (queries * self._rest if self._rest != 1 else queries).to(weights.dtype)
         _add_product(grad_k[:, :seen], grad_scores, queries, is_first)
@@ -331,8 +344,9 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
 
 
 def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
-    """Return how many rows of a batch, and how many key-value heads of each row, are computed
-    together for `heads` query heads, `kept` key-value heads, `new` queries and `total` keys."""
+    """Return the number of rows of a batch, and the number of key-value heads per row, that are
+    computed together for `heads` query heads, `kept` key-value heads, `new` queries and `total`
+    keys."""
     groups = heads // kept
     scores = groups * min(QUERIES, new) * total
     count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)
@@ -350,8 +364,8 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """Yield the parts of a batch, each with its rows and query heads, slices of [B, H], and its
-    rows and key-value heads, slices of [B, K]."""
+    """Yield each part of a batch as a tuple: the slices of [B, H] (rows and query heads), the
+    slices of [B, K] (rows and key-value heads), and the part itself."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
     rows, some = at_a_time(heads, kept, new, total)
@@ -367,8 +381,8 @@ def _parts(
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks of queries: the first query, the end (exclusive), and the number of keys that
-    the block's queries see."""
+    """Yield each block of queries as a tuple: the index of the first query, the end index
+    (exclusive), and the number of keys that the queries of the block see."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end
@@ -377,7 +391,7 @@ def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
 def _lost(
     mask: Tensor | None, kept_BHTS: Tensor | None, growth: float, part: tuple[slice, slice]
 ) -> _Lost:
-    # A mask without a dimension for rows, or with size 1 there, is the same for all rows.
+    # A mask without a batch dimension, or with a batch dimension of size 1, applies to all rows.
     if mask is not None and mask.dim() == 4 and len(mask) > 1:
         mask = mask[part[0]]
     return _Lost(mask, None if kept_BHTS is None else kept_BHTS[part], growth)
@@ -391,7 +405,7 @@ def _like_projected(x_BHTD: Tensor, size: int | None = None) -> Tensor:
 
 
 def _sums_like(sinks_H: Tensor | None, q_BHTD: Tensor) -> Tensor:
-    """Create an empty tensor for the gradient of sinks, in at least fp32, [H]; [0] without
-    sinks."""
+    """Create an empty tensor [H], or [0] without sinks, for the gradient of the sinks, in at least
+    fp32."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     return q_BHTD.new_empty(0 if sinks_H is None else len(sinks_H), dtype=dtype)

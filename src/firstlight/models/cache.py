@@ -1,7 +1,7 @@
-"""Caches of a model's forward passes: keys and values of earlier tokens, or recurrent states of
-layers with linear attention.
+"""Caches that forward passes read and extend: the keys and values of earlier tokens, and the
+recurrent states of layers with linear attention.
 
-Shape letters as in `models/ops.py`.
+Shape letters are defined in `models/ops.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """Interface of caches for a forward pass over `new` tokens (T) of each sequence.
+    """Interface of all caches. In its methods, `new` (T) is the number of tokens per sequence that
+    the forward pass processes.
 
-    Shape letters as in `models/ops.py`.
+    Shape letters are defined in `models/ops.py`.
     """
 
     @property
@@ -25,17 +26,17 @@ class Cache(Protocol):
         """Capacity of each sequence, in tokens."""
 
     def positions(self, new: int) -> Tensor:
-        """Return the positions of the new tokens in their sequence, int64 [T], or [B, T] if
+        """Return the positions of the new tokens in their sequences: int64 [T], or [B, T] if the
         sequences have different lengths."""
 
     def total(self, new: int) -> int:
-        """Return the number of cache positions that attention reads, including the new tokens
-        (S)."""
+        """Return S, the number of cache positions that attention reads, including those of the new
+        tokens."""
 
     def text_length(self, new: int) -> int | Tensor:
-        """Return the length of the sequences in tokens, including the new tokens: a single number
-        for all sequences, or int64 [B]. The "dynamic" and "longrope" rotary frequencies depend on
-        it."""
+        """Return the length of the sequences in tokens, including the new tokens: one integer for
+        all sequences, or int64 [B]. The "dynamic" and "longrope" rotary frequencies depend on this
+        length."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values [B, K, T, D] of the new tokens.
@@ -45,19 +46,20 @@ class Cache(Protocol):
         """
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
-        """Return a linear-attention layer's state after the tokens so far: tensors [B, ...] in at
-        least fp32, zeros before the first token."""
+        """Return the state of a linear-attention layer after all tokens so far: tensors [B, ...] in
+        at least fp32, which are zero before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
-        """Replace a layer's state with the state after the new tokens, of the same shapes."""
+        """Replace a layer's state with the state after the new tokens, whose tensors have the same
+        shapes."""
 
     def advance(self, new: int) -> None:
-        """Add `new` to the length; called after every layer has stored the new tokens."""
+        """Add `new` to the length. This is called after all layers have stored the new tokens."""
 
 
 class KVCache:
-    """Keys and values of `batch_size` sequences of equal length, with up to `max_tokens` tokens,
-    allocated once.
+    """A cache for `batch_size` sequences of equal length, with up to `max_tokens` tokens each. All
+    of its memory is allocated at creation.
 
     Args:
         num_layers, num_key_value_heads, head_dim: sizes of the model.
@@ -65,16 +67,16 @@ class KVCache:
         max_tokens: capacity of each sequence, for its prompt and new tokens together.
         dtype, device: dtype and device of keys and values.
         value_dim: dimension of a value head; None for `head_dim`.
-        states: layer (from 0) -> shapes, without the batch dimension, of the states that the layer
-            stores instead of keys and values.
+        states: shapes, without the batch dimension, of the states that a layer stores instead of
+            keys and values, by layer index (from 0).
 
     Attributes:
         keys, values: one tensor [B, K, max_tokens, D] per layer; K is 0 in layers with states. With
             a single tensor for all layers, a compiled step would copy all of it to write one layer.
         states: tensors [B, ...] of each layer, in at least fp32; () for layers with attention.
         length: number of tokens stored so far.
-        least_length: minimum length that every sequence will reach, for rotary frequencies that
-            depend on the length.
+        least_length: lower bound of the length in tokens that is used for length-dependent rotary
+            frequencies. It is set when the sequences are known to become at least this long.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class KVCache:
     ) -> None:
         states = states or {}
         heads = [0 if layer in states else num_key_value_heads for layer in range(num_layers)]
-        # Zeros instead of empty memory: attention multiplies unused positions by a weight of 0, and
-        # 0 times NaN is NaN.
+        # The memory is filled with zeros, because attention multiplies unused positions by a weight
+        # of 0, and 0 times NaN is NaN.
         self.keys, self.values = (
             [
                 torch.zeros(batch_size, K, max_tokens, size, dtype=dtype, device=device)
@@ -101,7 +103,7 @@ class KVCache:
             ]
             for size in (head_dim, head_dim if value_dim is None else value_dim)
         )
-        # A state is a sum over all tokens so far: in bf16, contributions of late tokens would be
+        # A state is a sum over all tokens so far. In bf16, contributions of late tokens would be
         # lost to rounding.
         wide = torch.promote_types(dtype, torch.float32)
         self.states = [
@@ -115,7 +117,8 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a state, which can't be reset to an earlier token."""
+        """True if some layers keep a recurrent state. Such a state can't be rewound to an earlier
+        token."""
         return any(self.states)
 
     @property
@@ -142,8 +145,8 @@ class KVCache:
         return max(self.length + new, self.least_length)
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values [B, K, T, D]; return views of all tokens' keys and
-        values, [B, K, S, D]."""
+        """Store the keys and values of the new tokens, [B, K, T, D], and return views of the keys
+        and values of all tokens, [B, K, S, D]."""
         end = self.length + k_BKTD.shape[2]
         assert end <= self.max_tokens, "the cache is full"
         keys, values = self.keys[layer], self.values[layer]
@@ -153,7 +156,7 @@ class KVCache:
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
         """See `Cache.state`."""
-        # Before the first token, the memory may hold the state of another sequence.
+        # Before the first token, the memory may still contain the state of another sequence.
         return tuple(one if self.length else torch.zeros_like(one) for one in self.states[layer])
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
@@ -166,10 +169,11 @@ class KVCache:
         self.length += new
 
     def sequence(self, row: int, count: int = 1) -> KVCache:
-        """Return an empty cache of `count` sequences that shares the memory of this cache's rows,
-        starting at `row`.
+        """Return an empty cache of `count` sequences that shares memory with this cache's rows,
+        starting at row `row`.
 
-        A prompt computed with it does not need to be copied into the row.
+        A prompt that is computed with the returned cache does not have to be copied into this
+        cache.
         """
         view, end = copy.copy(self), row + count
         view.keys, view.values = (
@@ -180,7 +184,7 @@ class KVCache:
         return view
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of row `source` to row `target`, and its states."""
+        """Copy the states and the first `length` tokens of row `source` to row `target`."""
         for layer in (*self.keys, *self.values):
             layer[target, :, :length] = layer[source, :, :length]
         for state in self.states:
@@ -188,13 +192,14 @@ class KVCache:
                 one[target] = one[source]
 
     def reorder(self, rows_B: Tensor) -> None:
-        """Replace row b with row `rows_B[b]`, int64 [B], for each b."""
+        """Replace each row b with row `rows_B[b]`. `rows_B` is int64 [B]."""
         for tensor in self.tensors:
             # Indexing makes a copy first, so rows can be swapped.
             tensor.copy_(tensor[rows_B])
 
     def begin_with(self, other: KVCache, rows_B: Tensor) -> None:
-        """Copy row `rows_B[b]`, int64 [B], of another cache to row b of this empty cache."""
+        """Copy row `rows_B[b]` of another cache to row b of this empty cache, for each b. `rows_B`
+        is int64 [B]."""
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
@@ -206,12 +211,13 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """Return the first `len(lengths)` sequences with individual lengths: see `RaggedCache`."""
+        """Return a `RaggedCache` of the first `len(lengths)` sequences, each with its own
+        length."""
         return RaggedCache(self.keys, self.values, lengths, reach, states=self.states)
 
 
 class RaggedCache:
-    """The first `len(lengths)` sequences of a `KVCache` as one batch with individual lengths. It
+    """A batch of the first `len(lengths)` sequences of a `KVCache`, each with its own length. It
     shares the memory of the `KVCache`.
 
     Positions beyond a row's length have no effect, because the model masks them.
@@ -219,9 +225,10 @@ class RaggedCache:
     Args:
         keys, values: `KVCache.keys` and `KVCache.values`.
         lengths: number of tokens of each sequence so far, int64 [B] on the cache's device.
-        reach: number of cache positions that attention reads: more than any length, at most
-            `max_tokens`. Steps with the same value have the same shapes.
-        states: `KVCache.states`; if there are any, no sequence may be empty.
+        reach: number of cache positions that attention reads. It must be greater than every length,
+            and at most `max_tokens`. Steps with the same value have the same shapes.
+        states: `KVCache.states`. If there are any states, every sequence must contain at least one
+            token.
     """
 
     def __init__(
@@ -236,7 +243,8 @@ class RaggedCache:
         self.values = values
         self.states = states
         self.lengths, self.reach = lengths, reach
-        #: Rows [B, 1] and positions [B, T] of the new tokens; the same in all layers.
+        #: Row indices [B, 1] and positions [B, T] of the new tokens, which are the same in all
+        #: layers.
         self._places: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -249,8 +257,8 @@ class RaggedCache:
         return self.lengths[:, None] + torch.arange(new, device=self.lengths.device)
 
     def total(self, new: int) -> int:
-        """Return the number of cache positions that attention reads; the mask hides those beyond
-        each sequence's length."""
+        """Return the number of cache positions that attention reads. The mask hides positions
+        beyond the length of a sequence."""
         return self.reach
 
     def text_length(self, new: int) -> Tensor:
@@ -265,8 +273,9 @@ class RaggedCache:
             self._places = rows_B1, self.positions(k_BKTD.shape[2])
         rows_B1, cache_positions_BT = self._places
         keys, values = self.keys[layer], self.values[layer]
-        # With index tensors on both sides of the head dimension, B and T come first, so K and V are
-        # transposed. Unlike slice assignment, index assignment does not cast, so `to` is needed.
+        # With index tensors on both sides of the head dimension, torch moves B and T to the front,
+        # so the new keys and values are transposed. Index assignment does not cast, unlike slice
+        # assignment, so `to` is needed.
         keys[rows_B1, :, cache_positions_BT] = k_BKTD.transpose(1, 2).to(keys.dtype)
         values[rows_B1, :, cache_positions_BT] = v_BKTD.transpose(1, 2).to(values.dtype)
         return keys[:count, :, : self.reach], values[:count, :, : self.reach]
@@ -282,5 +291,5 @@ class RaggedCache:
 
     def advance(self, new: int) -> None:
         """See `Cache.advance`."""
-        # Not in place: the tensor belongs to the caller.
+        # The lengths are not updated in place, because the tensor belongs to the caller.
         self.lengths, self._places = self.lengths + new, None

@@ -1,14 +1,16 @@
 """DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437): multi-head latent attention,
 routed experts and shared experts.
 
-Keys and values of all heads are computed from one KV latent per token. The cache holds this latent
-and one rotated key per token, which all heads share. Each token's experts are chosen from its best
-groups of experts. In V3 the scores are sigmoids; a bias is added to them to choose the experts, but
-not to weight the experts' outputs. Parameter names are those of Hugging Face's
-`DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight is a DeepSeek-V3.
+Keys and values of all heads are computed from one KV latent per token. The cache stores this latent
+and one rotated key per token, which all heads share. Experts are divided into groups, and each
+token's experts are chosen from its best groups. In V3, the scores are sigmoids. A bias is added to
+them for choosing the experts, but not for weighting the outputs of the experts. Parameter names are
+those of Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight has the
+architecture of DeepSeek-V3.
 
-Shape letters as in `models/ops.py` and `models/moe.py`; L is the rank of the KV latent
-(`kv_lora_rank`), R the rotated dimensions of a head (`qk_rope_head_dim`), G groups of X experts.
+Shape letters are defined in `models/ops.py` and `models/moe.py`. In addition, L is the rank of the
+KV latent (`kv_lora_rank`), R the number of rotated dimensions of a head (`qk_rope_head_dim`), G the
+number of expert groups, and X the number of experts per group.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ from firstlight.models.rope import (
     apply_rope_from_neighbours,
 )
 
-#: Epsilon of the norms of the query and KV latents. As in Hugging Face's classes, `rms_norm_eps`
-#: does not affect it.
+#: Epsilon of the norms of the query and KV latents. As in Hugging Face's classes, this value does
+#: not depend on `rms_norm_eps`.
 _LATENT_EPS = 1e-6
 
 _JSON_NAMES = {"num_experts": "n_routed_experts", "router_aux_loss_coef": "aux_loss_alpha"}
@@ -167,7 +169,7 @@ class DeepseekConfig(DecoderConfig):
     moe_intermediate_size: int = Field(64, gt=0)
     """inner width of an expert."""
     n_group: int = Field(1, gt=0)
-    """number of expert groups for group-limited routing; 1 is off."""
+    """number of expert groups for group-limited routing; 1 disables it."""
     topk_group: int = Field(1, gt=0)
     """number of groups selected for each token, from which its experts are chosen."""
     routed_scaling_factor: float = Field(1.0, gt=0)
@@ -231,12 +233,12 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of each query and key head that are rotated (R)."""
+        """Number of rotated dimensions of each query and key head (R)."""
         return self.qk_rope_head_dim
 
     @property
     def cached_numbers(self) -> int:
-        """Elements cached per token and layer: the KV latent and the rotated key."""
+        """Number of elements cached per token and layer: the KV latent and the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -256,7 +258,7 @@ class DeepseekConfig(DecoderConfig):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """See `DecoderConfig.from_hf`."""
         kind = str(config.get("model_type", cls.default_type()))
-        # In config.json head_dim means qk_rope_head_dim; in a `DecoderConfig` it is the sum of
+        # In config.json, head_dim means qk_rope_head_dim. In a `DecoderConfig`, it is the sum of
         # qk_nope_head_dim and qk_rope_head_dim.
         config = {key: value for key, value in config.items() if key != "head_dim"}
         is_v2 = kind == "deepseek_v2"
@@ -314,7 +316,7 @@ class DeepseekAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
-        # In transformers, only V2 rotates with complex numbers in fp32.
+        # In transformers, DeepSeek-V2 rotates with complex numbers in fp32, but V3 does not.
         self.rotates_complex = config.family.rope.polar
         self.rotate = apply_rope
         if config.rope_interleave:
@@ -325,8 +327,8 @@ class DeepseekAttention(SelfAttention):
         self.attend = attention if has_one_size else blockwise_attention
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
-        """Compute multi-head latent attention; arguments and result as in
-        `LlamaAttention.forward`."""
+        """Compute multi-head latent attention. See `LlamaAttention.forward` for the arguments and
+        the result."""
         if self.is_compressed:
             q_BTC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTC)))
         else:
@@ -339,8 +341,8 @@ class DeepseekAttention(SelfAttention):
         dtype = q_rope.dtype
         q_rope, k_B1SR = (self.rotate(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
         if cache is not None:
-            # The cache holds only L + R elements per token and layer; every pass recomputes the
-            # keys and values of all heads from the latents.
+            # The cache stores only L + R elements per token and layer. Every forward pass
+            # recomputes the keys and values of all heads from the latents.
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
@@ -360,8 +362,8 @@ class DeepseekRouter(Router):
     Attributes:
         has_bias: True for V3.
         e_score_correction_bias: fp32 bias [E] that is added to the scores for choosing experts (V3
-            only). As a buffer, it does not get a gradient; it is never cast, and is saved with the
-            weights.
+            only). It is a buffer: it does not receive a gradient, is never cast, and is saved with
+            the weights.
     """
 
     e_score_correction_bias: Tensor
@@ -393,7 +395,7 @@ class DeepseekRouter(Router):
 
 
 class DeepseekMLP(RoutedMLP):
-    """A layer's routed experts, and its shared experts, which process all tokens."""
+    """The routed experts of a layer, and its shared experts, which process every token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -405,17 +407,17 @@ class DeepseekMLP(RoutedMLP):
         self.shared_experts = LlamaMLP(config.model_copy(update=shared))
 
     def scores(self, logits_NE: Tensor) -> Tensor:
-        """Return the experts' scores [N, E], fp32, from the router's logits [N, E]: a sigmoid in
-        V3, a softmax in V2."""
+        """Return the scores of the experts, fp32 [N, E], for the router's logits [N, E]: their
+        sigmoid in V3, their softmax in V2."""
         return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
-        """Return the indices of each token's experts, int64 [N, K], from the scores [N, E]: the K
-        experts with the highest scores (plus the bias in V3) within the token's `topk_group` best
-        groups."""
+        """Return the indices of each token's experts, int64 [N, K], for the scores [N, E]. The
+        experts of a token are the K experts with the highest scores in its `topk_group` best
+        groups. In V3, the bias is added to the scores first."""
         config = self.config
-        # The choice is not differentiated. The bias changes which experts are chosen, but not the
-        # weights of their outputs.
+        # The choice of experts is not differentiable. The bias affects which experts are chosen,
+        # but not the weights of their outputs.
         wanted_NE = scores_NE.detach()
         if self.gate.has_bias:
             wanted_NE = wanted_NE + self.gate.e_score_correction_bias
@@ -426,7 +428,8 @@ class DeepseekMLP(RoutedMLP):
             kept_NG = best.topk(config.topk_group, dim=-1).indices
             is_out_NG = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NG, False)
             wanted_NE = groups_NGX.masked_fill(is_out_NG[..., None], -math.inf).flatten(1)
-        # Unsorted, as in transformers: the experts' outputs are added in this order.
+        # The indices are unsorted, as in transformers, because the outputs of the experts are added
+        # in this order.
         return wanted_NE.topk(config.num_experts_per_tok, dim=-1, sorted=False).indices
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -436,7 +439,8 @@ class DeepseekMLP(RoutedMLP):
         experts_NK = self.chosen(scores_NE)
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.config.norm_topk_prob:
-            # 1e-20 as in transformers: the sigmoids of very low logits can all be 0.
+            # 1e-20 is added, as in transformers, because the sigmoids of very low logits can all be
+            # 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
 
@@ -447,7 +451,7 @@ class DeepseekMLP(RoutedMLP):
 
 
 class DeepseekBlock(RoutedBlock):
-    """One layer: latent attention, and a dense MLP or experts."""
+    """One layer: latent attention, followed by a dense MLP or experts."""
 
     attention_class, experts_class = DeepseekAttention, DeepseekMLP
 
@@ -460,16 +464,16 @@ class Deepseek(Llama):
     block_class = DeepseekBlock
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights, see `LanguageModel.init_weights`. The routers'
-        `e_score_correction_bias` begin at zero."""
+        """Draw the initial weights as in `LanguageModel.init_weights`, and set the routers'
+        `e_score_correction_bias` to zero."""
         super().init_weights(generator, init)
         for module in self.modules():
             if isinstance(module, DeepseekRouter) and module.has_bias:
                 module.e_score_correction_bias.zero_()
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """Create an empty cache. `KVCache.keys` hold the KV latents [B, 1, S, L], `KVCache.values`
-        the rotated keys [B, 1, S, R], which all heads share."""
+        """Create an empty cache, in which `KVCache.keys` contains the KV latents [B, 1, S, L], and
+        `KVCache.values` the rotated keys [B, 1, S, R], which all heads share."""
         config = self.config
         return KVCache(
             config.num_hidden_layers,
@@ -483,9 +487,10 @@ class Deepseek(Llama):
         )
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """See `LanguageModel.balance`. The loss uses the experts chosen by group-limited routing,
-        and scores normalised to sum to 1 per token (DeepSeek-V3, arXiv 2412.19437, equations 17 to
-        20). Means are over all tokens of the pass."""
+        """Compute the load-balancing loss; see `LanguageModel.balance`. The loss uses the experts
+        chosen by group-limited routing, and scores that are normalised to sum to 1 per token
+        (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken over all tokens of the
+        forward pass."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
         scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
         chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]

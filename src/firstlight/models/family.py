@@ -1,10 +1,9 @@
-"""Model families: the facts about each family that loading, conversion, parallelism and planning
-need.
+"""Specifications of the model families, used for loading, conversion, parallelism and planning.
 
 Outside `models/`, only benchmarks and readers of foreign checkpoint formats mention families by
 name. A Llama-like family is one entry of `llama_families.py`. A family with a different
-architecture has a module with a config class derived from `FamilyConfig` and a model class.
-`FAMILIES` in `firstlight.models` lists them all.
+architecture has its own module, with a model class and a config class derived from `FamilyConfig`.
+`FAMILIES` in `firstlight.models` lists all families.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from firstlight.section import Section
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Settings of attention in one layer.
+    """Attention settings of one layer.
 
     Attributes:
-        window: number of tokens that a token sees, including itself; None for all earlier tokens.
+        window: number of tokens that a token sees, including itself; None if it sees all earlier
+            tokens.
         dropout: probability of dropping an attention weight in training.
         scale: factor of the scores; None for 1 / sqrt(head_dim).
         softcap: bound c of the scores s, which become c tanh(s / c); None for no bound.
-        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, used by
-            layers with a window; None for no rotation.
-        sinks: True if each head has an attention sink: a learned logit in its softmax, without a
-            value.
+        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, which
+            layers with a window can use; None for no rotation.
+        sinks: True if each head has an attention sink, a learned logit in its softmax that has no
+            value vector.
         value_dim: dimension of a value head; None for the dimension of a key head.
         state_size: number of elements in the recurrent state of a linear-attention layer; 0 for a
             layer with attention to every earlier token.
@@ -47,12 +47,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a layer's experts in a family's files.
+    """Names under which a family's checkpoint files store the experts of a layer.
 
     Attributes:
         module: name of the layer's module that contains the router and the experts.
-        matrices: "gate", "up" and "down" -> name of the matrix in an expert.
-        size: key of config.json for the inner width of an expert.
+        matrices: names of an expert's matrices, by "gate", "up" and "down".
+        size: config.json's key for the inner width of an expert.
     """
 
     module: str
@@ -70,14 +70,14 @@ class ExpertNames:
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
 
-#: Settings that llama.cpp uses for the experts of Qwen's families, for `GGUFSpec.fixed`.
+#: Expert settings that llama.cpp requires for Qwen's families, for use in `GGUFSpec.fixed`.
 GGUF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "norm_topk_prob": (True,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
 }
 
-#: Names of the experts in Qwen and DeepSeek files.
+#: Names of the experts in the checkpoint files of Qwen and DeepSeek.
 QWEN_EXPERTS = ExpertNames(
     "mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}, "moe_intermediate_size"
 )
@@ -85,35 +85,38 @@ QWEN_EXPERTS = ExpertNames(
 
 @dataclass(frozen=True)
 class GGUFSpec:
-    """How a family is stored in GGUF files, and the limits of llama.cpp, which reads them.
+    """Representation of a family in GGUF files, and the limits of llama.cpp in reading them.
 
     Attributes:
         architecture: value of general.architecture; "" if the family has no GGUF files.
         rotates_pairs: True if llama.cpp rotates the pairs of rows (2i, 2i + 1) of a head, where
-            Hugging Face rotates (i, i + R/2): rows of queries and keys are then reordered.
+            Hugging Face rotates (i, i + R/2). The rows of the query and key weights are then
+            reordered.
         rope_kinds: kinds of rotary scaling that llama.cpp supports.
-        fixed: key of config.json -> the only values that llama.cpp supports. If config.json lacks
-            the key, the family's default is checked, or the first value is assumed if there is
-            none.
-        numbers: our key of a float -> GGUF's key.
-        counts: our key of an integer -> GGUF's key.
-        optional: keys of `numbers` and `counts` that may be None, which GGUF files express as a
-            missing number or a count of 0.
+        fixed: the only values that llama.cpp supports for a key of config.json, by key. If the key
+            is missing, the family's default is checked. If the family has no default, the first
+            value is assumed.
+        numbers: our name of a floating-point key -> GGUF's name.
+        counts: our name of an integer key -> GGUF's name.
+        optional: keys of `numbers` and `counts` that may be None. In GGUF files, None is
+            represented by a missing number or a count of 0.
         layer: kind of a layer's tensors: "llama", "named" (the tensors of `block`), "latent"
             (multi-head latent attention), "sinks" (attention sinks) or "delta" (gated delta rule).
-        block: GGUF's name -> the family's name of a layer's modules, for layers with biases
-            everywhere and one matrix for queries, keys and values; {} for the other kinds.
-        head: "written" if llama.cpp needs a tensor of a tied head; "tied" if it always uses the
-            embedding as the head; "" if both work.
+        block: GGUF's name of a module in a layer -> the family's name, for layers in which all
+            projections have biases and one matrix computes queries, keys and values; {} for the
+            other kinds of layers.
+        head: "written" if llama.cpp requires a tensor for the head even if it is tied to the
+            embedding; "tied" if it always uses the embedding as the head; "" if it supports both.
         has_windows: True if llama.cpp supports models that mix layers with and without a window.
         needs_window: True if llama.cpp requires a window.
         has_window_base: True if llama.cpp supports a separate rotary base in layers with a window.
-        exact_heads: True if llama.cpp requires heads times head_dim to be hidden_size.
-        gating: function applied to the router's logits, in layers with latent attention.
-        inner_eps: epsilon of norms inside attention, where llama.cpp uses rms_norm_eps; None if the
-            model also uses rms_norm_eps there.
-        wide_scale_layers: number of layers of the model for which llama.cpp uses
-            hidden_size / heads instead of head_dim as query_pre_attn_scalar; 0 if there is none.
+        exact_heads: True if llama.cpp requires num_attention_heads * head_dim to equal hidden_size.
+        gating: function that is applied to the router's logits in layers with latent attention.
+        inner_eps: epsilon that the model uses for normalisation inside attention, if it is not
+            rms_norm_eps, which llama.cpp uses there; None if the model also uses rms_norm_eps.
+        wide_scale_layers: number of layers by which llama.cpp recognises the model for which it
+            uses hidden_size / num_attention_heads instead of head_dim as query_pre_attn_scalar; 0
+            if the family has no such model.
     """
 
     architecture: str
@@ -137,11 +140,12 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """Names of a layer's norms, as in the family's files; None if a layer does not have the norm.
+    """Names of a layer's norms in the family's checkpoint files. None means that a layer does not
+    have this norm.
 
     Attributes:
-        before_attention, after_attention: norms of the attention's input and of its output.
-        before_mlp, after_mlp: norms of the MLP's input and of its output.
+        before_attention, after_attention: norms of the input and of the output of attention.
+        before_mlp, after_mlp: norms of the input and of the output of the MLP.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -157,13 +161,15 @@ class RopeSpec:
     Attributes:
         kinds: kinds of scaling that the family supports in addition to "default"; () means all.
         other_kinds: alternative name of a kind in config.json -> kind.
-        polar: True if transformers rotates by complex numbers, see `rope_tables`.
-        partial_factor: rotated fraction of each head, if config.json does not give it.
+        polar: True if transformers rotates with products of complex numbers; see `rope_tables`.
+        partial_factor: fraction of each head that is rotated if config.json does not specify it.
         original_positions: default of original_max_position_embeddings if config.json has this key
             at its top level; 0 if the key is one of the rotary settings.
         nested: True if config.json has separate rotary settings for each kind of layer.
-        local_theta_key: older key of config.json for the base in layers with a window; "" if none.
-        default: rotary settings, under config.json's names, if config.json has none.
+        local_theta_key: older key of config.json for the rotary base in layers with a window; "" if
+            there is none.
+        default: rotary settings that apply if config.json has none, under the names that
+            config.json uses.
     """
 
     kinds: tuple[str, ...] = ()
@@ -178,43 +184,47 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """Facts about one `model_type`.
+    """Specification of one model family, which is identified by its `model_type`.
 
     Attributes:
         architecture: name of transformers' class, as in config.json's "architectures".
-        gguf: form in GGUF files.
+        gguf: representation in GGUF files.
         own_keys: config keys of this family that other families of the config class lack.
         json_names: our name of a key -> config.json's name, if the two differ.
         hf_defaults: defaults of Hugging Face's config class that differ from the defaults in
             recipes; config.json may omit these keys. See `hf_values`.
         qkv_bias: True if queries, keys and values always have biases.
         output_bias: False if the attention's output projection never has a bias.
-        qk_norm: "head" if queries and keys are normalised in each head, "width" if over all heads
-            together; None without normalisation.
+        qk_norm: "head" if queries and keys are normalised in each head, "width" if they are
+            normalised over all heads together; None without normalisation.
         norms: names of a layer's norms.
         norm_kind: "rms" for RMSNorm, "one_plus" for RMSNorm with a factor of 1 + weight, or "layer"
             for LayerNorm with a bias.
-        activation: config.json's name of the MLP's activation.
-        activation_key: config.json's key of the activation.
-        gated: True if the MLP has a gate, as SwiGLU and GeGLU have.
-        fused: True if queries, keys and values share one matrix, and gate and up projection
-            another; "mlp" if only gate and up projection share one.
+        activation: name of the MLP's activation in config.json.
+        activation_key: config.json's key for the activation.
+        gated: True if the MLP has a gate, as in SwiGLU and GeGLU.
+        fused: True if one matrix computes queries, keys and values, and another matrix the gate and
+            up projections; "mlp" if only the gate and up projections are fused.
         rope: rotary positions.
-        full_attention_every: n if every n-th layer has full attention, and the others the window;
-            0 for no pattern.
-        no_rope_every: n if every n-th layer has no rotary positions; only these layers have the
-            window, if there is one. 0 for no pattern.
-        period_key: older key of config.json for `full_attention_every`; "" if none.
-        divides_width: True if hidden_size must be a multiple of the heads even with head_dim.
-        derived_keys: keys that config.json does not have because they follow from other keys.
+        full_attention_every: n if every n-th layer has full attention and all other layers have the
+            sliding window; 0 if there is no such pattern.
+        no_rope_every: n if every n-th layer has no rotary positions; 0 if there is no such pattern.
+            If the model has a sliding window, only the layers without rotary positions have it.
+        period_key: older key of config.json for `full_attention_every`; "" if there is none.
+        divides_width: True if hidden_size must be a multiple of num_attention_heads even if
+            head_dim is specified.
+        derived_keys: keys that config.json does not contain because their values follow from other
+            keys.
         indivisible: reason why tensor parallelism can't shard the layers; "" if it can.
-        has_window_switch: True if config.json has use_sliding_window.
-        experts: names of the experts in the files; None for dense models and stacked experts.
+        has_window_switch: True if config.json has the key use_sliding_window.
+        experts: names of the experts in the files; None for dense models, and for experts that the
+            files store in stacked tensors.
         has_buffers: True if the files have tensors that are buffers of the model.
-        has_mxfp4: True if experts may be stored in MXFP4.
-        left_out: prefixes of the names of tensors in the files that the model ignores.
-        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern that transformers uses to split text
-            for every tokenizer of the family; None uses the tokenizer's pattern.
+        has_mxfp4: True if the files may store the experts in MXFP4.
+        left_out: name prefixes of tensors in the files that are not part of the model and are
+            ignored.
+        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern with which transformers splits text
+            for all tokenizers of the family; None if the tokenizer's own pattern is used.
     """
 
     architecture: str
@@ -257,11 +267,11 @@ def hf_values(
     experts: tuple[int, int] | None = None,
     **values: Any,
 ) -> dict[str, Any]:
-    """Return the default values of a config class of Hugging Face.
+    """Return the default values of a Hugging Face config class.
 
     Args:
-        rms_norm_eps: value of this key.
-        experts: num_experts and num_experts_per_tok of a mixture of experts.
+        rms_norm_eps: default value of this key.
+        experts: default values of num_experts and num_experts_per_tok of a mixture of experts.
         values: default values of all other keys.
     """
     if experts is not None:
@@ -272,12 +282,13 @@ def hf_values(
 
 
 class FamilyConfig(Section):
-    """Base of the config classes: the facts that every model's config has.
+    """Base class of the model configs, with the properties that all families have.
 
     Attributes:
-        families: facts by `model_type`.
-        hf_names: our name of a key -> config.json's; {} if `FamilySpec.json_names` is used.
-        has_rotary: True for rotary positions; False for learned positions.
+        families: family specifications by `model_type`.
+        hf_names: our name of a key -> its name in config.json; {} if `FamilySpec.json_names` is
+            used instead.
+        has_rotary: True if positions are rotary; False if they are learned.
         stores_transposed: True if linear layers keep their weights as [in, out].
         tensor_parallel_sizes: keys of sizes that must be multiples of the number of processes in
             tensor parallelism; empty if tensor parallelism is not supported.
@@ -300,7 +311,7 @@ class FamilyConfig(Section):
 
     @property
     def family(self) -> FamilySpec:
-        """Facts about this model's family."""
+        """Specification of this model's family."""
         return self.families[self.model_type]
 
     @property
@@ -320,7 +331,7 @@ class FamilyConfig(Section):
 
     @property
     def logit_softcap(self) -> float | None:
-        """Bound c of the logits z, which become c tanh(z / c); None is no bound."""
+        """Bound c of the logits z, which become c tanh(z / c); None for no bound."""
         return None
 
     @property
@@ -331,14 +342,14 @@ class FamilyConfig(Section):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Layer (from 0) -> shapes, without the batch dimension, of the states that it caches
-        instead of keys and values."""
+        """Shapes, without the batch dimension, of the states that a layer caches instead of keys
+        and values, by layer index (from 0)."""
         return {}
 
     @property
     def long_from(self) -> int | None:
-        """Sequence length in tokens at which the rotary frequencies change, so that keys cached for
-        a shorter prefix can't be reused; None if the frequencies never change."""
+        """Sequence length in tokens at which the rotary frequencies change; None if they never
+        change. From this length on, keys that were cached for a shorter prefix can't be reused."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property
@@ -347,10 +358,10 @@ class FamilyConfig(Section):
         return getattr(self, "router_aux_loss_coef", 0.0)
 
     def require_multiple(self, name: str, of: str) -> None:
-        """Require that one key is a multiple of another.
+        """Check that the value of one key is a multiple of the value of another.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the value of `name` is not a multiple of the value of `of`.
         """
         value, divisor = getattr(self, name), getattr(self, of)
         if value % divisor:
@@ -365,16 +376,16 @@ class FamilyConfig(Section):
         return AttentionSpec()
 
 
-#: Maximum number of families listed as lacking a key; if there are more, the message lists the
-#: families that have it.
+#: Maximum number of families that an error message lists as lacking a key. If more families lack
+#: the key, the message lists the families that have it instead.
 _MOST_WITHOUT = 3
 
 
 def not_a_key(name: str, model_type: str) -> str:
-    """Return the error message for a key that a family does not have, with the names of the
-    families that have it, or "" if no family has such a key."""
+    """Return the error message for a key that a family does not have. The message names the
+    families that have the key. Return "" if no family has such a key."""
     classes: list[type[FamilyConfig]] = [FamilyConfig]
-    for kind in classes:  # the loop appends to this list, so that it reaches all subclasses
+    for kind in classes:  # the loop extends this list, so it visits all subclasses
         classes += kind.__subclasses__()
     specs = {known: (kind, spec) for kind in classes for known, spec in kind.families.items()}
     own = {key for _, spec in specs.values() for key in spec.own_keys}

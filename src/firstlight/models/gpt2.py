@@ -1,10 +1,10 @@
-"""GPT-2 (Radford et al. 2019): LayerNorm, learned positions, multi-head attention, GELU.
+"""GPT-2 (Radford et al. 2019), with LayerNorm, learned positions, multi-head attention and GELU.
 
 Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
-`GPT2LMHeadModel`, so that import and export do not change tensors. Recipes have the key names that
-all families share (`hidden_size`); config.json uses GPT-2's names (`n_embd`).
+`GPT2LMHeadModel`, so that import and export do not change tensors. Recipes use the key names that
+all families share (`hidden_size`), whereas config.json uses GPT-2's names (`n_embd`).
 
-Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
+Shape letters are defined in `models/ops.py`. In addition, F is the inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-#: Keys added after the first versions. They are omitted from the section if they have their default
-#: value, so that a base model keeps the hash that runs with `lora` have stored.
+#: Keys that the first versions did not have. They are omitted from the section if they have their
+#: default values, so that the hash of a base model matches the hash stored in existing LoRA runs.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
@@ -130,7 +130,7 @@ class GPT2Config(FamilyConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        # A hidden_size of a wrong type is rejected by its own field.
+        # A hidden_size of the wrong type is rejected later, when its field is validated.
         if isinstance(values, dict) and isinstance(values.get("hidden_size", 768), int):
             inner = values.get("intermediate_size") or 4 * values.get("hidden_size", 768)
             return {**values, "intermediate_size": inner}
@@ -169,18 +169,18 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
-        # Defaults of transformers' config class, which config.json may omit.
+        # These are defaults of transformers' config class. config.json may omit these keys.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
-        # OpenAI's config.json does not have this key, and its model has the biases.
+        # OpenAI's config.json does not contain this key, and the model has biases.
         known["qkv_bias"] = config.get("qkv_bias", True)
         return cls(**{**defaults, **known})
 
     def to_hf(self) -> dict[str, Any]:
         """Return the Hugging Face `config.json` of this model.
 
-        `qkv_bias` is written only if it is false. transformers does not know the key, and uses
-        zeros for the missing biases.
+        `qkv_bias` is written only if it is false. transformers ignores this key and uses zeros for
+        the missing biases.
         """
         return {
             "architectures": ["GPT2LMHeadModel"],
@@ -215,7 +215,8 @@ class Conv1D(nn.Module):
     release.
 
     Attributes:
-        stores_transposed: True, for code that handles linear layers of both layouts.
+        stores_transposed: always True. Code that handles both layouts of linear layers reads this
+            attribute.
     """
 
     stores_transposed = True
@@ -251,7 +252,7 @@ class GPT2Attention(SelfAttention):
         """Compute attention, [B, T, C] to [B, T, C].
 
         Args:
-            x_BTC: the layer's input, normalised.
+            x_BTC: normalised input of the layer, [B, T, C].
             mask: result of the model's `make_mask`.
             cache: keys and values of earlier tokens.
         """
@@ -262,7 +263,7 @@ class GPT2Attention(SelfAttention):
         q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv_BT3HD.unbind(2))
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
-        # `attend` is a function and is not affected by `eval()`.
+        # `attend` is a function, so `eval()` does not turn off its dropout.
         options = AttentionOptions(mask, self.dropout if self.training else 0.0, self.scale)
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, options)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
@@ -270,8 +271,8 @@ class GPT2Attention(SelfAttention):
 
 
 class GPT2MLP(nn.Module):
-    """MLP with GELU (Hendrycks and Gimpel 2016, arXiv 1606.08415), tanh form or exact, or ReLU,
-    [B, T, C] to [B, T, C]."""
+    """MLP, [B, T, C] to [B, T, C]. The activation is ReLU, exact GELU (Hendrycks and Gimpel 2016,
+    arXiv 1606.08415) or its tanh approximation."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -286,8 +287,8 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer, [B, T, C] to [B, T, C]: attention and MLP, each after a norm and added to the
-    residual stream."""
+    """One layer, [B, T, C] to [B, T, C]. The input of attention and of the MLP is normalised, and
+    their outputs are added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -302,7 +303,8 @@ class GPT2Block(nn.Module):
 
 
 class GPT2Decoder(nn.Module):
-    """Embeddings, layers and final norm: Hugging Face's `transformer`."""
+    """Embeddings, layers and final norm. This module is called `transformer` in Hugging Face's
+    class."""
 
     def __init__(self, config: GPT2Config, padded_vocab_size: int) -> None:
         super().__init__()
@@ -333,8 +335,8 @@ class GPT2(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last layer's output [B, T, C], and an empty list, because there are no
-        routers: see `LanguageModel.decode`."""
+        """Return the last layer's output [B, T, C] and an empty list of router logits; see
+        `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)

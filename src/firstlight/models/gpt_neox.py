@@ -6,7 +6,8 @@
 - an MLP with GELU and no gate;
 - attention and MLP in parallel, each with its own norm.
 
-Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters as in `llama.py`.
+Parameter names are those of Hugging Face's `GPTNeoXForCausalLM`. Shape letters are those of
+`llama.py`.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class GPTNeoXConfig(DecoderConfig):
     attention_bias: bool = True
     """biases on all projections of attention; the MLP's projections always have biases."""
     use_parallel_residual: bool = True
-    """compute attention and MLP from the same residual stream and add both to it; false computes
-    the MLP after attention."""
+    """compute attention and MLP in parallel, from the same residual stream; false computes the MLP
+    after attention."""
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
@@ -93,24 +94,26 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class GPTNeoXAttention(LlamaAttention):
-    """Multi-head attention with one matrix for queries, keys and values. Its rows are ordered by
-    head: query, key and value of the first head, then those of the second head, and so on."""
+    """Multi-head attention with one matrix for queries, keys and values. The rows of the matrix are
+    ordered by head: query, key and value of the first head, then query, key and value of the second
+    head, and so on."""
 
     def add_projections(self, config: DecoderConfig) -> None:
-        """Create the projections, under the names of the family's files."""
+        """Create the projections, with the names that they have in the family's checkpoint
+        files."""
         C, bias = config.hidden_size, config.attention_bias
         self.query_key_value = nn.Linear(C, sum(self.sizes), bias=bias)
         self.dense = nn.Linear(C, C, bias=bias)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [B, T, H, D] of the layer's input."""
+        """Return queries, keys and values, each [B, T, H, D], for the layer's input [B, T, C]."""
         qkv_BTH3D = self.query_key_value(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
         q_BTHD, k_BTHD, v_BTHD = qkv_BTH3D.unbind(-2)
         return q_BTHD, k_BTHD, v_BTHD
 
     @property
     def o_proj(self) -> nn.Module:  # type: ignore[override]
-        """The output projection."""
+        """The output projection of attention."""
         return self.dense
 
 
@@ -129,8 +132,8 @@ class GPTNeoXMLP(nn.Module):
 
 
 class GPTNeoXBlock(nn.Module):
-    """One layer. With `use_parallel_residual`, the MLP reads the residual stream before attention,
-    otherwise after it."""
+    """One layer. With `use_parallel_residual`, the MLP and attention have the same input.
+    Otherwise, the input of the MLP includes the output of attention."""
 
     def __init__(self, config: GPTNeoXConfig, layer: int) -> None:
         super().__init__()
@@ -143,17 +146,19 @@ class GPTNeoXBlock(nn.Module):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, None]:
-        """Compute one layer; arguments and result as in `LlamaBlock.forward`."""
+        """Compute one layer. See `LlamaBlock.forward` for the arguments and the result."""
         y_BTC = self.attention(self.input_layernorm(x_BTC), ropes, masks[0], cache)
         if self.is_parallel:
-            # Added in the order of transformers, on which sums in bf16 depend.
+            # The terms are added in the same order as in transformers, because sums in bf16 depend
+            # on the order.
             return self.mlp(self.post_attention_layernorm(x_BTC)) + y_BTC + x_BTC, None
         x_BTC = y_BTC + x_BTC
         return self.mlp(self.post_attention_layernorm(x_BTC)) + x_BTC, None
 
 
 class GPTNeoXDecoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `gpt_neox`."""
+    """Embedding, layers and final norm. This module is called `gpt_neox` in Hugging Face's
+    class."""
 
     def __init__(self, config: GPTNeoXConfig, padded_vocab_size: int) -> None:
         super().__init__()
@@ -174,7 +179,8 @@ class GPTNeoX(Llama):
     final_modules = ("gpt_neox.final_layer_norm", "lm_head")
     head_file_name = "embed_out.weight"
     residual_projections = ("attention.dense.", "dense_4h_to_h")
-    # The rows of one head's query, key and value are adjacent, so shards of rows are whole heads.
+    # The rows for the query, key and value of one head are adjacent, so a shard of rows contains
+    # whole heads.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "gpt_neox.embed_in": "table",
         "gpt_neox.layers.*.attention.query_key_value": "columns",
@@ -185,6 +191,6 @@ class GPTNeoX(Llama):
     }
 
     def add_decoder(self, rows: int) -> None:
-        """Create embedding (with `rows` rows), layers and final norm, under the names of the
-        family's files."""
+        """Create the embedding (with `rows` rows), the layers and the final norm, with the names
+        that they have in the family's checkpoint files."""
         self.gpt_neox = GPTNeoXDecoder(self.config, rows)

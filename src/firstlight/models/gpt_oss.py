@@ -2,11 +2,11 @@
 2508.10925): Llama with attention sinks, and experts with biases and a clamped SwiGLU.
 
 Every second layer has a sliding window. Parameter names and layouts are those of Hugging Face's
-`GptOssForCausalLM`, so that import and export do not change tensors: a layer's experts are stacked
-and stored as [in, out], with interleaved columns of gate and up projection. OpenAI's files have the
-experts in MXFP4, which `weights/stored.py` reads.
+`GptOssForCausalLM`, so that import and export do not change tensors. The experts of a layer are
+stacked and stored as [in, out], and the columns of the gate and up projections are interleaved.
+OpenAI's files store the experts in MXFP4, a format that `weights/stored.py` reads.
 
-Shape letters as in `models/moe.py`.
+Shape letters are defined in `models/moe.py`.
 """
 
 from __future__ import annotations
@@ -101,15 +101,17 @@ class GptOssConfig(DecoderConfig):
 
 
 class GptOssExperts(Experts):
-    """All experts of a layer, stacked: `gate_up_proj` [E, C, 2F], whose columns are gate 0, up 0,
-    gate 1, up 1, ..., and `down_proj` [E, F, C], with biases [E, 2F] and [E, C].
+    """All experts of a layer, in stacked tensors. The weights are `gate_up_proj` [E, C, 2F], whose
+    columns are ordered gate 0, up 0, gate 1, up 1, ..., and `down_proj` [E, F, C]. Their biases are
+    [E, 2F] and [E, C].
 
     The output of an expert is down((u + 1) g sigmoid(a g)), where a is `swiglu_alpha`. The gate
-    projection g is clamped to at most `swiglu_limit`, the up projection u to +-`swiglu_limit`.
+    projection g is clamped to at most `swiglu_limit`, and the up projection u to +-`swiglu_limit`.
     """
 
     def __init__(self, config: GptOssConfig) -> None:
-        # `Experts.__init__` is skipped: its stacks have no biases and a transposed layout.
+        # `Experts.__init__` is skipped, because it creates tensors without biases and in the
+        # transposed layout.
         nn.Module.__init__(self)
         E = config.num_experts
         C = config.hidden_size
@@ -122,8 +124,8 @@ class GptOssExperts(Experts):
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
         """See `Experts.visited`."""
-        # The bias of each row is looked up with a one-hot matrix product: on GPUs, the gradient of
-        # indexing is summed in no fixed order.
+        # The bias of each row is looked up with a one-hot matrix product. Indexing would not be
+        # deterministic on GPUs, because its gradient is summed in an arbitrary order.
         every_E = torch.arange(len(self.down_proj), device=x_MC.device)
         is_own_ME = experts_M[:, None] == every_E
 
@@ -132,7 +134,7 @@ class GptOssExperts(Experts):
             return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
 
         gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
-        # The gate needs no lower bound: g sigmoid(a g) approaches 0 for negative g.
+        # The gate does not need a lower bound, because g sigmoid(a g) approaches 0 for negative g.
         gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))
@@ -140,8 +142,8 @@ class GptOssExperts(Experts):
 
 
 class GptOssMLP(RoutedMLP):
-    """The router, with a bias, and the experts of one layer. Routing weights are a softmax over the
-    logits of the token's experts alone."""
+    """The router and the experts of one layer. The router has a bias. The routing weights are a
+    softmax over only the logits of the experts that are chosen for the token."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -152,8 +154,8 @@ class GptOssMLP(RoutedMLP):
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""
         logits_NE = self.router(x_NC)
-        # In fp32, as in the other routers: bf16 would change the order of experts with similar
-        # logits.
+        # The experts are chosen in fp32, as in the other routers, because rounding to bf16 would
+        # change the order of experts with similar logits.
         greatest_NK, experts_NK = logits_NE.float().topk(self.num_experts_per_tok)
         return logits_NE, greatest_NK.softmax(-1), experts_NK
 

@@ -1,6 +1,6 @@
-"""The base class of all models, with the code that the families share.
+"""The base class of all models, which contains the code that the families share.
 
-Shape letters as in `models/ops.py`.
+Shape letters are defined in `models/ops.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from firstlight.section import Section
 
 class InitConfig(Section):
     """The `init` section of a recipe: initial weights of a new model. Most weights are drawn with
-    the standard deviation `model.initializer_range`; this section has the exceptions."""
+    the standard deviation `model.initializer_range`. This section configures the exceptions."""
 
     residual_projections: Literal["scaled", "zero"] = "scaled"
     """initial weights of the projections that write into the residual stream (o_proj, down_proj,
@@ -40,18 +40,19 @@ class InitConfig(Section):
     """standard deviation of the token embedding, and of a head tied to it; null is
     model.initializer_range."""
     head_std: float | None = Field(None, gt=0, le=10)
-    """standard deviation of a head that is not tied; null is model.initializer_range. With a small
-    value, a new model predicts almost equal probabilities."""
+    """standard deviation of an untied head; null is model.initializer_range. With a small value, a
+    new model predicts almost equal probabilities."""
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model. Its parameters are not initialised: call `init_weights()` or
-    load weights.
+    """A decoder-only language model. The constructor does not initialise the parameters: call
+    `init_weights()` or load weights.
 
-    A family's class names its modules in the class attributes, creates them in `__init__`, and
-    computes the last layer's output in `decode`. Its `__init__` has a second argument
-    `padded_vocab_size`: the number of rows of embedding and head, rounded up so that matrix
-    products are fast; None is `vocab_size`. Rows beyond the vocabulary are zero and have no logits.
+    The subclass of a family creates its modules in `__init__`, gives their names in the class
+    attributes, and computes the last layer's output in `decode`. Its `__init__` has a second
+    argument, `padded_vocab_size`: the number of rows of the embedding and the head, rounded up so
+    that matrix products are fast. None means `vocab_size`. Rows beyond the vocabulary are zero, and
+    no logits are returned for them.
 
     Args:
         config: sizes and settings of the model.
@@ -61,20 +62,20 @@ class LanguageModel(nn.Module):
             replace it.
         make_mask: function that makes the masks for the layers' `attend`; efficiency methods
             replace it together with `attend`.
-        norm_init: initial value of the norms' weights.
-        router_statistics: statistics of the routers in training since they were last read; None for
-            a dense model.
+        norm_init: initial value of the weights of norms.
+        router_statistics: statistics of the routers during training, collected since they were last
+            read; None for a dense model.
         embedding_name: name of the module with the token embedding.
         layers_name: name of the module list with the layers.
         final_modules: names of the modules after the layers: the final norm and the head.
         head_file_name: name of the head's weight in the family's files; in the model it is always
             `lm_head.weight`.
-        residual_projections: substrings of the names of the parameters of projections that write
-            into the residual stream.
-        zero_vectors: suffixes of the names of vectors that begin at zero; other vectors are norms'
-            weights.
-        tensor_parallel_plan: module name -> kind of sharding in tensor parallelism, see
-            `Llama.tensor_parallel_plan`; empty if it is not supported.
+        residual_projections: name substrings of the projections that write into the residual
+            stream.
+        zero_vectors: name suffixes of the vectors that are initialised to zero. All other vectors
+            are weights of norms.
+        tensor_parallel_plan: module name -> kind of sharding in tensor parallelism (see
+            `Llama.tensor_parallel_plan`); empty if tensor parallelism is not supported.
     """
 
     embedding_name: ClassVar[str]
@@ -114,54 +115,58 @@ class LanguageModel(nn.Module):
     def finish_loading(self) -> None:
         """Tie the head to the embedding if `tie_word_embeddings` is true."""
         if self.config.tie_word_embeddings:
-            # Tied again after `__init__`, because `to_empty` allocates the tied parameter twice.
+            # This is called in `__init__` and again after `to_empty`, which allocates a tied
+            # parameter twice.
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
         """Draw the initial weights from a normal distribution with mean 0 and standard deviation
-        `initializer_range`; biases and attention sinks are zero, norms `norm_init`.
+        `initializer_range`; biases and attention sinks are set to zero, and weights of norms to
+        `norm_init`.
 
         Projections that write into the residual stream are scaled by 1/sqrt(2 layers), so that the
-        variance of the stream does not grow with depth (Radford et al. 2019, GPT-2).
+        variance of the residual stream does not grow with depth (Radford et al. 2019, GPT-2).
 
         Args:
             generator: source of the random numbers, on the parameters' device.
-            init: the recipe's `init` section; None is its defaults.
+            init: the recipe's `init` section; None uses its default values.
         """
         init = init or InitConfig()
         std = self.config.initializer_range
-        # Each layer adds to the residual stream twice: attention and MLP.
+        # Each layer adds two outputs to the residual stream, that of attention and that of the MLP.
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        # The embedding comes second, so that its value overwrites the value of a tied head.
+        # The embedding comes second, so that `embedding_std` takes precedence over `head_std` if
+        # the head is tied.
         vocabulary = {
             id(self.lm_head.weight): init.head_std,
             id(self.embedding.weight): init.embedding_std,
         }
         for name, parameter in self.named_parameters():
-            # Experts' biases are recognised by name: they are stacked to 2 dimensions.
+            # Biases of experts are recognised by name, because they are stacked in 2-dimensional
+            # tensors.
             if parameter.dim() < 2 or name.endswith("bias"):
                 parameter.fill_(0.0 if name.endswith(self.zero_vectors) else self.norm_init)
                 continue
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
             own_std = vocabulary.get(id(parameter)) or (residual_std if is_residual else std)
-            # Padded rows draw no random numbers, so that a seed gives the same model regardless of
-            # padding.
+            # No random numbers are drawn for padding rows, so that a seed gives the same model
+            # regardless of padding.
             parameter[:rows].normal_(0.0, own_std, generator=generator)
             if is_residual and init.residual_projections == "zero":
-                # Numbers were drawn nevertheless, so that the other weights are the same as with
-                # "scaled".
+                # The random numbers are drawn even so, so that all other weights are the same as
+                # with "scaled".
                 parameter.zero_()
             if rows is not None:
                 parameter[rows:].zero_()
 
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
         """Cast the parameters, except in modules whose attribute `keeps_precision` is true. Buffers
-        keep their dtype. With `frozen`, trained parameters keep theirs.
+        keep their dtype. With `frozen`, only frozen parameters are cast.
 
-        The parameters stay the same objects, only their data is replaced. `nn.Module.to` would
-        replace fake tensors, on which the planner traces a step, by new parameters.
+        Only the data of each parameter is replaced. `nn.Module.to` is not used, because it would
+        create new parameters in place of the fake tensors with which the planner traces a step.
         """
         for module in self.modules():
             if getattr(module, "keeps_precision", False):
@@ -171,8 +176,8 @@ class LanguageModel(nn.Module):
                     parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """Create an empty cache on the model's device for keys and values, and for the states of
-        layers with linear attention. Arguments as in `KVCache`."""
+        """Create an empty cache on the model's device, for keys and values and for the states of
+        layers with linear attention. See `KVCache` for the arguments."""
         return KVCache(
             self.config.num_hidden_layers,
             self.config.num_key_value_heads,
@@ -187,15 +192,15 @@ class LanguageModel(nn.Module):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last layer's output [B, T, C], and a list with the router's logits [N, E] of
-        each layer with experts. Arguments as in `forward`."""
+        """Return the last layer's output [B, T, C], and a list with the router logits [N, E] of
+        each layer with experts. See `forward` for the arguments."""
         raise NotImplementedError
 
     def finish(self, x_BTC: Tensor) -> Tensor:
         """Apply the final norm to the last layer's output [B, T, C] and return the head's input
         [B, T, C].
 
-        In pipeline parallelism, all stages but the last replace this method.
+        In pipeline parallelism, this method is replaced in all stages except the last one.
         """
         return self.final_norm(x_BTC)  # type: ignore[no-any-return]
 
@@ -208,29 +213,33 @@ class LanguageModel(nn.Module):
         cache: Cache | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> Tensor:
-        """Compute logits, or with `labels` the loss.
+        """Compute the logits or, if `labels` is given, the loss.
 
         Args:
             input_ids: token ids, int64 [B, T].
             labels: the token after each input token, int64 [B, T]; -100 excludes a token from the
                 loss.
-            document_ids: int [B, T], equal for neighbouring tokens of one document: tokens see
-                only their own document, and positions start at 0 in each. Not with a cache.
-            cache: keys and values of the tokens before `input_ids`; those of `input_ids` are added.
-            logits_to_keep: number of last positions to compute logits for, 0 for all; or one
-                position of each sequence, int64 [B].
+            document_ids: document of each token, int [B, T]. Neighbouring tokens with the same id
+                belong to the same document. A token sees only its own document, and positions start
+                at 0 in each document. Can't be combined with a cache.
+            cache: keys and values of the tokens before `input_ids`. The keys and values of
+                `input_ids` are added to the cache.
+            logits_to_keep: number of positions at the end of the sequences for which logits are
+                computed, where 0 means all positions; or one position per sequence, int64 [B].
 
         Returns:
             Without labels, the logits [B, T, V] of the next token. With labels, the cross-entropy
-            summed over the valid labels, fp32 []. In training, a model with experts adds for every
-            valid label `router_aux_loss_coef` times the load-balancing loss of this forward pass.
+            summed over the valid labels, fp32 []. In training, the load-balancing loss of this
+            forward pass, multiplied by `router_aux_loss_coef` and by the number of valid labels, is
+            added for models with experts.
         """
         x_BTC, router_logits = self.decode(input_ids, document_ids, cache)
         if cache is not None:
-            # After the last layer, because all layers store the new tokens at the same positions.
+            # The cache is advanced after the last layer, because all layers store the new tokens at
+            # the same positions.
             cache.advance(input_ids.shape[1])
-        # Selected before the norm and the head, because the logits of a whole prompt can take
-        # gigabytes.
+        # The positions are selected before the norm and the head, because the logits of a whole
+        # prompt can take gigabytes.
         if isinstance(logits_to_keep, Tensor):
             rows_B = torch.arange(len(x_BTC), device=x_BTC.device)
             x_BTC = x_BTC[rows_B, logits_to_keep][:, None]
@@ -243,14 +252,16 @@ class LanguageModel(nn.Module):
         # Head and loss are computed in one function, so that a chunked loss never materializes all
         # logits.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
-        # The loss of an evaluation is the cross-entropy alone, comparable with a dense model's.
+        # In evaluation, the loss is the cross-entropy alone, so that it can be compared with that
+        # of a dense model.
         if self.training and router_logits:
             loss = loss + self._router_loss_sum(router_logits, labels)
         return loss
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the load-balancing loss [] of a pass and the number of tokens routed to each
-        expert, int64 [L, E], from the logits [N, E] of each layer with a router."""
+        """Return the load-balancing loss [] of a forward pass, and the number of tokens routed to
+        each expert, int64 [L, E]. `router_logits` contains the logits [N, E] of each layer with a
+        router."""
         return load_balancing_loss(router_logits, self.config.visited_experts)
 
     def _router_loss_sum(self, router_logits: list[Tensor], labels: Tensor) -> Tensor:
@@ -258,19 +269,20 @@ class LanguageModel(nn.Module):
         auxiliary, visits_LE = self.balance(router_logits)
         valid = (labels != IGNORE_INDEX).sum()
         self.router_statistics.add(auxiliary.detach() * valid, visits_LE)
-        # Multiplied by the number of valid labels, because the caller divides the sum by the valid
-        # labels of the global batch.
+        # The loss is multiplied by the number of valid labels, because the caller divides the sum
+        # by the number of valid labels in the global batch.
         return self.config.router_loss_coefficient * auxiliary * valid  # type: ignore[no-any-return]
 
 
 def token_positions(
     input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Return the positions of the new tokens; arguments as in `LanguageModel.forward`.
+    """Return the positions of the new tokens. See `LanguageModel.forward` for the arguments.
 
     Returns:
-        - positions in each token's document, int64 [T] or [B, T];
-        - positions in the cache or, without a cache, in the sequence, int64 [T] or [B, T];
+        - position of each token in its document, int64 [T] or [B, T];
+        - position of each token in the cache or, without a cache, in the sequence, int64 [T] or [B,
+          T];
         - S, the number of keys that attention reads.
     """
     T = total = input_ids.shape[1]

@@ -1,12 +1,12 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971): an embedding, pre-norm layers with grouped-query
-attention, rotary positions and a SwiGLU, a final norm and a head.
+attention, rotary positions and a SwiGLU MLP, a final norm, and a head.
 
-The file reads from the smallest module up to the model. Families whose layers differ derive from
-these classes: small differences are in `llama_variants.py`, larger ones in separate files such as
-`gpt_oss.py`. The config is in `llama_config.py`, the facts of each family are in
-`llama_families.py`. Parameter names are those of Hugging Face's `LlamaForCausalLM`.
+The modules are ordered from the smallest to the whole model. Families whose layers differ derive
+from these classes. Small differences are in `llama_variants.py`, larger ones in separate files such
+as `gpt_oss.py`. The config is defined in `llama_config.py`, and the specifications of the families
+in `llama_families.py`. Parameter names are those of Hugging Face's `LlamaForCausalLM`.
 
-Shape letters as in `models/ops.py`, and F, the inner width of the MLP.
+Shape letters are defined in `models/ops.py`. In addition, F is the inner width of the MLP.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from firstlight.models.rope import Ropes, RotaryTables, apply_rope
 
 
 def normalized(x: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, [..., size] to [..., size], in at least fp32: in
-    bf16, the mean of squares would keep only 8 bits."""
+    """Return x / rms(x) over the last dimension, [..., size] to [..., size], in at least fp32. In
+    bf16, the mean of squares would have only 8 bits of precision."""
     return F.rms_norm(at_least_fp32(x), x.shape[-1:], None, eps)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, [..., size] to [..., size] (Zhang and Sennrich
-    2019, arXiv 1910.07467).
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): x / rms(x) * weight over the last
+    dimension, [..., size] to [..., size].
 
     Args:
         size: length of the last dimension.
@@ -52,7 +52,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Rounded before the weight is multiplied in, as in transformers, so that logits are equal.
+        # The result is rounded before it is multiplied by the weight, as in transformers, so that
+        # the logits are identical.
         return normalized(x, self.eps).to(x.dtype) * self.weight
 
 
@@ -60,7 +61,7 @@ class LlamaAttention(SelfAttention):
     """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245) with rotary positions.
 
     Attributes:
-        norm_class: class of the norms of queries and keys, for families that have them.
+        norm_class: class of the norms of queries and keys, for families that have such norms.
     """
 
     norm_class: ClassVar[type[nn.Module]] = RMSNorm
@@ -79,11 +80,13 @@ class LlamaAttention(SelfAttention):
         if self.has_qk_norm:
             self.q_norm = self.norm_class(D, config.rms_norm_eps)
             self.k_norm = self.norm_class(D, config.rms_norm_eps)
-        # A plain function, so that efficiency methods can replace it with another kernel.
+        # This is an attribute, so that efficiency methods can replace the function with another
+        # kernel.
         self.attend = attention
 
     def add_projections(self, config: DecoderConfig) -> None:
-        """Create the projections, under the names of the family's files."""
+        """Create the projections, with the names that they have in the family's checkpoint
+        files."""
         C, bias = config.hidden_size, config.qkv_bias
         q_size, k_size, v_size = self.sizes
         self.q_proj = nn.Linear(C, q_size, bias=bias)
@@ -92,9 +95,9 @@ class LlamaAttention(SelfAttention):
         self.o_proj = nn.Linear(q_size, C, bias=config.output_bias)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, T, H, D], keys and values [B, T, K, D] of the layer's input [B, T,
-        C]."""
-        # `view` and not `unflatten`, which causes graph breaks when the planner traces a compiled
+        """Return queries [B, T, H, D], keys [B, T, K, D] and values [B, T, K, D] for the layer's
+        input [B, T, C]."""
+        # `unflatten` is not used, because it causes graph breaks when the planner traces a compiled
         # step.
         heads = (*x_BTC.shape[:2], -1, self.head_dim)
         q_BTHD = self.q_proj(x_BTC).view(heads)
@@ -103,35 +106,37 @@ class LlamaAttention(SelfAttention):
         return q_BTHD, k_BTKD, v_BTKD
 
     def normalize(self, q_BTHD: Tensor, k_BTKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the family's norm to queries and keys; shapes are unchanged."""
+        """Apply the family's norms to queries and keys, without changing their shapes."""
         if not self.has_qk_norm:
             return q_BTHD, k_BTKD
         return self.q_norm(q_BTHD), self.k_norm(k_BTKD)
 
     def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys by their positions; shapes are unchanged."""
+        """Rotate queries and keys by their positions, without changing their shapes."""
         assert self.rope is not None
-        # The tables are in fp32 and would promote the products to fp32.
+        # Without the cast, the fp32 tables would promote the products to fp32.
         cos, sin = (table.to(q_BHTD.dtype) for table in ropes[self.rope])
         return apply_rope(q_BHTD, cos, sin), apply_rope(k_BKTD, cos, sin)
 
     def options(self, mask: Any) -> AttentionOptions:
-        """Return the arguments of the attention kernel other than queries, keys and values."""
+        """Return the options that are passed to the attention kernel, in addition to queries, keys
+        and values."""
         return AttentionOptions(mask, scale=self.scale)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
         """Compute attention, [B, T, C] to [B, T, C].
 
         Args:
-            x_BTC: the layer's input, normalised if the family has a norm before attention.
+            x_BTC: input of the layer, normalised if the family has a norm before attention.
             ropes: the model's rotary tables.
             mask: result of the model's `make_mask`.
             cache: keys and values of earlier tokens.
         """
         q_BTHD, k_BTKD, v_BTKD = self.project(x_BTC)
-        # Queries and keys are normalised before the rotation, which keeps their length.
+        # Queries and keys are normalised before the rotation, which does not change their length.
         q_BTHD, k_BTKD = self.normalize(q_BTHD, k_BTKD)
-        # Views without a copy: the kernels accept any strides of heads and tokens.
+        # Transposed views do not have to be copied, because the kernels accept any strides of heads
+        # and tokens.
         q_BHTD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, ropes)
         # Keys are cached after their rotation, because a token's position never changes.
@@ -143,8 +148,8 @@ class LlamaAttention(SelfAttention):
 
 
 class LlamaMLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202), [B, T, C] to [B, T, C]: an MLP whose inner values
-    are multiplied by a gate."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202), [B, T, C] to [B, T, C]: an MLP whose hidden
+    activations are multiplied by a gate."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -160,10 +165,12 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One layer: attention and an MLP, each after a norm and added to the residual stream.
+    """One layer: attention and an MLP. Their inputs are normalised, and their outputs are added to
+    the residual stream.
 
     Attributes:
-        attention_class, mlp_class, norm_class: classes of the parts, which subclasses replace.
+        attention_class, mlp_class, norm_class: classes of attention, MLP and norms, which
+            subclasses override.
     """
 
     attention_class: ClassVar[Callable[..., SelfAttention]] = LlamaAttention
@@ -178,7 +185,8 @@ class LlamaBlock(nn.Module):
         self.add_norms(config)
 
     def add_attention(self, config: Any, layer: int) -> None:
-        """Create the module that mixes tokens, under its name in the family's files."""
+        """Create the module that mixes tokens, with the name that it has in the family's checkpoint
+        files."""
         self.self_attn = self.attention_class(config, layer)
 
     def make_mlp(self, config: Any, layer: int) -> nn.Module:
@@ -186,7 +194,7 @@ class LlamaBlock(nn.Module):
         return self.mlp_class(config)
 
     def add_norms(self, config: DecoderConfig) -> None:
-        """Create the norms, under their names in the family's files."""
+        """Create the norms, with the names that they have in the family's checkpoint files."""
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
@@ -197,7 +205,7 @@ class LlamaBlock(nn.Module):
         (None without experts).
 
         Args:
-            x_BTC: the residual stream before this layer.
+            x_BTC: residual stream before this layer, [B, T, C].
             ropes: the model's rotary tables.
             masks: mask of layers without a window, and mask of layers with a window.
             cache: keys and values of earlier tokens.
@@ -213,7 +221,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaDecoder(nn.Module):
-    """Embedding, layers and final norm: Hugging Face's `model`."""
+    """Embedding, layers and final norm. This module is called `model` in Hugging Face's class."""
 
     def __init__(
         self, config: DecoderConfig, padded_vocab_size: int, block: type[LlamaBlock]
@@ -225,11 +233,11 @@ class LlamaDecoder(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A language model of the Llama architecture; see `LanguageModel`, whose `forward` computes the
+    """A language model of the Llama architecture; see `LanguageModel`. Its `forward` computes the
     logits or the loss from the result of `decode`.
 
     Attributes:
-        rotary: the rotary frequencies, from which each forward pass computes its tables.
+        rotary: rotary frequencies, from which each forward pass computes its tables.
         block_class: class of a layer.
     """
 
@@ -241,12 +249,11 @@ class Llama(LanguageModel):
     layers_name = "model.layers"
     final_modules = ("model.norm", "lm_head")
     residual_projections: ClassVar[tuple[str, ...]] = ("o_proj.", "down_proj")
-    # Kinds of tensor parallelism:
-    # "inputs": a module whose input is replicated, for the sharded modules inside it;
-    # "columns": a linear layer sharded by output features, whose output stays sharded;
+    # Kinds of tensor parallelism: "inputs": a module with sharded submodules, whose input is
+    # replicated; "columns": a linear layer sharded by output features, whose output stays sharded;
     # "rows": a linear layer sharded by input features, whose outputs are summed over processes;
-    # "table": the embedding, sharded by the vocabulary;
-    # "head": the head, sharded by the vocabulary, whose outputs are gathered.
+    # "table": the embedding, sharded by the vocabulary; "head": the head, sharded by the
+    # vocabulary, whose outputs are gathered.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens": "table",
         "model.layers.*.self_attn": "inputs",
@@ -270,8 +277,8 @@ class Llama(LanguageModel):
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
-        """Create embedding (with `rows` rows), layers and final norm, under the names of the
-        family's files."""
+        """Create the embedding (with `rows` rows), the layers and the final norm, with the names
+        that they have in the family's checkpoint files."""
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def finish_loading(self) -> None:
@@ -283,19 +290,19 @@ class Llama(LanguageModel):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the first layer's input [B, T, C] for token ids, int64 [B, T].
 
-        In pipeline parallelism, all stages but the first replace this method.
+        In pipeline parallelism, this method is replaced in all stages except the first one.
         """
         return self.embedding(input_ids)  # type: ignore[no-any-return]
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """Return the mask of layers without a window and the mask of layers with a window, both
-        made by `make_mask`; they are the same object if the model has no window.
+        """Return the mask of layers without a window and the mask of layers with a window. Both are
+        made by `make_mask`, and they are the same object if the model has no window.
 
         Args:
             cache_positions, total, positions: results of `token_positions`.
-            document_ids: document of each token [B, T], see `forward`.
+            document_ids: document of each token, int [B, T]; see `forward`.
         """
         window = self.config.sliding_window
         mask = self.make_mask(cache_positions, total, None, document_ids)

@@ -1,5 +1,5 @@
-"""The config of the Llama-like families, and how it is read from and written to config.json. The
-families' differences are facts in `llama_families.py`.
+"""The config of the Llama-like families, and its conversion from and to config.json. The
+differences between the families are specified in `llama_families.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ MOST_LAYERS = 10_000
 LayerType = Literal["full_attention", "sliding_attention"]
 
 if TYPE_CHECKING:
-    # Type checkers can't evaluate a Literal of names that are in a table.
+    # Type checkers can't evaluate a Literal whose values come from a table.
     DenseType: TypeAlias = str
 else:
     DenseType = Literal[tuple(DENSE)]
 
 
 class DecoderConfig(FamilyConfig):
-    """Keys of the Llama-like families, with names and meanings of Hugging Face."""
+    """Keys of the Llama-like families, with the names and meanings that they have in Hugging Face's
+    configs."""
 
     model_type: str
     vocab_size: int = Field(0, ge=0)
@@ -62,7 +63,7 @@ class DecoderConfig(FamilyConfig):
     {rope_type: dynamic, factor}, {rope_type: yarn, factor, original_max_position_embeddings} or
     {rope_type: longrope, short_factor, long_factor, original_max_position_embeddings}."""
     attention_bias: bool = False
-    """biases on the attention projections; in glm4 and stablelm not on the output projection."""
+    """biases on the attention projections (except the output projection in glm4 and stablelm)."""
     mlp_bias: bool = False
     """biases on the projections of the MLP (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
@@ -100,8 +101,7 @@ class DecoderConfig(FamilyConfig):
     """base of the rotary frequencies in layers with a sliding window (olmo3, gemma3_text); null is
     rope_theta."""
     query_pre_attn_scalar: int | None = Field(None, gt=0)
-    """number by whose square root attention scores are divided; null is head_dim (gemma2,
-    gemma3_text)."""
+    """number whose square root divides attention scores; null is head_dim (gemma2, gemma3_text)."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
     """bound c of attention scores s, which become c tanh(s / c); null is no bound (gemma2)."""
     final_logit_softcapping: float | None = Field(None, gt=0)
@@ -110,14 +110,13 @@ class DecoderConfig(FamilyConfig):
     qk_layernorm: bool = False
     """normalise each query and key head with a separate LayerNorm (stablelm)."""
     use_parallel_residual: bool = False
-    """compute attention and MLP from the same residual stream and add both to it (stablelm,
-    gpt_neox)."""
+    """compute attention and MLP in parallel, from the same residual stream (stablelm, gpt_neox)."""
 
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Families without `LATER_KEYS` dump the same section as before these keys existed, so that
-        # a base model keeps the hash that runs with `lora` have stored. A None is left out if it is
-        # the default.
+        # For families without `LATER_KEYS`, the dumped section is the same as before these keys
+        # were added, so that the hash of a base model matches the hash stored in existing LoRA
+        # runs. None is omitted if it is the default.
         own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value
@@ -128,8 +127,8 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
-        """Return the default inner width of the MLP: with it, the three matrices of SwiGLU are as
-        large as the two of an MLP with 4 * hidden_size."""
+        """Return the default inner width of the MLP. With this width, the three matrices of SwiGLU
+        have about as many weights as the two matrices of an MLP with width 4 * hidden_size."""
         return math.ceil(hidden_size * 8 / 3 / 32) * 32
 
     @model_validator(mode="before")
@@ -139,15 +138,18 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys, with those that are missing, null or 0 derived from other keys.
+        """Return the keys, where missing, null and 0 values are replaced by values derived from
+        other keys.
 
         Raises:
-            ValueError: hidden_size must be a multiple of num_attention_heads, and is not.
+            ValueError: hidden_size is not a multiple of num_attention_heads, although the family or
+                a missing head_dim requires it.
         """
         spec = cls.families.get(values.get("model_type", cls.default_type()), FamilySpec(""))
         hidden, heads = values.get("hidden_size", 256), values.get("num_attention_heads", 4)
         if isinstance(hidden, int) and isinstance(heads, int) and hidden > 0 and heads > 0:
-            # transformers rejects a Llama model with such a hidden_size even if head_dim is given.
+            # transformers rejects a Llama model with such a hidden_size even if head_dim is
+            # specified.
             if hidden % heads and (spec.divides_width or not values.get("head_dim")):
                 advice = "model_type mistral with head_dim" if spec.divides_width else "head_dim"
                 raise ValueError(
@@ -172,7 +174,8 @@ class DecoderConfig(FamilyConfig):
                 )
         if self.head_dim % 2 and self.rotary_dim == self.head_dim:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
-        # The family's config.json does not have these keys, so it would describe another model.
+        # The family's config.json has no such keys, so an exported config would describe a
+        # different model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(not_a_key(name, self.model_type))
@@ -294,8 +297,8 @@ class DecoderConfig(FamilyConfig):
 
 def _fill_in_own_keys(values: dict[str, Any], spec: FamilySpec) -> None:
     """Derive unset keys from other keys, and remove lists that repeat the family's default, so that
-    equal models have equal configs. Values of a wrong type are ignored, because validation of their
-    fields rejects them."""
+    equal models have equal configs. Values of the wrong type are ignored here, because field
+    validation rejects them later."""
     own, size = spec.own_keys, values.get("head_dim")
     if isinstance(size, int) and size > 0:
         for name, usual in (("attention_multiplier", size**-0.5), ("query_pre_attn_scalar", size)):
@@ -344,10 +347,10 @@ class LlamaConfig(DecoderConfig):
 
 # Reading and writing config.json, in the formats of transformers 4 and 5
 
-#: Keys for which null in config.json is a value; for other keys null is the default.
+#: Keys for which null in config.json is a value. For all other keys, null means the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
-#: Settings that only `_windows_from_json` and `_rope_from_json` read.
+#: Settings that are read by `_windows_from_json` and `_rope_from_json` only.
 _READ_APART = ("sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor")
 
 _SAME_ACTIVATION = {"swish": "silu"}
@@ -356,10 +359,10 @@ _SAME_ACTIVATION = {"swish": "silu"}
 def values_from_json(
     spec: FamilySpec, names: Sequence[str], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of a config class's fields, from a config.json.
+    """Return the values for the fields of a config class, read from a config.json.
 
     Args:
-        spec: facts of the family.
+        spec: specification of the family.
         names: fields of the config class.
         config: the content of config.json.
 
@@ -367,7 +370,8 @@ def values_from_json(
         ModelError: the config has a setting that would change the outputs and is not implemented.
     """
     _check_built(spec, config, has_choice=spec.activation_key in names)
-    # Renamed to our names. If config.json has both names, transformers reads the family's name.
+    # Keys are renamed to our names. If config.json contains both names of a key, transformers reads
+    # the family's name.
     own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
     config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
     values = dict(spec.hf_defaults)
@@ -381,12 +385,13 @@ def values_from_json(
         if config[theirs] is not None:
             values[ours] = config[theirs]
         elif ours in ("num_key_value_heads", "head_dim"):
-            values.pop(ours, None)  # null: derived from the other sizes
+            values.pop(ours, None)  # null means that the value is derived from the other sizes
     for name in set(spec.own_keys) - set(_READ_APART):
         if config.get(name) is not None or (name in _NULLABLE and name in config):
             values[name] = config[name]
     layers, every = values["num_hidden_layers"], config.get("no_rope_layer_interval")
-    # Checked here, because lists of this length are created before the fields are checked.
+    # The types are checked here, because lists of this length are created before the fields are
+    # validated.
     for key, value in (("num_hidden_layers", layers), ("no_rope_layer_interval", every or 1)):
         if type(value) is not int:
             raise ModelError(f"{key} is {value!r}, but must be an integer: correct the file")
@@ -402,8 +407,8 @@ def values_from_json(
 
 
 def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
-    """Raise an error for an activation or attention that is not implemented; `has_choice` is True
-    if the config class has a key for the activation."""
+    """Raise an error for an activation or a kind of attention that is not implemented. `has_choice`
+    is True if the config class has a key for the activation, which is then not checked here."""
     activation = config.get(spec.activation_key) or spec.activation
     if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(
@@ -453,9 +458,10 @@ def _windows_from_json(
 def _rope_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `rope_theta`, `rope_scaling` and all other keys of rotary positions."""
-    # transformers 5 writes one object rope_parameters, transformers 4 the keys rope_theta and
-    # rope_scaling. If config.json has both, transformers reads the two keys.
+    """Return `rope_theta`, `rope_scaling` and all other keys for rotary positions."""
+    # transformers 5 writes a single object, rope_parameters. transformers 4 writes the keys
+    # rope_theta and rope_scaling. If config.json contains both forms, transformers reads the two
+    # keys.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or spec.rope.default
     found: dict[str, Any] = {}
     if spec.rope.nested:
@@ -477,8 +483,8 @@ def _rope_from_json(
     rope.pop("type", None)
     kind = spec.rope.other_kinds.get(kind, kind)
     if spec.rope.nested:
-        # transformers looks for truncate one level above the kinds of layers, where no config.json
-        # has it, so its value has no effect.
+        # transformers looks for truncate one level above the settings of each kind of layer. No
+        # config.json has the key there, so its value has no effect.
         rope.pop("truncate", None)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in spec.own_keys:
@@ -505,10 +511,10 @@ def _scaling_from_json(
     *,
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the recipe's `rope_scaling`, for a kind that is not "default".
+    """Return the value of `rope_scaling` in a recipe, for a kind of scaling other than "default".
 
     Raises:
-        ModelError: the kind is unknown.
+        ModelError: the kind of scaling is not supported.
     """
     if kind not in ROPE_KINDS:
         raise ModelError(
@@ -520,8 +526,8 @@ def _scaling_from_json(
     scaling["rope_type"] = kind
     positions = config.get("max_position_embeddings", values.get("max_position_embeddings"))
     if "original_max_position_embeddings" in fields:
-        # As in transformers, the key at the top level of config.json takes precedence over the key
-        # among the rotary settings.
+        # As in transformers, a key at the top level of config.json takes precedence over the same
+        # key in the rotary settings.
         apart = config.get("original_max_position_embeddings") or spec.rope.original_positions
         original = apart or scaling.get("original_max_position_embeddings") or positions
         scaling["original_max_position_embeddings"] = original
@@ -536,9 +542,9 @@ def config_json(
     """Return the Hugging Face `config.json` of a model.
 
     Args:
-        spec: facts of the family.
-        model: the config.
-        values: the keys that all families have, with their values.
+        spec: specification of the family.
+        model: config of the model.
+        values: values of the keys that all families have.
     """
     own = {name: getattr(model, name) for name in spec.own_keys}
     if spec.has_window_switch:
@@ -551,7 +557,8 @@ def config_json(
             "sliding_attention" if model.has_window(i) else "full_attention" for i in layers
         ]
         if spec.full_attention_every and model.sliding_window is None:
-            # transformers always creates a mask with a window, even if no layer uses it.
+            # transformers always creates a mask with a window, even if no layer uses it, so it
+            # needs a value.
             own["sliding_window"] = model.max_position_embeddings
     elif "layer_types" in own:
         del own["layer_types"]
@@ -576,8 +583,8 @@ def config_json(
         "attention_dropout": 0.0,
         # Some config classes of transformers have a default id, which can be beyond the vocabulary.
         "pad_token_id": None,
-        # Both forms: transformers 5 reads rope_parameters, while transformers 4 and other programs
-        # read the two keys.
+        # Both forms are written, because transformers 5 reads rope_parameters, while transformers 4
+        # and other programs read the two keys.
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,

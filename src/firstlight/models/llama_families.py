@@ -1,7 +1,7 @@
-"""The facts of the dense Llama-like families, which share `LlamaConfig`.
+"""Specifications of the dense Llama-like families, which use `LlamaConfig`.
 
-A new family is an entry of `DENSE`. A family whose layers differ from Llama's also has a class in
-`llama_variants.py`. Mixtures of experts are in `mixtral.py`.
+To add a family, add an entry to `DENSE`. A family whose layers differ from those of Llama also
+needs a model class in `llama_variants.py`. Families with experts are defined in `mixtral.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CAP = {"final_logit_softcapping": "final_logit_softcapping"}
 YARN_ROPE = ("default", "linear", "yarn")
 ALL_ROPE = (*YARN_ROPE, "llama3")
 
-#: Keys that only Granite has.
+#: Keys that are specific to Granite.
 MULTIPLIERS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -30,8 +30,8 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
-# Default sizes that several config classes of Hugging Face share. Keys that are missing are derived
-# from the others.
+# Default sizes that several Hugging Face config classes share. Missing keys are derived from the
+# other keys.
 _SIZES_OF_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -352,8 +352,8 @@ DENSE: dict[str, FamilySpec] = {
 #: Keys that some families do not have.
 OWN_KEYS: frozenset[str] = frozenset(key for spec in DENSE.values() for key in spec.own_keys)
 
-#: Keys that were added after the first families. Dumped configs of families without these keys omit
-#: them, so that hashes of older configs stay valid.
+#: Keys that were added after the first families. They are omitted when the config of a family
+#: without these keys is dumped, so that hashes of older configs stay valid.
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,

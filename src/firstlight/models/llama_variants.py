@@ -1,7 +1,8 @@
-"""Variants of Llama's layers: the families that differ from `llama.py` in a few lines.
+"""Variants of Llama's layers, for families that differ from `llama.py` in a few lines.
 
-`VARIANTS` maps each of them to its model class; families that are not in it use `Llama` itself. The
-facts of all families are in `llama_families.py`. Shape letters as in `llama.py`.
+`VARIANTS` maps each of these families to its model class. All other families use `Llama` itself.
+The specifications of all families are in `llama_families.py`. Shape letters are those of
+`llama.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from firstlight.models.llama_config import DecoderConfig
 from firstlight.models.ops import AttentionOptions, at_least_fp32
 from firstlight.models.rope import Ropes, apply_rope, apply_rope_to_neighbours
 
-# Parts that several families use
+# Modules that several families use
 
 
 class WideRMSNorm(RMSNorm):
@@ -31,15 +32,15 @@ class WideRMSNorm(RMSNorm):
 
 
 class OnePlusRMSNorm(RMSNorm):
-    """RMSNorm with a factor of 1 + weight, rounded afterwards (Gemma, Qwen3-Next). The stored
-    weight is the factor minus 1, so that weight decay pulls the factor towards 1."""
+    """RMSNorm that multiplies by 1 + weight and then rounds its result (Gemma, Qwen3-Next). The
+    stored weight is the factor minus 1, so that weight decay pulls the factor towards 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (normalized(x, self.eps) * (1.0 + at_least_fp32(self.weight))).to(x.dtype)
 
 
 class FusedMLP(nn.Module):
-    """SwiGLU whose gate and up projection are one matrix, [B, T, C] to [B, T, C]."""
+    """SwiGLU, [B, T, C] to [B, T, C], with one matrix for the gate and up projections."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -49,15 +50,15 @@ class FusedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, C, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        # The gate's rows come first, as in the family's files.
+        # The rows of the gate come first, as in the families' checkpoint files.
         gate_BTF, up_BTF = self.gate_up_proj(x_BTC).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
 
 
 class OutputNormBlock(LlamaBlock):
     """A layer that normalises the outputs of attention and MLP before they are added to the
-    residual stream. `FamilySpec.norms` has the names of these norms and of the norms of the inputs,
-    if any."""
+    residual stream. `FamilySpec.norms` contains the names of these norms, and of the norms of the
+    inputs if the family has them."""
 
     def add_norms(self, config: DecoderConfig) -> None:
         """See `LlamaBlock.add_norms`."""
@@ -85,8 +86,8 @@ class OutputNormBlock(LlamaBlock):
 
 
 class ArceeMLP(nn.Module):
-    """MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668) and no gate, [B, T, C] to
-    [B, T, C]."""
+    """MLP with squared ReLU (So et al. 2021, Primer, arXiv 2109.08668) and without a gate, [B, T,
+    C] to [B, T, C]."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -100,13 +101,13 @@ class ArceeMLP(nn.Module):
 
 
 class ArceeBlock(LlamaBlock):
-    """One layer, with Arcee's MLP."""
+    """One layer of Arcee's AFM."""
 
     mlp_class = ArceeMLP
 
 
 class Arcee(Llama):
-    """Arcee's AFM: an MLP without a gate."""
+    """A language model of Arcee's AFM family: a Llama whose MLPs have no gate."""
 
     block_class = ArceeBlock
 
@@ -133,7 +134,8 @@ class GemmaAttention(LlamaAttention):
 
 
 class GemmaMLP(LlamaMLP):
-    """GeGLU: a gate with GELU in its tanh form (Shazeer 2020, arXiv 2002.05202)."""
+    """GeGLU (Shazeer 2020, arXiv 2002.05202): an MLP whose gate is the tanh approximation of
+    GELU."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         hidden_BTF = F.gelu(self.gate_proj(x_BTC), approximate="tanh") * self.up_proj(x_BTC)
@@ -141,7 +143,7 @@ class GemmaMLP(LlamaMLP):
 
 
 class GemmaBlock(OutputNormBlock):
-    """One layer, with norms of inputs and outputs."""
+    """One layer that normalises the inputs and outputs of attention and MLP."""
 
     attention_class = GemmaAttention
     mlp_class = GemmaMLP
@@ -149,11 +151,11 @@ class GemmaBlock(OutputNormBlock):
 
 
 class Gemma(Llama):
-    """Gemma 2 and 3 (arXiv 2408.00118, 2503.19786), which also multiply embeddings by
-    sqrt(hidden_size)."""
+    """A Gemma 2 or Gemma 3 language model (arXiv 2408.00118, 2503.19786), which also multiplies
+    embeddings by sqrt(hidden_size)."""
 
     block_class = GemmaBlock
-    # The norms add 1 to their weight, so a weight of zero means a factor of 1.
+    # The norms add 1 to their weights, so a weight of zero means a factor of 1.
     norm_init = 0.0
 
     def finish_loading(self) -> None:
@@ -167,13 +169,13 @@ class Gemma(Llama):
         return self
 
     def _set_embedding_factor(self) -> None:
-        # Rounded to the dtype of the embeddings, as in transformers.
+        # The factor is rounded to the dtype of the embeddings, as in transformers.
         dtype = self.embedding.weight.dtype
         root = torch.tensor(self.config.hidden_size**0.5, dtype=dtype, device="cpu")
         self.embedding_factor = root.item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]: see `Llama.embed`."""
+        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
         return super().embed(input_ids) * self.embedding_factor
 
 
@@ -191,13 +193,13 @@ class Glm4Attention(LlamaAttention):
 
 
 class Glm4Block(OutputNormBlock):
-    """One layer, with norms of inputs and outputs."""
+    """One layer that normalises the inputs and outputs of attention and MLP."""
 
     attention_class, mlp_class = Glm4Attention, FusedMLP
 
 
 class Glm4(Llama):
-    """GLM-4."""
+    """A GLM-4 language model."""
 
     block_class = Glm4Block
 
@@ -206,7 +208,7 @@ class Glm4(Llama):
 
 
 class GraniteBlock(LlamaBlock):
-    """One layer, which multiplies the outputs of attention and MLP by a factor."""
+    """One layer that multiplies the outputs of attention and MLP by a factor."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -223,17 +225,19 @@ class GraniteBlock(LlamaBlock):
 
 
 class Granite(Llama):
-    """IBM's Granite 3, with factors of embeddings, residual branches and logits."""
+    """A language model of IBM's Granite 3 family, which multiplies embeddings, residual branches
+    and logits by factors."""
 
     block_class = GraniteBlock
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]: see `Llama.embed`."""
+        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
         return super().embed(input_ids) * self.config.embedding_multiplier
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """Return the head's input [B, T, C]: see `LanguageModel.finish`."""
-        # Dividing the hidden states divides the logits, which have more elements.
+        """Return the head's input [B, T, C]; see `LanguageModel.finish`."""
+        # Dividing the hidden states has the same effect as dividing the logits, which have more
+        # elements.
         return super().finish(x_BTC) * (1 / self.config.logits_scaling)
 
 
@@ -262,13 +266,13 @@ class OlmoAttention(LlamaAttention):
 
 
 class OlmoBlock(OutputNormBlock):
-    """One layer, with norms of the outputs only."""
+    """One layer that normalises only the outputs of attention and MLP."""
 
     attention_class, norm_class = OlmoAttention, WideRMSNorm
 
 
 class Olmo(Llama):
-    """OLMo 2 and 3 (arXiv 2501.00656, 2512.13961)."""
+    """An OLMo 2 or OLMo 3 language model (arXiv 2501.00656, 2512.13961)."""
 
     block_class = OlmoBlock
 
@@ -293,13 +297,13 @@ class Phi3Attention(LlamaAttention):
 
 
 class Phi3Block(LlamaBlock):
-    """One layer, with fused matrices."""
+    """One layer with fused projections."""
 
     attention_class, mlp_class = Phi3Attention, FusedMLP
 
 
 class Phi3(Llama):
-    """Phi-3 and Phi-4."""
+    """A Phi-3 or Phi-4 language model."""
 
     block_class = Phi3Block
 
@@ -324,7 +328,7 @@ class SmolLM3Block(LlamaBlock):
 
 
 class SmolLM3(Llama):
-    """SmolLM3."""
+    """A SmolLM3 language model."""
 
     block_class = SmolLM3Block
 
@@ -333,8 +337,8 @@ class SmolLM3(Llama):
 
 
 class HeadNorms(nn.Module):
-    """LayerNorm of each head, [B, T, H, D] to [B, T, H, D], with separate weights per head and no
-    bias.
+    """LayerNorm over each head, [B, T, H, D] to [B, T, H, D], with separate weights for each head
+    and without biases.
 
     Args:
         heads, head_dim: H and D.
@@ -343,21 +347,22 @@ class HeadNorms(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        # One module per head, only to match the names in the family's files: `forward` computes all
-        # heads at once.
+        # There is one module per head only to match the names in the family's checkpoint files.
+        # `forward` normalises all heads at once.
         self.norms = nn.ModuleList(nn.LayerNorm(head_dim, eps, bias=False) for _ in range(heads))
         self.eps = eps
 
     def forward(self, x_BTHD: Tensor) -> Tensor:
         weight_HD = at_least_fp32(torch.stack(list(self.parameters())))
-        # Called without weights, because `layer_norm` would use the same weight for all heads.
+        # `layer_norm` is called without weights, because it would apply the same weights to all
+        # heads.
         normal = F.layer_norm(at_least_fp32(x_BTHD), x_BTHD.shape[-1:], eps=self.eps)
         return (normal * weight_HD).to(x_BTHD.dtype)
 
 
 class StableLMAttention(LlamaAttention):
-    """Attention that normalises each head of queries and keys with its own weight, if
-    `qk_layernorm` is true."""
+    """Attention that normalises each query and key head with separate weights if `qk_layernorm` is
+    true."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -375,8 +380,8 @@ class StableLMAttention(LlamaAttention):
 
 
 class StableLMBlock(LlamaBlock):
-    """One layer. With `use_parallel_residual`, attention and MLP read the output of the same norm
-    (Wang and Komatsuzaki 2021, GPT-J), so that neither depends on the other."""
+    """One layer. With `use_parallel_residual`, attention and MLP read the output of the same norm,
+    so that neither depends on the other (Wang and Komatsuzaki 2021, GPT-J)."""
 
     attention_class, norm_class = StableLMAttention, nn.LayerNorm
 
@@ -399,12 +404,12 @@ class StableLMBlock(LlamaBlock):
 
 
 class StableLM(Llama):
-    """StableLM 2."""
+    """A StableLM 2 language model."""
 
     block_class = StableLMBlock
 
 
-#: `model_type` -> model class, for the families of `LlamaConfig` that need more than `Llama`.
+#: Model classes by `model_type`, for the families of `LlamaConfig` that need more than `Llama`.
 VARIANTS: dict[str, type[Llama]] = {
     "granite": Granite,
     "smollm3": SmolLM3,

@@ -1,7 +1,8 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE (Qwen team 2025, arXiv 2505.09388):
-Llama with experts in place of the MLP. Other families with experts derive from these classes.
+Llama with experts in place of the MLP. The models of other families with experts derive from these
+classes.
 
-Shape letters as in `models/moe.py`.
+Shape letters are defined in `models/moe.py`.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class MoEConfig(DecoderConfig):
     router_aux_loss_coef: float = Field(0.01, ge=0)
     """weight of the load-balancing loss during training (Fedus et al. 2021, arXiv 2101.03961)."""
     decoder_sparse_step: int = Field(1, gt=0)
-    """interval n of layers with experts: layers n, 2n, ..., counted from 1, have them (not in
-    mixtral)."""
+    """interval n between layers with experts: layers n, 2n, ..., counted from 1, have experts (not
+    in mixtral)."""
     mlp_only_layers: list[int] = Field([])
     """layers, counted from 0, without experts (not in mixtral)."""
 
@@ -124,8 +125,8 @@ class MoEConfig(DecoderConfig):
     def to_hf(self) -> dict[str, Any]:
         """Return the Hugging Face `config.json` of this model."""
         content = super().to_hf() | {"output_router_logits": False}
-        # transformers 5 writes the number of experts under Mixtral's key for both families;
-        # transformers 4 reads each family's own key.
+        # For both families, transformers 5 writes the number of experts under Mixtral's key.
+        # transformers 4 reads the key that is specific to each family.
         content["num_local_experts"] = self.num_experts
         if self.model_type == "mixtral":
             for name in (
@@ -140,8 +141,8 @@ class MoEConfig(DecoderConfig):
 
 
 class SparseMLP(RoutedMLP):
-    """Router and experts of one layer: a token's experts are those with the greatest probabilities
-    in a softmax over all experts."""
+    """The router and the experts of one layer. Each token uses the experts that have the greatest
+    probabilities in a softmax over all experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -153,20 +154,21 @@ class SparseMLP(RoutedMLP):
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `RoutedMLP.route`."""
         logits_NE = self.gate(x_NC)
-        # In fp32, as in transformers: bf16 would change the order of experts with close logits.
+        # The probabilities are computed in fp32, as in transformers, because rounding to bf16 would
+        # change the order of experts with similar logits.
         weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
-        # Without normalisation the weights sum to less than 1, because the probabilities of the
-        # other experts are left out.
+        # Without normalisation, the weights sum to less than 1, because they do not include the
+        # probabilities of the other experts.
         if self.normalise:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         return logits_NE, weights_NK, experts_NK
 
 
 class RoutedBlock(LlamaBlock):
-    """One layer with experts in place of the MLP, in all layers or in some.
+    """One layer of a model in which all layers, or some of them, have experts in place of the MLP.
 
     Attributes:
-        experts_class: class of router and experts.
+        experts_class: class of the module with the router and the experts.
     """
 
     experts_class: ClassVar[Callable[..., RoutedMLP]] = SparseMLP
@@ -184,8 +186,8 @@ class RoutedBlock(LlamaBlock):
         return self.add_mlp_output(x_BTC)
 
     def add_mlp_output(self, x_BTC: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add the output of the experts or the MLP to the residual stream [B, T, C], and return it
-        with the router's logits [N, E]."""
+        """Add the output of the experts or the MLP to the residual stream [B, T, C]. Return the
+        residual stream and the router's logits [N, E], or None for a layer with an MLP."""
         y_BTC = self.post_attention_layernorm(x_BTC)
         if not isinstance(self.mlp, RoutedMLP):
             return x_BTC + self.mlp(y_BTC), None

@@ -1,9 +1,10 @@
 """Mixture of experts: a router chooses a few MLPs (experts) for each token.
 
-A visit is one pair of a token and an expert chosen for it.
+A visit is a pair of a token and one of the experts chosen for this token.
 
-Shape letters: N tokens of a batch, K experts of each token, E experts of a layer, C hidden size,
-F inner width of an expert, M = N * K visits, L layers with experts.
+Shape letters: N is the number of tokens in a batch, K the number of experts per token, E the number
+of experts per layer, C the hidden size, F the inner width of an expert, M = N * K the number of
+visits, and L the number of layers with experts.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from firstlight.models.ops import product_dtype
 
 
 class Router(nn.Linear):
-    """The linear layer whose outputs choose each token's experts. It is a separate class because
-    routers are excluded from LoRA adapters and from quantisation."""
+    """The linear layer whose outputs determine each token's experts. It is a separate class, so
+    that routers can be excluded from LoRA adapters and from quantisation."""
 
 
 class Experts(nn.Module):
-    """All experts of a layer, each a SwiGLU (Shazeer 2020, arXiv 2002.05202). Their weights are
-    stacked: `gate_up_proj` [E, 2F, C] (rows of the gate first) and `down_proj` [E, C, F].
+    """All experts of a layer. Each expert is a SwiGLU MLP (Shazeer 2020, arXiv 2002.05202). The
+    weights are stored in stacked tensors: `gate_up_proj` [E, 2F, C], in which the rows of the gate
+    come first, and `down_proj` [E, C, F].
 
     Args:
-        experts: E.
-        size: C.
-        hidden: F.
+        experts: number of experts, E.
+        size: hidden size, C.
+        hidden: inner width of an expert, F.
     """
 
     def __init__(self, experts: int, size: int, hidden: int) -> None:
@@ -39,26 +41,28 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, size, hidden))
 
     def forward(self, x_NC: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Return each token's weighted sum over the outputs of its experts, [N, C].
+        """Return the weighted sum of the outputs of each token's experts, [N, C].
 
-        Visits are sorted by expert, so that the visits of each expert are one block of a grouped
-        matrix product. All operations are permutations or sums in a fixed order, which makes the
-        result bitwise reproducible, even on a GPU.
+        Visits are sorted by expert, so that all visits of an expert form one block of a grouped
+        matrix product. All operations are permutations or sums in a fixed order, so the result is
+        bitwise reproducible, even on a GPU.
 
         Args:
             x_NC: input of the layer.
-            experts_NK: indices of each token's experts, int64.
-            weights_NK: weights of the experts' outputs in the sum.
+            experts_NK: indices of each token's experts, int64 [N, K].
+            weights_NK: weights of the experts' outputs in the sum, [N, K].
         """
         N, K = experts_NK.shape
         experts_M = experts_NK.flatten()
-        # A stable sort: without it, devices order equal numbers in different ways.
+        # The sort is stable, because otherwise the order of equal indices would depend on the
+        # device.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
-        # One row per visit: a token occurs once for each of its experts.
+        # There is one row per visit, so a token occurs once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
-        # Gathered with the inverse permutation: on GPUs, a scatter would sum in an undefined order.
+        # The outputs are gathered with the inverse permutation. A scatter would add them up in an
+        # undefined order on GPUs.
         places_NK = order_M.argsort().view(N, K)
         if x_NC.device.type == "cpu" and not _has_kernel(self.down_proj):
             # Outputs are added in the order of the expert indices, as in transformers without a
@@ -69,11 +73,11 @@ class Experts(nn.Module):
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the expert's output for each row, [M, C].
+        """Return the output of the assigned expert for each row, [M, C].
 
         Args:
             x_MC: inputs, one row per visit, sorted by expert.
-            experts_M: number of each row's expert, int64.
+            experts_M: index of the expert of each row, int64 [M].
             ends_E: end (exclusive) of each expert's rows in `x_MC`, int [E].
         """
         gate_MF, up_MF = grouped_linear(x_MC, self.gate_up_proj, ends_E).chunk(2, dim=-1)
@@ -106,31 +110,34 @@ class RoutedMLP(nn.Module):
 
 
 def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
-    """Compute a grouped matrix product: the rows of expert e times the transpose of
-    `weight_EFC[e]`, [M, F], in autocast's dtype or the weight's.
+    """Compute a grouped matrix product, [M, F]: the rows of each expert e are multiplied by the
+    transpose of `weight_EFC[e]`. The result has the dtype of autocast if it is enabled, otherwise
+    that of the weight.
 
-    torch's grouped kernel requires that the size of a row is a multiple of 16 bytes. On GPUs it
-    also requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, each
-    expert has a separate product, over its rows or, if that is faster, over blocks of rows (see
-    `_takes_blocks`).
+    torch's grouped kernel requires that the size of a row is a multiple of 16 bytes. On GPUs, it
+    also requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, a separate
+    product is computed for each expert, either over its own rows or, if that is faster, over blocks
+    of rows (see `_takes_blocks`).
 
     Args:
-        x_MC: rows, sorted by expert.
+        x_MC: input rows, sorted by expert.
         weight_EFC: one matrix [F, C] for each expert.
         ends_E: end (exclusive) of each expert's rows in `x_MC`, int [E].
     """
     dtype = product_dtype(weight_EFC)
-    # torch's kernel takes ends as int32 only.
+    # torch's kernel requires int32 for the ends.
     product: Tensor = _grouped_linear(x_MC.to(dtype), weight_EFC.to(dtype), ends_E.int())
     return product
 
 
-#: Without a grouped kernel, the CPU reads the number of rows of each expert from the GPU. CUDA
-#: graphs can't record this, so torch.compile records only the code before and after the operator.
+#: Without a grouped kernel, the CPU reads the number of rows of each expert from the GPU. A CUDA
+#: graph can't contain such a read, so torch.compile records only the code before and after the
+#: operator.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
-# A custom operator, because torch.compile knows the result shapes of `F.grouped_mm` for bf16 only.
+# This is a custom operator, because torch.compile can infer the result shapes of `F.grouped_mm`
+# only for bf16.
 @torch.library.custom_op("firstlight::grouped_linear", mutates_args=(), tags=_TAGS)
 def _grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     if _takes_blocks(x_MC, weight_EFC):
@@ -153,15 +160,16 @@ def _(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 def _grouped_linear_backward(
     grad_MF: Tensor, x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    # Autograd may give an expanded or transposed view, but the kernel needs contiguous rows.
+    # The gradient from autograd can be an expanded or transposed view, but the kernel needs
+    # contiguous rows.
     grad_MF = grad_MF.contiguous()
     if _takes_blocks(x_MC, weight_EFC):
-        # The gradients are contiguous for any layout of the weight, as from the other kernels:
-        # compiled code relies on the strides of `register_fake`.
+        # The gradients are contiguous for any layout of the weight, as they are with the other
+        # kernels, because compiled code relies on the strides of `register_fake`.
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
-            # The product sums over rows, so the block's rows of other experts must be zero.
+            # The product sums over the rows of the block, so rows of other experts must be zero.
             grad_NF = torch.zeros_like(grad_MF[block])
             grad_NF[own] = grad_MF[rows]
             torch.mm(grad_NF.T, x_MC[block], out=grad_EFC[expert])
@@ -189,7 +197,7 @@ def _backward(ctx: Any, grad_MF: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    # Only the inputs are saved: neither gradient needs the output.
+    # Only the inputs are saved, because neither gradient depends on the output.
     ctx.save_for_backward(*inputs)
 
 
@@ -207,11 +215,11 @@ def _has_kernel(weight_EFC: Tensor) -> bool:
 
 
 def reads_rows_of_experts(model: nn.Module) -> bool:
-    """Return True if the CPU reads the number of rows of each expert in each forward pass of a
-    model on a CUDA GPU.
+    """Return True if each forward pass of a model on a CUDA GPU copies the number of rows of each
+    expert to the CPU.
 
-    torch's grouped kernel for compute capabilities 9 and 10 finds the rows itself. On other GPUs
-    each expert has a separate product, even inside torch's grouped product.
+    torch's grouped kernel for compute capabilities 9 and 10 reads the row counts on the GPU. On
+    other GPUs, torch computes a separate product for each expert, even in its grouped product.
     """
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     weights = [weight for one in experts for weight in (one.gate_up_proj, one.down_proj)]
@@ -223,57 +231,63 @@ def reads_rows_of_experts(model: nn.Module) -> bool:
     )
 
 
-#: Mean number of rows per expert above which `_blocks` is faster. With fewer rows, there are only a
-#: few different row counts, for which oneDNN can cache its code: see `_takes_blocks`.
+#: Mean number of rows per expert from which `_blocks` is faster. With fewer rows, only a few
+#: different row counts occur, and oneDNN can cache its code for all of them; see `_takes_blocks`.
 ROWS_OF_BLOCKS = 128
 
 
 def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
-    """Return True if experts are multiplied in `_blocks`: on CPUs, in bf16, with many rows per
-    expert.
+    """Return True if the products of experts should be computed in `_blocks`, which is the case on
+    CPUs in bf16 with many rows per expert.
 
-    In this case oneDNN compiles code for each new number of rows, and caches the code of the last
-    `_KEPT_PRODUCTS` products. Routers give each expert a different number of rows in every step, so
-    most products would be compiled again; blocks use only a few different numbers of rows.
+    In this case, oneDNN compiles code for each new number of rows, and caches the code of the last
+    `_KEPT_PRODUCTS` products. Routers assign each expert a different number of rows in every step,
+    so the code for most products would have to be compiled again. Blocks have only a few different
+    numbers of rows.
     """
     on_cpu = weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
     return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
 
 
-#: Kinds of matrix products of the experts in a step: for each of the two weights, the forward
-#: product and the products for the gradients of input and weight.
+#: Number of kinds of matrix products that the experts compute in a step. For each of the two
+#: weights, there are the forward product and the products for the gradients of the input and of the
+#: weight.
 _PRODUCTS = 6
-#: Products whose code oneDNN keeps in its cache, and bytes of each with its code (0.7 MiB):
-#: measured on an AMD EPYC with avx512_bf16 in a run whose cache was full.
+#: Number of products for which oneDNN caches its code, and bytes of memory per cached product (0.7
+#: MiB), measured on an AMD EPYC with avx512_bf16 in a run that filled the cache.
 _KEPT_PRODUCTS, _PRODUCT_BYTES = 1024, 7 * 2**20 // 10
 
 
 def kept_code_bytes(rows: int, experts: int) -> int:
-    """Estimate the bytes of code that oneDNN keeps for the products of experts on a CPU in bf16.
+    """Estimate the bytes of code that oneDNN caches for the products of experts on a CPU in bf16.
 
     Args:
-        rows: rows of all experts of a layer in a forward pass (tokens times experts per token).
-        experts: experts of a layer.
+        rows: number of rows of all experts of a layer in a forward pass (tokens times experts per
+            token).
+        experts: number of experts of a layer.
     """
-    # Without blocks, an expert can have any number of rows, and routers give most experts less than
-    # twice the mean. With blocks, about 32 different numbers of rows occur.
+    # Without blocks, an expert can have any number of rows, and routers assign most experts less
+    # than twice the mean number. With blocks, about 32 different numbers of rows occur.
     sizes = 32 if rows >= ROWS_OF_BLOCKS * experts else -(-2 * rows // experts)
     return min(_PRODUCTS * sizes, _KEPT_PRODUCTS) * _PRODUCT_BYTES
 
 
 def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Divide the rows into blocks of few different sizes, one for each expert.
+    """Yield one block of rows for each expert, such that the blocks have only a few different
+    sizes.
 
-    A block contains the expert's rows and enough rows of its neighbours to reach one of the sizes.
+    A block contains the rows of its expert, and as many rows of neighbouring experts as are needed
+    to reach one of these sizes.
 
     Yields:
-        The expert's rows in `x_MC`, the block's rows in `x_MC`, and the expert's rows in the block.
+        The slice of the expert's rows in `x_MC`, the slice of the block's rows in `x_MC`, and the
+        slice of the expert's rows in the block.
     """
     first = 0
     for last in ends_E.tolist():
         count = last - first
-        # Rounded up to a multiple of `step`: above 128 rows this adds at most a sixteenth, with
-        # about sixteen different sizes between a power of two and the next.
+        # The size is rounded up to a multiple of `step`. Above 128 rows, this adds at most 1/16 and
+        # results in about 16 different sizes between two powers of two.
         step = max(8, 1 << max(count.bit_length() - 5, 0))
         size = min(-(-count // step) * step, len(x_MC))
         begin = min(first, len(x_MC) - size)
@@ -283,17 +297,17 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of each expert, as views."""
+    """Return views of the rows of each expert."""
     # `tolist` waits for the device, so this is used only without a grouped kernel.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 
 class RouterStatistics:
-    """Statistics of a model's routers over some forward passes.
+    """Statistics of a model's routers, accumulated over forward passes.
 
     Attributes:
-        loss_sum: load-balancing loss times valid labels, summed over the passes, []; None before
-            the first pass.
+        loss_sum: load-balancing loss times the number of valid labels, summed over the passes, [];
+            None before the first pass.
         visits_LE: number of tokens routed to each expert of each layer, int64 [L, E]; None before
             the first pass.
     """
@@ -303,30 +317,32 @@ class RouterStatistics:
         self.visits_LE: Tensor | None = None
 
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
-        """Add a forward pass: its load-balancing loss times its valid labels, [], and its visits,
-        int64 [L, E]."""
-        # The sums stay on the device: reading them would wait for the GPU in each micro-batch.
+        """Add the results of a forward pass: its load-balancing loss times its number of valid
+        labels, [], and its visits, int64 [L, E]."""
+        # The sums stay on the device, because reading them would mean waiting for the GPU in each
+        # micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
     def take(self, tokens: int) -> dict[str, float]:
         """Return the metrics of the passes so far, and clear the statistics.
 
-        An expert's load is its number of tokens divided by the mean over its layer's experts; with
-        perfect balance, every expert has a load of 1.
+        The load of an expert is its number of tokens divided by the mean over all experts of its
+        layer. With perfect balance, every expert has a load of 1.
 
         Args:
-            tokens: valid labels of these passes.
+            tokens: number of valid labels in these passes.
 
         Returns:
-            Empty if there was no pass, otherwise
+            An empty dictionary if there was no pass, otherwise
             - `moe/router_loss`: mean load-balancing loss,
             - `moe/max_load`, `moe/min_load`: greatest and least load of an expert, over all layers,
-            - `moe/unused_experts`: number of experts without a token, over all layers.
+            - `moe/unused_experts`: number of experts that received no tokens, over all layers.
         """
         if self.loss_sum is None or self.visits_LE is None:
             return {}
-        # fp32 counts exactly up to 16 million (2^24) only; a step may have more visits.
+        # fp32 can represent all integers only up to 16 million (2^24), and a step can have more
+        # visits.
         visits_LE = self.visits_LE.double()
         load_LE = visits_LE / visits_LE.mean(-1, keepdim=True)
         metrics = {
@@ -343,31 +359,33 @@ def load_balancing_loss(
     logits_LNE: list[Tensor], num_experts_per_tok: int
 ) -> tuple[Tensor, Tensor]:
     """Compute the auxiliary load-balancing loss of the routers (Fedus et al. 2021, arXiv
-    2101.03961, equation 4), as transformers does: means are over the tokens of all layers together.
+    2101.03961, equation 4). As in transformers, means are taken over the tokens of all layers
+    together.
 
-    The loss is E times the sum over experts of (visits per token) x (mean probability). It is K if
-    all experts get the same number of tokens, and usually greater otherwise.
+    The loss is E times the sum over all experts of (visits per token) x (mean probability). It
+    equals K if all experts receive the same number of tokens, and is usually greater otherwise.
 
     Args:
-        logits_LNE: the router's logits [N, E] of each layer.
-        num_experts_per_tok: K.
+        logits_LNE: logits of the router [N, E] for each layer.
+        num_experts_per_tok: number of experts per token, K.
 
     Returns:
         The loss, fp32 [], and the visits to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
-    # The choice of experts is not differentiated: the router learns through the probabilities only.
+    # The choice of experts is not differentiable. Gradients reach the router through the
+    # probabilities only.
     chosen_LNK = [one.detach().topk(num_experts_per_tok).indices for one in probabilities_LNE]
     return balancing_loss(probabilities_LNE, chosen_LNK)
 
 
 def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss [] and the visits, int64 [L, E], from scores and choices: see
-    `load_balancing_loss`.
+    """Return the load-balancing loss [] and the visits, int64 [L, E], for given scores and chosen
+    experts; see `load_balancing_loss`.
 
     Args:
-        scores_LNE: scores [N, E] of each layer, which sum to 1 for each token.
-        chosen_LNK: numbers of each token's experts, int64 [N, K] of each layer.
+        scores_LNE: scores [N, E] for each layer, which sum to 1 for each token.
+        chosen_LNK: indices of each token's experts, int64 [N, K], for each layer.
     """
     probabilities_LNE = torch.stack(scores_LNE)
     experts = probabilities_LNE.shape[-1]
@@ -379,6 +397,7 @@ def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
     """Count the tokens routed to each expert, int64 [E]."""
-    # `bincount` would sum in no fixed order on a GPU, and wait for the GPU to determine its size.
+    # On a GPU, `bincount` is not deterministic, and it would wait for the GPU to determine the size
+    # of its result.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

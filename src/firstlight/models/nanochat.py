@@ -3,10 +3,11 @@ Llama in:
 
 - norms without weights, and a norm after the embedding;
 - queries and keys that are rotated in the opposite direction, and normalised after the rotation;
-- an MLP with squared ReLU and no gate;
-- a soft cap of the logits.
+- an MLP with squared ReLU and without a gate;
+- a soft cap on the logits.
 
-Parameter names are those of Hugging Face's `NanoChatForCausalLM`. Shape letters as in `llama.py`.
+Parameter names are those of Hugging Face's `NanoChatForCausalLM`. Shape letters are those of
+`llama.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NANOCHAT = FamilySpec(
 
 
 class NanoChatConfig(LlamaConfig):
-    """Configuration of a model of nanochat's first version."""
+    """Configuration of a model from the first version of nanochat."""
 
     families: ClassVar[Mapping[str, FamilySpec]] = {"nanochat": _NANOCHAT}
 
@@ -59,7 +60,8 @@ class BareRMSNorm(RMSNorm):
     """RMSNorm without a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
-        nn.Module.__init__(self)  # without a weight
+        # `RMSNorm.__init__` is skipped, because it creates a weight.
+        nn.Module.__init__(self)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ class NanoChatMLP(nn.Module):
 
 
 class NanoChatBlock(LlamaBlock):
-    """One layer, with nanochat's attention and MLP."""
+    """One layer with nanochat's attention and MLP."""
 
     attention_class = NanoChatAttention
     mlp_class = NanoChatMLP
@@ -102,7 +104,7 @@ class NanoChatBlock(LlamaBlock):
 
 
 class NanoChat(Llama):
-    """A language model of nanochat's first version; see `LanguageModel`."""
+    """A language model from the first version of nanochat; see `LanguageModel`."""
 
     config: NanoChatConfig
 
@@ -115,8 +117,8 @@ class NanoChat(Llama):
     }
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]: see `Llama.embed`."""
-        # transformers applies the module of the final norm here, which has no weights. The first
-        # stage of a pipeline does not have that module.
+        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
+        # transformers applies the final norm here, which has no weights. The module is not used,
+        # because the first stage of a pipeline does not have it.
         x_BTC = super().embed(input_ids)
         return normalized(x_BTC, self.config.rms_norm_eps).to(x_BTC.dtype)

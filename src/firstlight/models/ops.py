@@ -1,8 +1,9 @@
-"""Tensor functions that the model families share, and their embedding module.
+"""Tensor functions and the embedding module that the model families share.
 
-Shape letters, here and in the families' modules: B batch, T new tokens, S tokens whose keys and
-values attention reads (earlier and new), H query heads, K key-value heads, D head size, C hidden
-size, V vocabulary.
+Shape letters, here and in the modules of the families: B is the batch size, T the number of new
+tokens, S the number of earlier and new tokens whose keys and values attention reads, H the number
+of query heads, K the number of key-value heads, D the head dimension, C the hidden size, and V the
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Label of tokens that are left out of the loss, as in `torch.nn.functional.cross_entropy`.
+#: Label of tokens that are excluded from the loss, as in `torch.nn.functional.cross_entropy`.
 IGNORE_INDEX = -100
 
 
@@ -31,13 +32,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Cast `x` [...] to fp32, for sums that need its precision; fp64 is kept."""
+    """Cast `x` [...] to fp32, for sums that need this precision. An fp64 tensor is not changed."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def soft_capped(x: Tensor, bound: float | None) -> Tensor:
-    """Bound scores or logits [...] to c tanh(x / c), where c is `bound`; None returns `x`
-    itself."""
+    """Return c tanh(x / c) for scores or logits `x` [...], where c is `bound`. If `bound` is None,
+    return `x` itself."""
     return x if bound is None else bound * torch.tanh(x / bound)
 
 
@@ -51,9 +52,10 @@ class AttentionOptions(NamedTuple):
         scale: factor of the scores; None for 1 / sqrt(D).
         softcap: bound c of the scores s, which become c tanh(s / c) before masking; None for no
             bound. Kernels that do not support a soft cap require None.
-        sinks: attention sinks, at most fp32 [H]: one additional logit in each head's softmax, whose
-            weight is not multiplied by any value (Xiao et al. 2023, arXiv 2309.17453; gpt-oss).
-            None for no sinks. Kernels that do not support sinks require None.
+        sinks: attention sinks [H], in fp32 or a narrower dtype; None for no sinks. A sink is an
+            additional logit in the softmax of a head, whose weight is not multiplied by any value
+            (Xiao et al. 2023, arXiv 2309.17453; gpt-oss). Kernels that do not support sinks require
+            None.
     """
 
     mask: Any = None
@@ -63,18 +65,18 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None
 
 
-#: The options of plain causal attention.
+#: Options for plain causal attention.
 CAUSAL = AttentionOptions()
 
 
 class AttentionFunction(Protocol):
-    """Interface of causal attention. The result is [B, H, T, D] for T new tokens. By the causal
-    mask, new token t (from 0) sees the first S - T + t + 1 of all S tokens.
+    """Interface of functions that compute causal attention, [B, H, T, D], for T new tokens. With
+    the causal mask, new token t (counted from 0) sees the first S - T + t + 1 of all S tokens.
 
     Args:
         q_BHTD: queries of the new tokens.
-        k_BKSD, v_BKSD: keys and values of all tokens; H / K neighbouring query heads share each of
-            the K heads.
+        k_BKSD, v_BKSD: keys and values of all tokens. Each of the K heads is shared by H / K
+            neighbouring query heads.
         options: mask, dropout, scale, soft cap and sinks.
     """
 
@@ -84,10 +86,10 @@ class AttentionFunction(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Base of the families' attention layers.
+    """Base class of the attention layers of all families.
 
     Attributes:
-        attend: function that computes attention; efficiency methods replace it.
+        attend: function that computes attention, which efficiency methods replace.
     """
 
     attend: AttentionFunction
@@ -96,16 +98,17 @@ class SelfAttention(nn.Module):
 def attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Compute causal attention [B, H, T, D] by `scaled_dot_product_attention`, for which torch
+    """Compute causal attention [B, H, T, D] with `scaled_dot_product_attention`, for which torch
     selects one of its fused kernels.
 
-    Arguments as in `AttentionFunction`. A mask is bool [T, S] or [B, 1, T, S], true for the keys
-    that a query sees. Soft cap and sinks are not supported.
+    See `AttentionFunction` for the arguments. A mask is bool [T, S] or [B, 1, T, S], and true for
+    the keys that a query sees. Soft caps and sinks are not supported.
     """
     assert options.softcap is None, "torch's fused kernels do not support a soft cap"
     assert options.sinks is None, "torch's fused kernels do not support sinks"
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
-    # With `is_causal`, torch's first query sees only the first key, which is right only if T is S.
+    # With `is_causal`, torch lets the first query see only the first key, which is correct only if
+    # T equals S.
     if options.mask is None and 1 < new < total:
         options = options._replace(mask=causal_mask(new, total, q_BHTD.device))
     if q_BHTD.is_cuda and q_BHTD.shape[1] != k_BKSD.shape[1]:
@@ -131,14 +134,14 @@ def _fused_attention(
 def _grouped_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute `attention` for grouped queries on a GPU, by a kernel that does not store all T x S
+    """Compute `attention` for grouped queries on a GPU, with a kernel that does not store all T x S
     scores.
 
     If no such kernel supports groups, keys and values are repeated for each query head, because
     torch would otherwise fall back to its "math" kernel.
     """
     if q_BHTD.shape[2] == 1:
-        # The G queries of a group see the same keys: they become G rows of one head.
+        # The G queries of a group see the same keys, so they are treated as G queries of one head.
         q_BKGD = q_BHTD.reshape(len(q_BHTD), k_BKSD.shape[1], -1, q_BHTD.shape[3])
         out_BKGD = _fused_attention(q_BKGD, k_BKSD, v_BKSD, options, is_causal=False)
         return out_BKGD.flatten(1, 2).unsqueeze(2)
@@ -147,26 +150,29 @@ def _grouped_attention(
     return _fused_attention(q_BHTD, k_BKSD, v_BKSD, options, is_causal=True)
 
 
-#: torch's switch that gives cuDNN's attention the lowest priority; torch also reads it only once.
+#: True if cuDNN's attention has the lowest priority. The environment variable is read only once, as
+#: in torch.
 _CUDNN_IS_LAST = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
 
 
 def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
     """Return True if the kernel that torch selects for these queries supports grouped queries:
-    flash attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). The
-    memory-efficient kernel supports groups since torch 2.14, which is untested on GPUs here."""
+    flash attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). Since
+    torch 2.14, the memory-efficient kernel also supports groups, but this has not been tested on
+    GPUs."""
     gpu, size = torch.cuda.get_device_properties(q_BHTD.device), q_BHTD.shape[-1]
     if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
         return False
     has_flash, has_cudnn = _enabled_kernels()
-    # Multiprocessors with less shared memory do not support flash attention's backward pass.
+    # GPUs whose multiprocessors have less shared memory do not support the backward pass of flash
+    # attention for large heads.
     has_less = (8, 6) <= (gpu.major, gpu.minor) <= (8, 9) or gpu.major == 12
     no_backward = has_less and (192 < size <= 224 or (size > 224 and options.dropout > 0))
     learns = torch.is_grad_enabled() and q_BHTD.requires_grad
     if options.mask is None and size <= 256 and has_flash and not (learns and no_backward):
         return True
-    # Requires cuDNN 9.15.1 or later, which torch's wheels for CUDA 13 include. (torch.compile can't
-    # trace a call that returns the version.)
+    # cuDNN's kernel requires cuDNN 9.15.1 or later, which torch's wheels for CUDA 13 include. The
+    # cuDNN version itself is not checked, because torch.compile can't trace a call that returns it.
     cuda_version = int((torch.version.cuda or "0").partition(".")[0])
     prefers_cudnn = gpu.major in (9, 10) and cuda_version >= 13 and not _CUDNN_IS_LAST
     fits = size <= 128 and size % 8 == 0 and not options.dropout
@@ -185,25 +191,26 @@ def _enabled_kernels() -> tuple[bool, bool]:
 def plain_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Compute causal attention [B, H, T, D] by the plain formula (Vaswani et al. 2017, arXiv
-    1706.03762): two matrix products with a softmax in fp32 between them. All T x S scores are in
+    """Compute causal attention [B, H, T, D] with the plain formula (Vaswani et al. 2017, arXiv
+    1706.03762): two matrix products, with a softmax in fp32 between them. All T x S scores are in
     memory at once.
 
-    Arguments as in `attention`; soft cap and sinks are supported.
+    See `attention` for the arguments. Soft caps and sinks are supported.
     """
     mask, dropout, scale, softcap, sinks_H = options
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     if mask is None:
         mask = causal_mask(q_BHTD.shape[-2], k_BKSD.shape[-2], q_BHTD.device)
-    # Scale the queries instead of the scores: there are fewer of them, and fp16 scores stay in
-    # range.
+    # The queries are scaled instead of the scores, because they have fewer elements, and because
+    # this keeps fp16 scores in range.
     q_BHTD = q_BHTD / math.sqrt(q_BHTD.shape[-1]) if scale is None else q_BHTD * scale
     scores = soft_capped(at_least_fp32(q_BHTD @ k_BKSD.transpose(-2, -1)), softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     if sinks_H is None:
         weights = scores.softmax(-1)
     else:
-        # The sinks become an extra column of the softmax, which is dropped because it has no value.
+        # The sinks are an extra column of the softmax. The column is removed here, because a sink
+        # has no value vector.
         sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     # Weights are rounded to the values' dtype after the softmax, as in fused kernels.
@@ -211,30 +218,31 @@ def plain_attention(
 
 
 def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
-    """Repeat keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) to
-    [B, H, S, D], where H is `heads`."""
+    """Repeat the keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)
+    for each query head, and return [B, H, S, D], where H is `heads`."""
     groups = heads // x_BKSD.shape[1]
     # Neighbouring query heads share a key-value head, as in Hugging Face's weights.
     return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """Return a mask, bool [T, S], that is true for the keys that the last `new` of `total` tokens
-    see."""
+    """Return a mask, bool [T, S], that is true for the keys that each of the last `new` of `total`
+    tokens sees."""
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
 def document_positions(document_ids_BT: Tensor) -> Tensor:
-    """Return each token's position in its document, from 0, int64 [B, T]."""
+    """Return the position of each token in its document, counted from 0, int64 [B, T]."""
     positions_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    # Positions increase, so the running maximum is the beginning of the token's document.
+    # Positions increase, so the running maximum is the position at which the token's document
+    # begins.
     return positions_T - (positions_T * begins_BT).cummax(1).values
 
 
 class MaskFunction(Protocol):
-    """Interface of functions that make `AttentionOptions.mask`: see `dense_mask`."""
+    """Interface of functions that make `AttentionOptions.mask`; see `dense_mask`."""
 
     def __call__(
         self,
@@ -248,15 +256,16 @@ class MaskFunction(Protocol):
 def dense_mask(
     positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
-    """Return a mask that is true for the keys that a query sees: bool [T, S], or [B, 1, T, S] with
-    documents or with positions that differ between sequences; None if it would be the causal mask.
+    """Return a mask that is true for the keys that a query sees. It is bool [T, S], or [B, 1, T, S]
+    if there are several documents or if positions differ between sequences. Return None if the mask
+    would be the causal mask.
 
     Args:
-        positions: positions of the queries in their sequence, int64 [T] or [B, T].
-        total: S, the number of keys, whose positions count from 0.
-        window: number of tokens, itself included, that a query sees; None is all earlier tokens.
-        document_ids_BT: document of each token; a query then sees only its own document. None is
-            one document. Only without a cache, where T is S.
+        positions: positions of the queries in their sequences, int64 [T] or [B, T].
+        total: number of keys, S. Their positions are counted from 0.
+        window: number of tokens that a query sees, including itself; None for all earlier tokens.
+        document_ids_BT: document of each token, or None for a single document. A query sees only
+            keys of its own document. Supported only without a cache, where T equals S.
     """
     if positions.dim() == 2:
         assert document_ids_BT is None
@@ -268,7 +277,7 @@ def dense_mask(
     mask = sliding_window_mask(positions, total, window)
     if document_ids_BT is None:
         return mask
-    # Each document is a contiguous part of its row and has a unique number.
+    # Each document is a contiguous part of its row and has a unique id.
     same_BTS = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
     if mask is None:
         mask = causal_mask(len(positions), total, positions.device)
@@ -276,8 +285,8 @@ def dense_mask(
 
 
 class Embedding(nn.Embedding):
-    """torch's embedding without the default initialisation: models here are initialised by
-    `init_weights` or loaded.
+    """torch's embedding without the default initialisation, which is not needed because models are
+    initialised by `init_weights` or loaded.
 
     On the meta device, the default initialisation would also import torch's compiler, which takes
     about a second and 50 MB in every process that loads a model.
@@ -288,13 +297,13 @@ class Embedding(nn.Embedding):
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """Return a mask that is true for the keys that a query sees, bool [T, S], or None if the window
-    hides nothing.
+    """Return a mask, bool [T, S], that is true for the keys that a query sees, or None if the
+    window does not hide any keys.
 
     Args:
         positions_T: positions of the queries, int64.
-        total: S, the number of keys, whose positions count from 0.
-        window: number of tokens, itself included, that a query sees; None is all earlier tokens.
+        total: number of keys, S. Their positions are counted from 0.
+        window: number of tokens that a query sees, including itself; None for all earlier tokens.
     """
     if window is None or total <= window:
         return None
@@ -306,12 +315,12 @@ def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum the cross-entropy over the labels that are not -100, in nats, fp32 [].
 
-    The result is not a mean, because the caller divides by the valid labels of the global batch:
-    gradient accumulation then gives the same gradient as one large batch.
+    The result is a sum, because the caller divides it by the number of valid labels in the global
+    batch. Gradient accumulation then results in the same gradient as one large batch.
 
     Args:
-        logits: [..., V].
-        labels: int64 [...].
+        logits: logits of each token, [..., V].
+        labels: label of each token, int64 [...].
     """
     return F.cross_entropy(
         at_least_fp32(logits).flatten(0, -2),
@@ -322,7 +331,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class HeadLoss(Protocol):
-    """Interface of functions that compute the head and the summed loss []: see `head_loss`."""
+    """Interface of functions that apply the head and compute the summed loss []; see
+    `head_loss`."""
 
     def __call__(
         self,
@@ -339,12 +349,12 @@ def z_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum logsumexp(logits)^2 over the labels that are not -100, fp32 [] (z-loss; Chowdhery et al.
     2022, PaLM, arXiv 2204.02311, section 5).
 
-    The cross-entropy does not change if a constant is added to all logits of a token; the z-loss
-    keeps this constant near zero.
+    The cross-entropy does not change if a constant is added to all logits of a token. The z-loss
+    keeps this constant close to zero.
 
     Args:
-        logits: [..., V].
-        labels: int64 [...].
+        logits: logits of each token, [..., V].
+        labels: label of each token, int64 [...].
     """
     return at_least_fp32(logits).logsumexp(-1).square().where(labels != IGNORE_INDEX, 0).sum()
 
@@ -355,22 +365,24 @@ def logits_without_padding(
     vocab_size: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute the soft-capped logits, excluding padding rows, which would otherwise receive
-    probability.
+    """Compute the soft-capped logits without the padding rows of the head, which would otherwise
+    receive probability.
 
     Args:
-        x_BTC: the last layer's output after the final norm.
-        head: function that computes logits [B, T, V or more].
-        vocab_size: V.
+        x_BTC: output of the last layer after the final norm.
+        head: function that computes the logits [B, T, V or more].
+        vocab_size: vocabulary size, V.
         softcap: see `soft_capped`.
 
     Returns:
-        [B, T, V]; in code that is compiled for a GPU, [B, T, V or more] with -inf as padding.
+        Logits [B, T, V] or, in code that is compiled for a GPU, [B, T, V or more], where the logits
+        of padding rows are -inf.
     """
-    # Kernels that torch.compile generates for GPUs read rows of odd length one element at a time.
+    # The padding is kept in compiled code, because the kernels that torch.compile generates for
+    # GPUs read rows of odd length one element at a time.
     keeps_rows = _is_compiled_for_gpu(x_BTC)
     if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
-        # Adding a bias in the product costs no extra time; masking the logits would.
+        # Adding a bias in the matrix product takes no extra time, while masking the logits would.
         bias_V = head.weight.new_zeros(head.out_features)
         return F.linear(x_BTC, head.weight, _without_padding(bias_V, vocab_size))
     logits = head(x_BTC)
@@ -388,7 +400,7 @@ def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
 def _is_plain(head: object) -> TypeGuard[nn.Linear]:
     """Return True for a linear layer without a bias whose call is only a matrix product.
 
-    LoRA changes the class of a head, tensor parallelism adds hooks.
+    LoRA changes the class of the head, and tensor parallelism adds hooks to it.
     """
     if type(head) is not nn.Linear:
         return False
@@ -410,17 +422,17 @@ def head_loss(
     *,
     z_loss_coef: float = 0.0,
 ) -> Tensor:
-    """Compute all logits at once and sum their cross-entropy over the labels that are not -100,
+    """Compute all logits at once, and sum their cross-entropy over the labels that are not -100,
     fp32 [].
 
     Args:
-        x_BTC: the last layer's output after the final norm.
-        head: function that computes logits [B, T, V or more].
-        vocab_size: V; logits beyond it are padding.
-        labels_BT: labels, int64.
-        softcap: bound of the logits, see `soft_capped`; None for no bound.
-        z_loss_coef: coefficient of `z_loss_sum`, which is added only if gradients are enabled, so
-            that the loss of an evaluation is the cross-entropy.
+        x_BTC: output of the last layer after the final norm.
+        head: function that computes the logits [B, T, V or more].
+        vocab_size: vocabulary size, V. Logits beyond it are padding.
+        labels_BT: labels, int64 [B, T].
+        softcap: bound of the logits (see `soft_capped`); None for no bound.
+        z_loss_coef: coefficient of `z_loss_sum`. The z-loss is added only if gradients are enabled,
+            so that the loss in evaluation is the cross-entropy alone.
     """
     logits = logits_without_padding(x_BTC, head, vocab_size, softcap)
     loss = cross_entropy_sum(logits, labels_BT)

@@ -1,17 +1,18 @@
-"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026): linear attention by
-a gated delta rule in three of four layers.
+"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026), which use linear
+attention with a gated delta rule in three of four layers.
 
-A layer with linear attention keeps one matrix per head as its state. For each token, the state is
-multiplied by a decay; the state's value for the token's key is looked up; and the difference
-between the token's value and the looked-up value is added to the state (Yang et al. 2024, "Gated
-Delta Networks", arXiv 2412.06464). Every fourth layer has attention to all tokens, with a gate on
-its output. All layers of Qwen3-Next have routed experts, and a shared expert for every token;
-Qwen3.5 has an MLP. Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and
+The state of a layer with linear attention is one matrix per head. For each token, the state is
+multiplied by a decay, and the value that the state stores for the token's key is looked up. The
+difference between the token's value and the looked-up value is then added to the state (Yang et al.
+2024, "Gated Delta Networks", arXiv 2412.06464). Every fourth layer has full attention, with a gate
+on its output. In Qwen3-Next, all layers have routed experts and a shared expert for every token. In
+Qwen3.5, they have an MLP. Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and
 `Qwen3_5ForCausalLM`.
 
-Shape letters as in `models/ops.py` and `models/moe.py`. In layers with linear attention: G key
-heads, H value heads, D size of a key head, E size of a value head, X channels of the convolution, W
-its width, N chunks of S tokens.
+Shape letters are defined in `models/ops.py` and `models/moe.py`. In layers with linear attention, G
+is the number of key heads, H the number of value heads, D the dimension of a key head, E the
+dimension of a value head, X the number of channels of the convolution, W its width, N the number of
+chunks, and S the number of tokens per chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from firstlight.models.mixtral import MoEConfig, RoutedBlock, SparseMLP
 from firstlight.models.ops import at_least_fp32
 from firstlight.models.rope import Ropes
 
-#: Tokens of a chunk, whose updates of the state are computed together; as in transformers.
+#: Number of tokens in a chunk, whose state updates are computed together; the same as in
+#: transformers.
 _CHUNK_TOKENS = 64
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
@@ -54,11 +56,11 @@ def _usual_types(layers: int, period: int) -> list[str]:
 
 
 class DeltaConfig(DecoderConfig):
-    """Keys of the families with linear attention by a gated delta rule."""
+    """Keys of the families that use linear attention with a gated delta rule."""
 
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
     """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
-    attention in every fourth layer, or in the last layer of a model with fewer than four."""
+    attention in every fourth layer, or in the last layer of a model with fewer than four layers."""
     linear_conv_kernel_dim: int = Field(4, gt=0, le=1024)
     """width of the causal convolution in layers with linear attention, in tokens."""
     linear_key_head_dim: int = Field(32, gt=0)
@@ -76,7 +78,7 @@ class DeltaConfig(DecoderConfig):
         layers = values.get("num_hidden_layers", cls.model_fields["num_hidden_layers"].default)
         kinds = values.get("layer_types")
         if isinstance(layers, int) and kinds and kinds == _usual_types(layers, min(layers, 4)):
-            # Removed if it is the default, so that equal models have equal configs.
+            # The default is removed, so that equal models have equal configs.
             del values["layer_types"]
         return values
 
@@ -93,8 +95,8 @@ class DeltaConfig(DecoderConfig):
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
         """See `FamilyConfig.state_shapes`. A layer with linear attention has two states: the last
-        inputs of its convolution [W - 1, X], and the state of its delta rule [H, D, E] (letters as
-        in `qwen3_next.py`)."""
+        inputs of its convolution, [W - 1, X], and the state of its delta rule, [H, D, E] (shape
+        letters as defined in `qwen3_next.py`)."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         heads, size = self.linear_num_value_heads, self.linear_value_head_dim
         inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size
@@ -171,7 +173,7 @@ class Qwen3NextConfig(DeltaConfig, MoEConfig):
             norm_kind="one_plus",
             rope=RopeSpec(partial_factor=0.25),
             experts=QWEN_EXPERTS,
-            # Layers for multi-token prediction (MTP), which transformers does not load either.
+            # Layers for multi-token prediction (MTP). transformers does not load them either.
             left_out=("mtp.",),
         )
     }
@@ -220,7 +222,7 @@ class Qwen35Config(DeltaConfig):
             qk_norm="head",
             norm_kind="one_plus",
             rope=RopeSpec(partial_factor=0.25),
-            # Layers for multi-token prediction (MTP), which transformers does not load either.
+            # Layers for multi-token prediction (MTP). transformers does not load them either.
             left_out=("mtp.",),
         )
     }
@@ -230,15 +232,15 @@ class Qwen35Config(DeltaConfig):
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMSNorm of a head's output, multiplied by the SiLU of a gate; both are [..., E]."""
+    """RMSNorm of a head's output [..., E], multiplied by the SiLU of a gate [..., E]."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return (super().forward(x) * F.silu(at_least_fp32(gate))).to(x.dtype)
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention: a short causal convolution of queries, keys and values, a gated delta rule,
-    and a gated norm of its output (Yang et al. 2024, arXiv 2412.06464)."""
+    """Linear attention (Yang et al. 2024, arXiv 2412.06464): a short causal convolution of queries,
+    keys and values, a gated delta rule, and a gated norm of the output."""
 
     def __init__(self, config: DeltaConfig, layer: int) -> None:
         super().__init__()
@@ -258,15 +260,20 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(H * E, C, bias=False)
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
-        """Create the projections of the input, under the names of the family's files."""
+        """Create the projections of the input, with the names that they have in the family's
+        checkpoint files."""
         outputs = sum(self.channels) + value_heads * self.value_dim
         self.in_proj_qkvz = nn.Linear(hidden_size, outputs, bias=False)
         self.in_proj_ba = nn.Linear(hidden_size, 2 * value_heads, bias=False)
 
     def project(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute queries, keys and values of all heads, concatenated, [B, T, X]; the gates of the
-        output, with the elements of [B, T, H, E]; and the inputs of update strength and decay,
-        [B, T, H]."""
+        """Project the layer's input [B, T, C].
+
+        Returns:
+            The concatenated queries, keys and values of all heads, [B, T, X]; the gates of the
+            output, which have B x T x H x E elements; and two tensors [B, T, H], from which the
+            update strengths and the decays are computed.
+        """
         heads = (*x_BTC.shape[:2], self.key_heads, -1)
         q, k, v, z = torch.split(self.in_proj_qkvz(x_BTC).view(heads), self.head_sizes, -1)
         b, a = self.in_proj_ba(x_BTC).view(heads).chunk(2, -1)
@@ -277,29 +284,32 @@ class GatedDeltaNet(nn.Module):
         """Compute linear attention, [B, T, C] to [B, T, C].
 
         Args:
-            x_BTC: the layer's input, normalised.
-            positions: each token's position in its document, int64 [B, T]; None is one document.
-            cache: cache with the states after earlier tokens.
+            x_BTC: normalised input of the layer, [B, T, C].
+            positions: position of each token in its document, int64 [B, T]; None for a single
+                document.
+            cache: cache that contains the states after the earlier tokens.
         """
         B, T, _ = x_BTC.shape
         inputs, state_BHDE = (None, None) if cache is None else cache.state(self.layer)
         heads = (B, T, self.key_heads, -1)
         mixed_BTX, z, b_BTH, a_BTH = self.project(x_BTC)
-        # One convolution for queries, keys and values, because each channel has its own filter.
+        # A single convolution computes queries, keys and values, because each channel has its own
+        # filter.
         mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, positions)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
-        # Not copied if each value head has its own key head: the order of sums over a head, and so
-        # their last bits, depends on the memory layout.
+        # Queries and keys are not copied if each value head has its own key head, because the
+        # memory layout affects the order of sums over a head and therefore their last bits.
         q_BTHD, k_BTHD = q, k
         if self.group > 1:
             q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
-        # In fp32: the state is multiplied by thousands of decays, many of them so close to 1 that
-        # bf16 would round them to 1.
+        # Decays are computed in fp32. The state is multiplied by thousands of decays, many of which
+        # are so close to 1 that bf16 would round them to 1.
         step_BTH = F.softplus(at_least_fp32(a_BTH) + self.dt_bias)
         decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
         beta_BTH = b_BTH.sigmoid()
-        # Without autocast, which would round each product in the sums over all earlier tokens.
+        # Autocast is disabled, because it would round each product in the sums over all earlier
+        # tokens.
         with torch.autocast(x_BTC.device.type, enabled=False):
             y_BTHE, state_BHDE = gated_delta_rule(
                 q_BTHD,
@@ -312,7 +322,8 @@ class GatedDeltaNet(nn.Module):
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))
-        # One row for each head of each token, in the order that the output projection needs.
+        # Each row contains one head of one token. The rows are in the order that the output
+        # projection expects.
         rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
 
@@ -322,20 +333,20 @@ class GatedDeltaNet(nn.Module):
         """Convolve each channel causally, and apply SiLU.
 
         Args:
-            x_BTX: inputs.
-            before: inputs of the W - 1 tokens before these, [B, W - 1, X]; None is zeros.
-            positions: each token's position in its document, see `forward`.
+            x_BTX: inputs, [B, T, X].
+            before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
+            positions: position of each token in its document; see `forward`.
 
         Returns:
-            The outputs [B, T, X], and the last inputs [B, W - 1, X], which are `before` for the
-            next tokens.
+            The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for
+            the next tokens.
         """
         B, T, X = x_BTX.shape
         weight_XW = self.conv1d.weight[:, 0]
         earlier = weight_XW.shape[1] - 1
         if before is None and positions is None:
-            # Padded more than needed and then cut, as in transformers: for a row of exact length,
-            # SiLU rounds the last elements differently.
+            # As in transformers, the result is longer than needed and is then cut. With a row of
+            # the exact length, SiLU rounds the last elements differently.
             weight_X1W = self.conv1d.weight
             y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
             last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
@@ -345,20 +356,21 @@ class GatedDeltaNet(nn.Module):
         if positions is None:
             y_BTX = self.conv1d(all_BSX.transpose(1, 2)).transpose(1, 2)
         else:
-            # Written out as a sum, because the first tokens of a document must not see inputs of
-            # the previous document.
+            # The convolution is computed as a sum, because the first tokens of a document must not
+            # see inputs of the previous document.
             y_BTX = at_least_fp32(x_BTX) * weight_XW[:, -1]
             for back in range(1, earlier + 1):
                 seen_BTX = all_BSX[:, earlier - back : earlier - back + T]
                 seen_BTX = seen_BTX * (positions >= back)[..., None]
                 y_BTX = y_BTX + seen_BTX * weight_XW[:, -1 - back]
-        # The last W - 1 inputs; if T is smaller, some of them come from `before`.
+        # The last W - 1 inputs are returned. If T is smaller, some of them are taken from `before`.
         return F.silu(y_BTX.to(x_BTX.dtype)), all_BSX[:, T:]
 
 
 class Qwen35DeltaNet(GatedDeltaNet):
-    """Linear attention with separate matrices for queries, keys and values together, for gates, for
-    update strengths and for decays; the rows of each are in the order of the heads."""
+    """Linear attention with four separate input matrices: one for queries, keys and values
+    together, one for gates, one for update strengths, and one for decays. The rows of each matrix
+    are in the order of the heads."""
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
         """See `GatedDeltaNet.add_projections`."""
@@ -374,26 +386,26 @@ class Qwen35DeltaNet(GatedDeltaNet):
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """Split [B, H, T, ...] into chunks [B, H, N, size, ...], padded by zeros after the last
+    """Split [B, H, T, ...] into chunks [B, H, N, size, ...], padded with zeros after the last
     token."""
     x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, -x.shape[2] % size))
     return x.reshape(*x.shape[:2], -1, size, *x.shape[3:])
 
 
 def _document_masks(positions_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the masks of chunks that keep documents separate.
+    """Return the masks that keep the documents in the chunks separate.
 
     Args:
-        positions_BT: each token's position in its document, int64.
-        size: S, tokens of a chunk.
+        positions_BT: position of each token in its document, int64 [B, T].
+        size: number of tokens in a chunk, S.
 
     Returns:
         Bool tensors:
         - [B, 1, N, S, S], true for two tokens of the same document;
         - [B, 1, N, S], true for tokens that read the state before their chunk;
         - [B, 1, N, S], true for tokens that are part of the state after their chunk;
-        - [B, 1, N], true for chunks after which the state before the chunk is still part of the
-          state.
+        - [B, 1, N], true for chunks in which no document starts, so that the state before the
+          chunk is still part of the state after it.
     """
     documents = _in_chunks((positions_BT == 0).cumsum(1)[:, None], size)
     # The state before a chunk belongs to the last document of the previous chunk. Only tokens of
@@ -417,48 +429,53 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule in chunks (Yang et al. 2024, arXiv 2412.06464, section 3.3).
 
-    Each token updates the state S [D, E] of a head to exp(g) S + beta k^T (v - k exp(g) S), and its
-    output is q S with the new state; keys k have length 1, queries q length 1 / sqrt(D). The
-    updates of a chunk are a triangular linear system, solved for all of its tokens at once.
+    Each token replaces the state S [D, E] of a head with exp(g) S + beta k^T (v - k exp(g) S), and
+    its output is q S for the new state. Keys k are normalised to length 1, and queries q to length
+    1 / sqrt(D). The updates of a chunk form a triangular linear system, which is solved for all
+    tokens of the chunk at once.
 
     Args:
         q_BTHD, k_BTHD, v_BTHE: queries, keys and values.
         decay_BTH: g, the logarithm of the decay, at most 0.
         beta_BTH: strength of the update, 0 to 1.
-        state_BHDE: state before the first token; None is zeros.
-        positions_BT: position of each token in its document, int64; each document starts with a
-            state of zeros. None is one document.
+        state_BHDE: state before the first token; None for zeros.
+        positions_BT: position of each token in its document, int64; None for a single document.
+            Each document starts with a state of zeros.
 
     Returns:
         The outputs [B, T, H, E] and the last state [B, H, D, E], in at least fp32.
     """
     B, T, H, D = k_BTHD.shape
-    # Padded to full chunks, except for a single token, to get the same last bits as transformers.
+    # Inputs of more than one token are padded to full chunks, to get the same last bits as in
+    # transformers.
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
-    # 1e-6 as in transformers. Done before padding, which would change the rounding.
+    # 1e-6 is added, as in transformers. Normalising after the padding would change the rounding.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
-    # Differences of summed logarithms, because quotients of decays could divide by 0.
+    # Decays between tokens are differences of summed logarithms, because quotients of decays could
+    # divide by 0.
     from_start = g.exp()
     to_end = (g[..., -1:] - g).exp()
     whole = g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if positions_BT is not None:
-        # Masks of exact zeros separate the documents. A very negative decay at a document's start
-        # would round away the other decays in the sums.
+        # Documents are separated by masks with exact zeros. A very negative decay at the start of
+        # each document would also separate them, but the other decays would be lost to rounding in
+        # the sums.
         same, reads, is_kept, passes = _document_masks(positions_BT, size)
         seen = seen & same
         from_start = from_start * reads
         to_end = to_end * is_kept
         whole = whole * passes
-    # Masked before exp, which would overflow for later keys and give NaN gradients.
+    # The mask is applied before `exp`, because `exp` would overflow for later keys and result in
+    # NaN gradients.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
-    # Row s: decayed products of key s with the earlier keys of its chunk. Token s adds only the
-    # part of its value that the updates of earlier tokens do not provide already.
+    # Row s contains the decayed products of key s with the earlier keys of its chunk. Token s adds
+    # only the part of its value that the updates of earlier tokens do not already provide.
     system = k_beta @ k.mT * between
     wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
     wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -476,8 +493,8 @@ def gated_delta_rule(
 
 
 class Qwen3NextAttention(LlamaAttention):
-    """Attention with a sigmoid gate on each head's output. `q_proj` also computes the gates: for
-    each head, the rows of the query come first, then those of the gate."""
+    """Attention with a sigmoid gate on the output of each head. `q_proj` also computes the gates.
+    For each head, the rows of the query come first, followed by the rows of the gate."""
 
     norm_class = OnePlusRMSNorm
 
@@ -487,7 +504,8 @@ class Qwen3NextAttention(LlamaAttention):
         self.q_proj = nn.Linear(config.hidden_size, 2 * self.sizes[0], bias=config.qkv_bias)
 
     def forward(self, x_BTC: Tensor, ropes: Ropes, mask: Any, cache: Cache | None) -> Tensor:
-        """Compute gated attention; arguments and result as in `LlamaAttention.forward`."""
+        """Compute gated attention. See `LlamaAttention.forward` for the arguments and the
+        result."""
         heads = (*x_BTC.shape[:2], -1, self.head_dim)
         q_and_gate = self.q_proj(x_BTC).view(*heads[:3], 2 * self.head_dim)
         q_BTHD, gate_BTHD = q_and_gate.chunk(2, -1)
@@ -503,8 +521,8 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Qwen3NextMLP(SparseMLP):
-    """The routed experts of one layer, and a shared expert for all tokens, whose output is
-    multiplied by a sigmoid gate."""
+    """The routed experts of one layer, and a shared expert for all tokens. The output of the shared
+    expert is multiplied by a sigmoid gate."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__(config)
@@ -520,10 +538,10 @@ class Qwen3NextMLP(SparseMLP):
 
 
 class Qwen3NextBlock(RoutedBlock):
-    """One layer: linear or full attention, and experts or an MLP.
+    """One layer: linear or full attention, followed by experts or an MLP.
 
     Attributes:
-        linear_class: class of linear attention.
+        linear_class: class of the linear attention module.
     """
 
     linear_class: ClassVar[type[GatedDeltaNet]] = GatedDeltaNet
@@ -541,8 +559,8 @@ class Qwen3NextBlock(RoutedBlock):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LlamaBlock.forward`. `masks` has attention's mask and each token's position in its
-        document (`positions` of `GatedDeltaNet.forward`)."""
+        """See `LlamaBlock.forward`. `masks` contains the attention mask, and the position of each
+        token in its document (the argument `positions` of `GatedDeltaNet.forward`)."""
         if not self.is_linear:
             return super().forward(x_BTC, ropes, masks, cache)
         x_BTC = x_BTC + self.linear_attn(self.input_layernorm(x_BTC), masks[1], cache)
@@ -565,22 +583,23 @@ class Qwen3Next(Llama):
     residual_projections = ("o_proj.", "out_proj.", "down_proj")
 
     def init_weights(self, generator: torch.Generator, init: InitConfig | None = None) -> None:
-        """Draw the initial weights, see `LanguageModel.init_weights`; the parameters of the decays
-        as in Hugging Face's class."""
+        """Draw the initial weights as in `LanguageModel.init_weights`. The parameters of the decays
+        are initialised as in Hugging Face's class."""
         super().init_weights(generator, init)
         for module in self.modules():
             if isinstance(module, GatedDeltaNet):
                 with torch.no_grad():
                     module.dt_bias.fill_(1.0)
                     module.norm.weight.fill_(1.0)
-                    # Heads begin with slow to fast decays, to remember both short and long ranges.
+                    # The initial decays of the heads range from slow to fast, so that the heads
+                    # remember both long and short ranges.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
 
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """Return attention's mask, and each token's position in its document, int64 [B, T], or None
-        with one document. Arguments as in `Llama.make_masks`."""
+        """Return the attention mask, and the position of each token in its document, int64 [B, T],
+        or None for a single document. See `Llama.make_masks` for the arguments."""
         mask = self.make_mask(cache_positions, total, None, document_ids)
         return mask, None if document_ids is None else positions
 

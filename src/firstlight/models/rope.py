@@ -1,8 +1,8 @@
-"""Rotary position embeddings (RoPE; Su et al. 2021, RoFormer, arXiv 2104.09864): frequencies, their
-rescaling for longer texts, and the rotation.
+"""Rotary position embeddings (RoPE; Su et al. 2021, RoFormer, arXiv 2104.09864): the frequencies,
+their rescaling for longer texts, and the rotation.
 
-Shape letters as in `models/ops.py`. R is the number of rotated dimensions of a head: D, unless a
-family rotates only a part of each head.
+Shape letters are defined in `models/ops.py`. In addition, R is the number of rotated dimensions of
+a head. It equals D unless a family rotates only a part of each head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from firstlight.section import Section
 
-#: A model's rotary tables, each a pair (cos, sin); `AttentionSpec.rope` is an index of this tuple.
+#: The rotary tables of a model, each a pair (cos, sin). `AttentionSpec.rope` is an index into this
+#: tuple.
 Ropes: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -30,7 +31,7 @@ class LinearRope(Section):
 
 
 class DynamicRope(Section):
-    """The "dynamic NTK" scaling (bloc97 and emozilla 2023): for texts longer than
+    """Scaling of the kind "dynamic NTK" (bloc97 and emozilla 2023). For texts longer than
     `max_position_embeddings`, the base of the frequencies grows with the length of the text and
     with `factor`; see `dynamic_frequencies`."""
 
@@ -41,12 +42,14 @@ class DynamicRope(Section):
 class YarnRope(Section):
     """YaRN (Peng et al. 2023, arXiv 2309.00071).
 
-    Frequencies of pairs that turn fewer than `beta_slow` times in the original context are divided
-    by `factor`; those of pairs that turn more than `beta_fast` times are kept; those in between are
-    blended. With `truncate`, the bounds of this range are rounded to whole dimensions.
+    Frequencies of pairs that complete fewer than `beta_slow` rotations in the original context are
+    divided by `factor`. Frequencies of pairs that complete more than `beta_fast` rotations are not
+    changed. In between, the two are blended. With `truncate`, the bounds of this range are rounded
+    to whole dimensions.
 
-    cos and sin are multiplied by `attention_factor`. null is m(1) with m(s) = 0.1 s ln(factor) + 1,
-    or m(`mscale`) / m(`mscale_all_dim`) if both keys are given.
+    cos and sin are multiplied by `attention_factor`. If it is null, they are multiplied by m(1),
+    where m(s) = 0.1 s ln(factor) + 1, or by m(`mscale`) / m(`mscale_all_dim`) if both of these keys
+    are specified.
     """
 
     rope_type: Literal["yarn"]
@@ -63,12 +66,12 @@ class YarnRope(Section):
 class LongRope(Section):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753).
 
-    Each of the R/2 frequencies has its own divisor: from `long_factor` for texts longer than the
-    original context, otherwise from `short_factor`.
+    Each of the R/2 frequencies is divided by its own factor, which is an entry of `long_factor` for
+    texts longer than the original context, and of `short_factor` otherwise.
 
-    cos and sin are multiplied by `attention_factor`; null is
-    sqrt(1 + ln(factor) / ln(original context)). A `factor` of null is max_position_embeddings
-    divided by the original context.
+    cos and sin are multiplied by `attention_factor`, which is sqrt(1 + ln(factor) / ln(original
+    context)) if it is null. If `factor` is null, it is max_position_embeddings divided by the
+    original context.
     """
 
     rope_type: Literal["longrope"]
@@ -82,9 +85,9 @@ class LongRope(Section):
 class Llama3Rope(Section):
     """The frequency rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
 
-    Wavelengths, in tokens, above `original_max_position_embeddings / low_freq_factor` are
-    multiplied by `factor`; those below `original_max_position_embeddings / high_freq_factor` are
-    kept; those in between are blended.
+    Wavelengths (in tokens) above `original_max_position_embeddings / low_freq_factor` are
+    multiplied by `factor`. Wavelengths below `original_max_position_embeddings / high_freq_factor`
+    are not changed. In between, the two are blended.
     """
 
     rope_type: Literal["llama3"]
@@ -97,7 +100,7 @@ class Llama3Rope(Section):
 AnyRope = LinearRope | DynamicRope | YarnRope | LongRope | Llama3Rope
 RopeScaling = Annotated[AnyRope, Field(discriminator="rope_type")]
 
-#: `rope_type` -> class of its settings.
+#: Classes of the settings, by `rope_type`.
 ROPE_KINDS: dict[str, type[AnyRope]] = {
     "linear": LinearRope,
     "dynamic": DynamicRope,
@@ -110,21 +113,22 @@ ROPE_KINDS: dict[str, type[AnyRope]] = {
 def check_rope(
     scaling: AnyRope | None, rotary_dim: int, rope_theta: float, *, nested: bool = False
 ) -> None:
-    """Check that the rotary settings can be computed.
+    """Check that the rotary frequencies can be computed from the settings.
 
     Args:
         scaling: rescaling of the frequencies; None for no rescaling.
-        rotary_dim: R, the rotated dimensions of a head.
+        rotary_dim: R, the number of rotated dimensions of a head.
         rope_theta: base of the frequencies.
         nested: see `RopeSpec.nested`.
 
     Raises:
-        ValueError: the settings do not fit each other or the rotated dimensions.
+        ValueError: the settings are inconsistent with each other or with the number of rotated
+            dimensions.
     """
-    # The base of the "dynamic" kind grows by the power R / (R - 2).
+    # For the kind "dynamic", the growth of the base has the exponent R / (R - 2).
     if isinstance(scaling, DynamicRope) and rotary_dim == 2:
         raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
-    # YaRN divides by the logarithm of the base to find dimensions.
+    # YaRN divides by the logarithm of the base to compute the bounds of its range of dimensions.
     if isinstance(scaling, YarnRope) and rope_theta <= 1:
         raise ValueError("rope_scaling: rope_type yarn needs a rope_theta above 1")
     if nested and isinstance(scaling, YarnRope) and not scaling.truncate:
@@ -144,8 +148,8 @@ def check_rope(
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """Return the length in tokens of the shortest text to which LongRoPE's `long_factor` applies,
-    or None for other kinds of scaling."""
+    """Return the length in tokens from which LongRoPE's `long_factor` applies, or None for other
+    kinds of scaling."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1
@@ -158,17 +162,20 @@ def rope_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """Return the rotation of each pair of dimensions per position, in radians, fp32 [R/2].
+    """Return the rotary frequencies, fp32 [R/2]: the angle in radians by which each pair of
+    dimensions is rotated per position.
 
     Args:
-        rotary_dim: R, the rotated dimensions of a head.
+        rotary_dim: R, the number of rotated dimensions of a head.
         rope_theta: base of the frequencies.
-        scaling: rescaling of the frequencies for longer texts; None is no rescaling. For the kind
-            "dynamic", the result is for texts within the model's context; `dynamic_frequencies` is
-            for longer texts.
-        is_long: True for a text longer than the original context; read for the "longrope" kind.
+        scaling: rescaling of the frequencies for longer texts; None for no rescaling. For the kind
+            "dynamic", the result applies to texts within the model's context; see
+            `dynamic_frequencies` for longer texts.
+        is_long: True for a text longer than the original context. Used only for the kind
+            "longrope".
     """
-    # The same operations in the same order as in transformers: others would change the last bits.
+    # The operations and their order are those of transformers, because any other would change the
+    # last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
         # All positions of a text must use the same divisors, because cached keys have already been
@@ -188,34 +195,34 @@ def rope_frequencies(
 def dynamic_frequencies(
     rotary_dim: int, rope_theta: float, scaling: DynamicRope, length: Tensor, max_positions: int
 ) -> Tensor:
-    """Return the frequencies of the "dynamic" kind for texts longer than the model's context, fp32
-    [R/2], or [B, R/2] for lengths [B].
+    """Return the rotary frequencies of the kind "dynamic" for texts longer than the model's
+    context: fp32 [R/2], or [B, R/2] if the lengths are [B].
 
     The base is rope_theta * (factor * length / max_positions - (factor - 1))^(R / (R - 2)).
 
     Args:
-        rotary_dim: R, the rotated dimensions of a head.
-        rope_theta: base of the frequencies of shorter texts.
-        scaling: settings.
-        length: number of tokens of one text, int64 [], or of each text, int64 [B].
+        rotary_dim: R, the number of rotated dimensions of a head.
+        rope_theta: base of the frequencies for shorter texts.
+        scaling: settings of the scaling.
+        length: length in tokens of one text, int64 [], or of each text, int64 [B].
         max_positions: the model's `max_position_embeddings`.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=length.device).float()
     growth = scaling.factor * length / max_positions - (scaling.factor - 1)
-    # This base divides the lowest frequency by `growth` and leaves the highest unchanged.
+    # With this base, the lowest frequency is divided by `growth`, and the highest is unchanged.
     base = rope_theta * growth ** (rotary_dim / (rotary_dim - 2))
     return 1.0 / (base[..., None] ** (exponents / rotary_dim))
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
-    # High frequencies distinguish neighbouring positions and are kept. Pairs whose wavelength is
-    # longer than the original context made no full turn in training: without stretching, longer
-    # texts would have angles that never occurred in training.
+    # High frequencies distinguish neighbouring positions and are not changed. Pairs whose
+    # wavelength is longer than the original context did not complete a full rotation in training.
+    # Without stretching, longer texts would have angles that never occurred in training.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
     stretched = frequencies / scaling.factor
-    # From 0 at the wavelength `longest` to 1 at `shortest`.
+    # This share increases from 0 at the wavelength `longest` to 1 at `shortest`.
     kept_share = (
         scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
     ) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -228,7 +235,8 @@ def _yarn_frequencies(
     rotary_dim: int, rope_theta: float, scaling: YarnRope, periods: Tensor
 ) -> Tensor:
     def dimension_of(turns: float) -> float:
-        """Return the dimension whose pair makes this number of turns in the original context."""
+        """Return the index of the pair that completes this number of rotations in the original
+        context."""
         context = scaling.original_max_position_embeddings
         # Solves turns = context / (2 pi theta^(2 i / R)) for the pair i.
         logarithm = math.log(context / (turns * 2 * math.pi))
@@ -247,7 +255,8 @@ def _yarn_frequencies(
 
 
 def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
-    """Return the factor of cos and sin, or 1 unless the kind is "yarn" or "longrope".
+    """Return the factor by which cos and sin are multiplied. It is 1 unless the kind is "yarn" or
+    "longrope".
 
     Args:
         scaling: rescaling of the frequencies; None for no rescaling.
@@ -261,8 +270,8 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
         context = scaling.original_max_position_embeddings
         factor = scaling.factor or max_positions / context
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
-    # DeepSeek's attention already multiplies the scores by m(mscale_all_dim)^2, so only the ratio
-    # is left for the tables.
+    # DeepSeek's attention already multiplies the scores by m(mscale_all_dim)^2, so the tables are
+    # multiplied only by the ratio.
     if scaling.mscale and scaling.mscale_all_dim:
         whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
         return yarn_magnitude(scaling.factor, scaling.mscale) / whole
@@ -270,28 +279,29 @@ def rope_magnitude(scaling: AnyRope | None, max_positions: int) -> float:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's factor of cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
-    22), or 1 for factors up to 1."""
+    """Return YaRN's factor for cos and sin, 0.1 scale ln(factor) + 1 (Peng et al. 2023, equation
+    22), or 1 if `factor` is at most 1."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_tables(
     frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype, *, polar: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin), each [T, R] or [B, 1, T, R], of the angles at `position_ids` ([T] or
-    [B, T]).
+    """Return the cosines and sines of the angles at `position_ids`, each [T, R] for positions [T],
+    or [B, 1, T, R] for positions [B, T].
 
     Args:
-        frequencies: angle of each pair from one position to the next, fp32 [R/2] or [B, 1, R/2].
-        position_ids: positions, int64.
+        frequencies: angle by which each pair is rotated per position, fp32 [R/2] or [B, 1, R/2].
+        position_ids: positions, int64 [T] or [B, T].
         dtype: dtype of the tables.
-        polar: True computes cos and sin by `torch.polar`, which rounds differently, as
-            transformers' class of DeepSeek-V2 does.
+        polar: True to compute cos and sin with `torch.polar`, which rounds differently. This is how
+            transformers' class of DeepSeek-V2 computes them.
     """
-    # bf16 can't represent most positions above 256; fp32 represents all up to 16 million (2^24).
+    # bf16 can't represent most positions above 256. fp32 can represent all positions up to 16
+    # million (2^24).
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
-        # Dimensions i and i + R/2 are one pair and have the same angle: see `apply_rope`.
+        # Dimensions i and i + R/2 form a pair and have the same angle; see `apply_rope`.
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads
@@ -302,18 +312,19 @@ def rope_tables(
 
 
 class RotaryTables(nn.Module):
-    """The rotary frequencies of a model, and the tables of cos and sin that a forward pass computes
-    from them.
+    """The rotary frequencies of a model. Each forward pass computes its tables of cos and sin from
+    these frequencies.
 
     Args:
-        config: the model's config, a `llama_config.DecoderConfig`.
+        config: config of the model, a `llama_config.DecoderConfig`.
 
     Attributes:
-        frequencies: rotary frequencies, see `rope_frequencies`; fp32 [R/2] for a model of any
-            dtype.
-        long_frequencies: frequencies for texts longer than the original context; only with
+        frequencies: rotary frequencies (see `rope_frequencies`), fp32 [R/2] for any dtype of the
+            model.
+        long_frequencies: frequencies for texts longer than the original context. Defined only with
             LongRoPE.
-        local_frequencies: frequencies of the layers with a window; only if their base is set.
+        local_frequencies: frequencies of the layers with a window. Defined only if the config
+            specifies a separate base for these layers.
     """
 
     frequencies: Tensor
@@ -329,28 +340,29 @@ class RotaryTables(nn.Module):
         if config.rope_local_base_freq is not None:
             names.append("local_frequencies")
         for name in names:
-            # Not persistent: the frequencies follow from the config.
+            # The buffers are not persistent, because the frequencies are computed from the config.
             self.register_buffer(name, torch.empty(0), persistent=False)
 
     def reset(self, device: torch.device) -> None:
-        """Compute the frequencies for a device."""
+        """Compute the frequencies and store them on a device."""
         size, base = self.config.rotary_dim, self.config.rope_theta
         scaling, local_base = self.config.rope_scaling, self.config.rope_local_base_freq
-        # Always on the CPU, so that the bits are the same on every device.
+        # The frequencies are always computed on the CPU, so that their bits are the same for every
+        # device.
         with torch.device("cpu"):
             self.frequencies = rope_frequencies(size, base, scaling).to(device)
             if isinstance(scaling, LongRope):
                 long = rope_frequencies(size, base, scaling, is_long=True)
                 self.long_frequencies = long.to(device)
             if local_base is not None:
-                # Layers with a window see only near tokens, so their frequencies are not rescaled
+                # Layers with a window see only nearby tokens, so their frequencies are not rescaled
                 # for a longer context (Gemma 3).
                 self.local_frequencies = rope_frequencies(size, local_base, None).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Recomputed, because `model.to(torch.bfloat16)` has rounded the frequencies, and `to_empty`
-        # has left them uninitialised.
+        # The frequencies are recomputed, because `model.to(torch.bfloat16)` rounds them, and
+        # `to_empty` leaves them uninitialised.
         self.reset(self.frequencies.device)
         return self
 
@@ -360,12 +372,12 @@ class RotaryTables(nn.Module):
 
         Args:
             positions: positions of the tokens, int64 [T] or [B, T].
-            length: tokens of the texts, see `Cache.text_length`.
+            length: length of the texts in tokens; see `Cache.text_length`.
         """
         config = self.config
         # torch's compiler can't generate code for complex numbers.
         polar = config.family.rope.polar and not torch.compiler.is_compiling()
-        # In fp32, because bf16 can't represent position 257.
+        # The tables are computed in fp32, because bf16 can't represent position 257.
         tables = rope_tables(self._frequencies_at(length), positions, torch.float32, polar=polar)
         # YaRN and LongRoPE scale up queries and keys. This sharpens the softmax, which covers more
         # tokens in a longer context.
@@ -377,8 +389,8 @@ class RotaryTables(nn.Module):
         return tables, rope_tables(self.local_frequencies, positions, torch.float32)
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Return the rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2]
-        for lengths int64 [B]."""
+        """Return the rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] if
+        the lengths are int64 [B]."""
         config, short = self.config, self.frequencies
         scaling = config.rope_scaling
         limit = config.max_position_embeddings
@@ -402,15 +414,15 @@ class RotaryTables(nn.Module):
 
 
 def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of the first R dimensions of each head by their position: the
-    layout of most Hugging Face weights.
+    """Rotate the pairs (i, i + R/2) of the first R dimensions of each head by their position. Most
+    Hugging Face weights have this layout.
 
     Args:
         x_BHTD: queries or keys.
-        cos, sin: tables of `rope_tables`.
+        cos, sin: results of `rope_tables`.
 
     Returns:
-        [B, H, T, D], in the wider dtype of `x_BHTD` and the tables.
+        Rotated queries or keys [B, H, T, D], in the wider of the dtypes of `x_BHTD` and the tables.
     """
     R = cos.shape[-1]
     if x_BHTD.shape[-1] != R:
@@ -422,20 +434,20 @@ def apply_rope(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of the first R dimensions of each head by their position: the
-    layout of GLM's weights. Arguments and result as in `apply_rope`."""
+    """Rotate the pairs (2i, 2i + 1) of the first R dimensions of each head by their position. GLM's
+    weights have this layout. See `apply_rope` for the arguments and the result."""
     R = cos.shape[-1]
     turned, rest = x_BHTD[..., :R], x_BHTD[..., R:]
-    # The tables have each angle at i and at i + R/2; the pairs here need it at 2i and 2i + 1.
+    # The tables contain each angle at i and at i + R/2, but these pairs need it at 2i and 2i + 1.
     cos, sin = (table[..., : R // 2].repeat_interleave(2, dim=-1) for table in (cos, sin))
     crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
     return torch.cat((turned * cos + crossed * sin, rest), dim=-1)
 
 
 def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position like
-    `apply_rope_to_neighbours`, but as products of complex numbers, which round differently. Hugging
-    Face's class of DeepSeek-V2 does the same. Arguments as in `apply_rope`."""
+    """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, like
+    `apply_rope_to_neighbours`. As in Hugging Face's class of DeepSeek-V2, the rotation is a product
+    of complex numbers, which rounds differently. See `apply_rope` for the arguments."""
     if torch.compiler.is_compiling():
         # torch's compiler can't generate code for complex numbers.
         return apply_rope_to_neighbours(x_BHTD, cos, sin)
@@ -452,10 +464,12 @@ def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, and return each pair at the
-    dimensions (i, i + R/2): the layout of DeepSeek-V3's weights. Arguments as in `apply_rope`.
+    dimensions (i, i + R/2). The weights of DeepSeek-V3 require this. See `apply_rope` for the
+    arguments.
 
-    The scores are the same for any order of dimensions that queries and keys share. With this order
-    the products of a score are added up as in transformers.
+    The scores do not depend on the order of the dimensions, provided that it is the same for
+    queries and keys. With this order, the products of a score are added up in the same order as in
+    transformers.
     """
     pairs = x_BHTD.view(*x_BHTD.shape[:-1], -1, 2)
     return apply_rope(pairs.transpose(-1, -2).flatten(-2), cos, sin)

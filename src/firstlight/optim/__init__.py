@@ -1,1 +1,1 @@
-"""Learning-rate schedules and optimizers."""
+"""Optimizers and learning-rate schedules."""

@@ -1,4 +1,4 @@
-"""Adafactor as in its paper and in transformers."""
+"""Adafactor as described in its paper and implemented in transformers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from firstlight.optim.spec import (
 
 AdafactorVariant = Literal["auto", "paper", "torch"]
 
-#: Added to squared gradients, so that the inverse root of a row without a gradient is finite.
+#: Term added to squared gradients, so that the inverse root is finite for a row without a gradient.
 _EPS_OF_SQUARES = 1e-30
-#: Lower bound of a parameter's root mean square, which scales its steps. Without it, parameters
-#: initialised to zero would never move.
+#: Lower bound of the root mean square of a parameter, which scales its steps. Without this bound,
+#: parameters that are initialised to zero would never change.
 _EPS_OF_SCALE = 1e-3
 
 
@@ -33,22 +33,22 @@ class Adafactor(ForeachOptimizer):
     momentum and without its own schedule: `transformers.Adafactor` with `relative_step=False` and
     `scale_parameter=True`.
 
-    A step and the weight decay are both `lr` times the parameter's root mean square.
-    torch.optim.Adafactor has the same state but differs in three ways: its weight decay is `lr`
-    times `weight_decay`, regardless of the parameter's size; its learning rate is at most
-    1/sqrt(step); and it clamps the mean of the squared gradients to at least 1.2e-7, more than that
-    mean in large models.
+    The step and the weight decay are both scaled by `lr` times the root mean square of the
+    parameter. torch.optim.Adafactor has the same state but differs in three ways. Its weight decay
+    is `lr` times `weight_decay`, regardless of the size of the parameter. Its learning rate is at
+    most 1/sqrt(step). It clamps the mean of the squared gradients to at least 1.2e-7, which is more
+    than this mean in large models.
 
     Args:
-        groups: torch's parameter groups; the parameters of a group all have two or more dimensions,
-            or all have fewer.
-        lr: size of a step relative to the parameter's root mean square.
-        beta2_decay: exponent of the second moment's decay rate, which is 1 - step ** beta2_decay;
-            at most 0.
+        groups: torch's parameter groups. The parameters of a group must either all have two or more
+            dimensions, or all have fewer.
+        lr: size of a step relative to the root mean square of the parameter.
+        beta2_decay: exponent in the decay rate of the second moment, 1 - step ** beta2_decay; at
+            most 0.
         threshold: upper bound of the root mean square of an update, before `lr` is applied.
-        foreach: True runs each operation over all parameters of a group at once, with temporary
-            copies as large as the parameters; False updates lists of small parameters on a GPU, and
-            other parameters one by one.
+        foreach: True to run each operation for all parameters of a group at once, with temporary
+            copies as large as the parameters. False to update small parameters on a GPU in lists,
+            and all other parameters one by one.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class Adafactor(ForeachOptimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         states, skips = [self._state_for(p) for p in parameters], self.skips
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
-        # Lists of tensors [] instead of Python numbers, for which the host would wait for the GPU.
+        # These are lists of tensors [], because the host would have to wait for the GPU to get
+        # Python numbers.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
         updates = _directions(gradients, states, fresh, skips)
@@ -91,10 +92,11 @@ class Adafactor(ForeachOptimizer):
         torch._foreach_sub_(parameters, updates)
 
     def _state_for(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the parameter's state, created if missing, with the step counter increased."""
+        """Increase the step counter of a parameter's state and return the state, which is created
+        if it does not exist."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # On the CPU, because Python reads the counter: see `spec.rebuild_tensors`.
+            # The counter is on the CPU, because Python reads it; see `spec.rebuild_tensors`.
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if parameter.dim() < 2:
                 state["variance"] = torch.zeros_like(parameter)
@@ -106,7 +108,7 @@ class Adafactor(ForeachOptimizer):
 
 
 def _root_mean_squares(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the root mean square of each tensor, []."""
+    """Return the root mean square of each tensor, as a tensor []."""
     norms = list(torch._foreach_norm(tensors))
     torch._foreach_div_(norms, [math.sqrt(tensor.numel()) for tensor in tensors])
     return norms
@@ -118,13 +120,13 @@ def _directions(
     fresh: list[float],
     skips: Tensor | None,
 ) -> list[Tensor]:
-    """Divide the gradients by the roots of their second moments, after updating the second moments
-    in `states` with these gradients. The results have the gradients' shapes.
+    """Update the second moments in `states` with the gradients, and return the gradients divided by
+    the roots of their second moments.
 
     Args:
         gradients: gradients of any shapes.
-        states: state of each gradient's parameter.
-        fresh: weight of this step's squared gradient in the second moment, per parameter.
+        states: state of the parameter of each gradient.
+        fresh: weight of the squared gradient of this step in the second moment, for each parameter.
         skips: see `lerp_unless`.
     """
     inverse_roots = []
@@ -134,7 +136,8 @@ def _directions(
             inverse_roots.append(state["variance"].rsqrt())
             continue
         for key, dim in (("row_var", -1), ("col_var", -2)):
-            # The norm gives the mean of the squares without a temporary copy of the squares.
+            # The mean of the squares is computed from the norm, which does not need a temporary
+            # copy of the squares.
             norm = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True)
             mean = norm.square_().div_(gradient.shape[dim]).add_(_EPS_OF_SQUARES)
             lerp_unless(skips, state[key], mean, share)
@@ -150,17 +153,17 @@ class AdafactorConfig(OptimizerKeys):
     """Keys of Adafactor."""
 
     adafactor_threshold: float = Field(1.0, ge=1)
-    """maximum root mean square of an Adafactor update before the learning rate is applied, to which
-    larger updates are scaled down (d in the paper)."""
+    """maximum root mean square of an Adafactor update before the learning rate is applied (d in the
+    paper). Larger updates are scaled down to it."""
     adafactor_beta2_decay: float = Field(-0.8, le=0)
-    """exponent of the decay rate of Adafactor's second moment, which is 1 - step ** exponent; at
-    most 0."""
+    """exponent in the decay rate of Adafactor's second moment, 1 - step ** exponent; at most 0."""
     adafactor_variant: AdafactorVariant = "auto"
-    """variant of Adafactor. "paper": weight decay is relative to the parameter's root mean square,
-    as steps are, and the learning rate is the schedule's (as in transformers' Adafactor with
-    relative_step=False). "torch": torch.optim.Adafactor, whose weight decay is learning_rate times
-    weight_decay for each parameter (1e-3 per step at 1e-2 and 0.1), and whose learning rate is at
-    most 1/sqrt(step). "auto" is paper; a run started with an older version continues with torch."""
+    """variant of Adafactor. "paper": weight decay is relative to the root mean square of the
+    parameter, like the steps, and the learning rate is that of the schedule (as in transformers'
+    Adafactor with relative_step=False). "torch": torch.optim.Adafactor, in which weight decay is
+    learning_rate times weight_decay for every parameter (1e-3 per step with 1e-2 and 0.1), and the
+    learning rate is at most 1/sqrt(step). "auto" is paper, except for resumed runs that were
+    started with an older version, which use torch."""
 
 
 def _adafactor(groups: Groups, config: Any) -> torch.optim.Optimizer:
@@ -182,8 +185,8 @@ def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
     }
 
 
-#: torch does not have a fused kernel for Adafactor. "auto" selects for-loop, because the copies
-#: that foreach makes cost the memory that Adafactor saves.
+#: torch does not have a fused kernel for Adafactor. "auto" selects for-loop, because the temporary
+#: copies of foreach need the memory that Adafactor saves.
 ADAFACTOR = OptimizerSpec(
     _adafactor,
     _adafactor_layout,

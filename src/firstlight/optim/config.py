@@ -1,13 +1,13 @@
 """The `optimizer` section of a recipe, the table of available optimizers, and the parameter groups
-with their learning rate, betas and weight decay.
+with their learning rates, betas and weight decays.
 
-The section has the keys of all optimizers, so that `name` can change without changing other keys.
-`OptimizerConfig` inherits one class of keys per optimizer, such as `AdamWConfig`. AdamW and SGD,
-which torch provides, are defined here; every other optimizer has a separate module with its keys
-and its `OptimizerSpec`.
+The section contains the keys of all optimizers, so that `name` can be changed without changing
+other keys. `OptimizerConfig` inherits one class of keys per optimizer, such as `AdamWConfig`. AdamW
+and SGD, which torch provides, are defined here. Every other optimizer has a separate module with
+its keys and its `OptimizerSpec`.
 
-A parameter's role follows from its module, name and shape: an embedding table, the head, a vector
-(norms and biases) or a matrix (everything else, including stacked expert matrices).
+The module, name and shape of a parameter determine its role. A parameter is an embedding table, the
+head, a vector (norms and biases) or a matrix (all others, including stacked expert matrices).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from firstlight.optim.spec import (
 
 Role = Literal["embedding", "head", "matrix", "vector"]
 
-#: Role -> its title in the table at the start of a run, in the order of the table.
+#: Role -> its title in the table that is printed at the start of a run. The roles are in the order
+#: of the table.
 ROLES: dict[Role, str] = {
     "embedding": "embeddings",
     "head": "head",
@@ -49,13 +50,14 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def elementwise_optimizers() -> str:
-    """Return the names of the optimizers that can update a shard without the other shards: "adamw
-    or sgd"."""
+    """Return the names of the optimizers that can update a shard without the other shards, as a
+    phrase like "adamw or sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
 
 
 def sharded_optimizers() -> str:
-    """Return the names of the optimizers that can update DTensors: "adamw, muon or sgd"."""
+    """Return the names of the optimizers that can update DTensors, as a phrase like "adamw, muon or
+    sgd"."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise or spec.gathers)
 
 
@@ -65,7 +67,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class AdamWConfig(OptimizerKeys):
-    """Keys of AdamW. The 8-bit optimizers and Lion share them."""
+    """Keys of AdamW, which also apply to the 8-bit optimizers and Lion."""
 
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     """decay rates of the moments of AdamW (also 8-bit AdamW) and of Lion."""
@@ -81,22 +83,24 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
         eps=config.eps,
         **_switches(groups, config),
     )
-    # Without weight decay, the hook that runs before each step would do nothing.
+    # Without weight decay, the hook before each step would have no effect.
     if config.cautious_weight_decay and any(group["weight_decay"] for group in groups):
         make_cautious(optimizer)
     return optimizer
 
 
 def make_cautious(optimizer: torch.optim.AdamW) -> None:
-    """Replace the weight decay of any implementation of torch's AdamW with `decay_cautiously`.
+    """Replace the weight decay of torch's AdamW, in any of its implementations, with
+    `decay_cautiously`.
 
-    The decay is applied before the step, as in torch. It only needs the sign of the update, which
-    is the sign of the first moment after this step's gradient.
+    The decay is applied before the step, as in torch. It requires only the sign of the update,
+    which equals the sign of the first moment after it has been updated with the gradient of this
+    step.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
-    # A hook instead of a subclass, so that code that observes steps sees a single step of torch's
-    # AdamW.
+    # A hook is used instead of a subclass, so that code that observes steps sees a single step of
+    # torch's AdamW.
     optimizer.register_step_pre_hook(_decay)
 
 
@@ -110,7 +114,8 @@ def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 continue
             direction = own_shard(parameter.grad, parameter)
             state = optimizer.state.get(parameter, {})
-            # In the first step there is no moment yet: the update has the sign of the gradient.
+            # In the first step, there is no moment yet, and the update has the sign of the
+            # gradient.
             if "exp_avg" in state:
                 average = own_shard(state["exp_avg"], parameter)
                 direction = average.lerp(direction, 1 - group["betas"][0])
@@ -127,7 +132,7 @@ class SGDConfig(OptimizerKeys):
     """Keys of SGD."""
 
     sgd_momentum: float = Field(0.9, ge=0, lt=1)
-    """momentum of SGD; 0 needs no state."""
+    """momentum of SGD; with 0, SGD has no state."""
 
 
 def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -144,8 +149,8 @@ def _sgd_layout(parameter: Tensor, config: OptimizerConfig, _: Any) -> Layout:
 
 
 def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
-    """Return torch's `fused` and `foreach` arguments for the implementation that the config
-    selects."""
+    """Return the arguments `fused` and `foreach` with which torch uses the implementation that the
+    config selects."""
     parameters = [p for group in groups for p in group["params"]]
     device = parameters[0].device.type
     wanted = config.implementation
@@ -166,7 +171,7 @@ def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
 
 
-#: `optimizer.name` of a recipe -> optimizer.
+#: Optimizers by their `optimizer.name` in a recipe.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(
         _adamw,
@@ -183,7 +188,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 if TYPE_CHECKING:
-    # A type checker can't evaluate the names of the table.
+    # Type checkers can't evaluate a Literal whose values come from a table.
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
@@ -192,45 +197,47 @@ else:
 class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, EightBitConfig):
     """The `optimizer` section of a recipe.
 
-    Bytes of state per parameter are in addition to the fp32 parameter (4) and its gradient (4).
+    The bytes of state per parameter that `name` lists do not include the fp32 parameter (4 bytes)
+    and its gradient (4 bytes).
     """
 
     name: OptimizerName = "adamw"
-    """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state per parameter; the
-    default, except for new models whose recipe sets no optimizer, schedule or initial weights
-    (docs/learning.md). "adamw8bit": both moments in 8 bits with a scale for every 256 values
-    (Dettmers et al. 2022), 2.03 bytes; nearly the same loss. Each update unpacks and packs the
-    moments, which on a CPU takes at least ten times as long as AdamW's update. "paged_adamw8bit":
-    the same in managed memory, which CUDA moves to the CPU while GPU memory is full; moving it
-    takes time (bitsandbytes; CUDA only). "adafactor" (Shazeer and Stern 2018): no first moment, and
-    only one row and one column of second moments per matrix, almost 0 bytes. Its steps are relative
-    to the parameter's root mean square, so it needs a different learning_rate, about 1e-2. "muon"
-    (Jordan et al. 2024): Muon for the matrices and stacked experts in the layers (4 bytes), and
-    AdamW for embeddings, head and norms (8 bytes). Each update costs 15 additional matrix products
-    per matrix, but fewer steps are needed. "sgd": momentum only, 4 bytes, or 0 with sgd_momentum 0;
-    the cheapest update, but slow to train a Transformer. "lion" (Chen et al. 2023): one moment, 4
-    bytes. Every value moves by the learning rate against the sign of its averaged gradient, so Lion
-    needs a third to a tenth of AdamW's learning_rate, three to ten times its weight_decay, and
-    betas [0.9, 0.99]."""
+    """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state per parameter. This
+    is the default, except for new models whose recipe sets none of optimizer, schedule and initial
+    weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one scale for
+    every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each update
+    unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
+    update. "paged_adamw8bit": the same, with the moments in managed memory, which CUDA moves to the
+    CPU while GPU memory is full (bitsandbytes; CUDA only). Moving memory takes time. "adafactor"
+    (Shazeer and Stern 2018): no first moment, and only one row and one column of second moments per
+    matrix, almost 0 bytes. The steps are relative to the root mean square of a parameter, so
+    Adafactor needs a different learning_rate, about 1e-2. "muon" (Jordan et al. 2024): Muon for the
+    matrices and stacked experts in the layers (4 bytes), and AdamW for embeddings, head and norms
+    (8 bytes). Each update takes 15 additional matrix products per matrix, but fewer steps are
+    needed. "sgd": momentum only, 4 bytes, or 0 bytes with sgd_momentum 0. SGD has the cheapest
+    update, but trains a Transformer slowly. "lion" (Chen et al. 2023): one moment, 4 bytes. Every
+    value moves by the learning rate against the sign of its averaged gradient, so Lion needs a
+    third to a tenth of AdamW's learning_rate, three to ten times its weight_decay, and betas [0.9,
+    0.99]."""
     weight_decay: float = Field(0.1, ge=0)
-    """weight decay of matrices, and of embeddings and head unless these are set separately. It is
-    decoupled, except for SGD, where it is added to the gradient. With Adafactor, it is relative to
-    the parameter's size (see adafactor_variant)."""
+    """weight decay of matrices, and of the embeddings and the head unless these are set separately.
+    Weight decay is decoupled, except for SGD, which adds it to the gradient. With Adafactor, it can
+    be relative to the size of the parameter (see adafactor_variant)."""
     cautious_weight_decay: bool = False
-    """true applies weight decay to a value only in steps whose update also moves it towards zero
-    (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. It needs a temporary copy of one
-    parameter, or three copies with AdamW."""
+    """true applies weight decay to a value only in steps whose update also moves the value towards
+    zero (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. This takes memory for a
+    temporary copy of one parameter, or three copies with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
     """weight decay of token and position embeddings, and of a head that is tied to them; null is
-    `weight_decay`. 0 preserves the rows of rare tokens: weight decay shrinks a row in every step,
-    but the row has a gradient only in steps with its token."""
+    `weight_decay`. 0 preserves the rows of rare tokens, because weight decay shrinks a row in every
+    step, while the row has a gradient only in steps whose batch contains its token."""
     head_weight_decay: float | None = Field(None, ge=0)
     """weight decay of a head that is not tied to the embedding; null is `weight_decay`."""
     vector_weight_decay: float = Field(0.0, ge=0)
     """weight decay of norms and biases."""
     embedding_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of embeddings (and of a head that is tied to them) as a multiple of
-    `learning_rate`, so that it changes with learning_rate in a plan or a sweep."""
+    `learning_rate`. As a multiple, it follows changes of learning_rate in a plan or a sweep."""
     head_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of a head that is not tied to the embedding, as a multiple of
     `learning_rate`."""
@@ -243,17 +250,19 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     vector_betas: list[float] | None = Field(None, min_length=2, max_length=2)
     """betas of norms and biases; null is `betas`."""
     tuned_width: int | None = Field(None, gt=0)
-    """hidden_size of the model for which the learning rates were tuned. For a model of another
-    hidden_size, with r = tuned_width / hidden_size, the rates of AdamW and Lion for matrices and an
-    untied head are multiplied by r (Yang et al. 2022, arXiv 2203.03466, table 8), and Muon's by
-    sqrt(r), since its updates already grow with sqrt(hidden_size). Embeddings, norms and biases
-    keep their rates. null leaves all rates unchanged."""
+    """hidden_size of the model for which the learning rates were tuned. For a model with a
+    different hidden_size, let r = tuned_width / hidden_size. The learning rates of AdamW and Lion
+    for matrices and an untied head are then multiplied by r (Yang et al. 2022, arXiv 2203.03466,
+    table 8). Muon's learning rate is multiplied by sqrt(r), because its updates already grow with
+    sqrt(hidden_size). The learning rates of embeddings, norms and biases do not change. null leaves
+    all learning rates unchanged."""
     max_grad_norm: float = Field(1.0, ge=0)
-    """maximum global L2 norm of the gradients, to which larger gradients are scaled down; 0
-    disables clipping. Clipping reads all gradients once, and writes them once if they are scaled;
-    on a GPU, AdamW scales them in its update."""
+    """maximum global L2 norm of the gradients. If the norm is larger, the gradients are scaled down
+    to it. 0 disables clipping. Clipping reads all gradients once, and writes them once if they are
+    scaled. On a GPU, AdamW scales them as part of its update."""
     clip_after_warmup: bool = False
-    """true clips gradients only after the learning rate's warm-up; false clips in all steps."""
+    """true clips gradients only after the warm-up of the learning rate; false clips them in all
+    steps."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
@@ -282,7 +291,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
-        """Return these settings with the learning rates for a model of this width (see
+        """Return these settings with the learning rates that apply to a model of this width (see
         `tuned_width`)."""
         if self.tuned_width in (None, hidden_size):
             return self
@@ -294,21 +303,23 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
             changes["muon_learning_rate"] = muon_rate * math.sqrt(ratio)
             changes["head_lr_multiple"] = self.head_lr_multiple * ratio
         else:
-            # The head's rate follows, since it is a multiple of this rate. Embeddings and vectors
-            # keep their rates.
+            # The learning rate of the head is a multiple of this rate, so it changes as well. The
+            # learning rates of embeddings and vectors are kept.
             changes["learning_rate"] = self.learning_rate * ratio
             changes["embedding_lr_multiple"] = self.embedding_lr_multiple / ratio
             changes["vector_lr_multiple"] = self.vector_lr_multiple / ratio
         return self.model_copy(update=changes)
 
     def peak_rate(self, role: Role) -> float:
-        """Return the peak learning rate of a role, including Muon's separate rate for matrices."""
+        """Return the peak learning rate of a role. For matrices with Muon, this is Muon's learning
+        rate."""
         if self.name == "muon" and role == "matrix":
             return self.muon_learning_rate or self.learning_rate
         return float(self.group_settings(role)["lr"])
 
     def group_settings(self, role: Role) -> dict[str, Any]:
-        """Return a role's `lr`, `betas` and `weight_decay`, as in torch's parameter groups."""
+        """Return the `lr`, `betas` and `weight_decay` of a role, in the format of torch's parameter
+        groups."""
         # Keys without a prefix apply to matrices.
         own = (
             {}
@@ -330,12 +341,12 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
 
 
 class Kind(NamedTuple):
-    """The properties of a parameter that an optimizer needs, besides its shape.
+    """The properties of a parameter, other than its shape, that an optimizer needs.
 
     Attributes:
         role: role of the parameter, which selects its settings.
-        transposed: True if the matrix is stored as [inputs, outputs], like GPT-2's, instead of
-            [outputs, inputs].
+        transposed: True if the matrix is stored as [inputs, outputs], like the matrices of GPT-2,
+            instead of [outputs, inputs].
     """
 
     role: Role
@@ -343,11 +354,11 @@ class Kind(NamedTuple):
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """Return the kind of each of a model's parameters, by name. A tied head has the embedding's
-    role."""
-    # Found by identity, not by name: model families name their embeddings differently.
+    """Return the kinds of a model's parameters, by name. A tied head has the role of the
+    embedding."""
+    # Embeddings are identified by their module, because their names differ between model families.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # Trained rows of an otherwise frozen table.
+    # These are trained rows of an otherwise frozen embedding or head.
     rows = (m for m in model.modules() if getattr(m, "is_table", False))
     tables |= {id(p) for module in rows for p in module.parameters(recurse=False)}
     transposed = {
@@ -360,11 +371,11 @@ def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     def role(name: str, parameter: Tensor) -> Role:
         if id(parameter) in tables:
             return "embedding"
-        # Expert biases are stacked, so they have two dimensions. A depthwise convolution has only a
-        # few weights per channel, and is not a matrix product.
+        # The biases of experts are stacked, so they have two dimensions. A depthwise convolution
+        # has only a few weights per channel and is not a matrix product.
         if parameter.dim() < 2 or name.endswith(("bias", "conv1d.weight")):
             return "vector"
-        # An adapter of the head is a matrix, as all adapters are.
+        # An adapter of the head is a matrix, like all other adapters.
         return "head" if name == "lm_head.weight" else "matrix"
 
     return {
@@ -378,21 +389,21 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return torch's parameter groups, each with `lr`, `betas`, `weight_decay` and `transposed`.
 
-    Roles with equal settings share a group, which reduces the number of foreach operations. Vectors
-    are always in separate groups.
+    Roles with equal settings share a group, to reduce the number of foreach operations. Vectors are
+    always in separate groups.
 
     Args:
         parameters: parameters by name.
         kinds: kinds of these parameters by name.
-        config: the recipe's section.
+        config: the recipe's `optimizer` section.
     """
     groups: dict[Any, dict[str, Any]] = {}
     # Sort vectors last, regardless of the order of the model's parameters.
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
-        # All parameters of an Adafactor group must have two or more dimensions, or all must have
-        # fewer.
+        # The parameters of an Adafactor group must either all have two or more dimensions, or all
+        # have fewer.
         key = (role == "vector", parameter.dim() < 2, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
@@ -401,8 +412,8 @@ def parameter_groups(
 def describe_groups(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> Iterator[str]:
-    """Yield the lines of a table: for each role with parameters, the number of tensors and
-    parameters, the peak learning rate and the weight decay."""
+    """Yield the lines of a table with one row for each role that has parameters. The columns are
+    the number of tensors, the number of parameters, the peak learning rate and the weight decay."""
     heading = f"optimizer {config.name}"
     yield f"{heading:<18}{'tensors':>8}{'parameters':>16}{'rate':>10}{'decay':>8}"
     for role, title in ROLES.items():
@@ -420,7 +431,7 @@ def describe_groups(
 def decay_counts(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> dict[str, int]:
-    """Count parameters and tensors with weight decay, and parameters and tensors without it."""
+    """Count the parameters and tensors with weight decay, and those without weight decay."""
     counts = dict.fromkeys(
         ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
     )

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over processes as torch DTensors."""
+"""Functions for parameters that are sharded over processes as torch DTensors."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Return True if the tensor is a DTensor: this process then holds one shard of it."""
-    # DTensor is not imported here: the import takes most of a second, and if the module has not
-    # been imported, no DTensor can exist.
+    """Return True if the tensor is a DTensor, of which this process has one shard."""
+    # DTensor is not imported here, because the import takes most of a second. If the module has not
+    # been imported, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor of any shape, on every rank; any other tensor unchanged.
+    """Return the full tensor of a DTensor of any shape, on every rank. Return any other tensor
+    unchanged.
 
-    A collective operation: every rank has to call it."""
+    This is a collective operation, which every rank must call.
+    """
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's shard of a tensor with a parameter's shape, as a plain tensor; if the
-    tensor or the parameter is not sharded, return the tensor itself.
+    """Return this process's shard of a tensor in the shape of a parameter, as a plain tensor. If
+    the tensor or the parameter is not sharded, return the tensor itself.
 
-    The tensor is the parameter itself, its gradient or a moment. With plain shards, elementwise
-    updates do not need DTensor operators.
+    The tensor is the parameter itself, its gradient or a moment. Elementwise updates use plain
+    shards to avoid DTensor operators.
     """
     if not is_sharded(tensor) or not is_sharded(parameter):
         return tensor
@@ -46,20 +48,22 @@ def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return the full tensor, in the parameter's shape, from shards with the parameter's
-    placements.
+    """Gather the full tensor, in the shape of a parameter, from shards with the placements of the
+    parameter.
 
-    A collective operation if the parameter is sharded: every rank has to call it.
+    If the parameter is sharded, this is a collective operation, which every rank must call.
 
     Args:
-        shard: this process's shard, in any dtype; the full tensor if the parameter is not sharded.
-        parameter: the parameter whose mesh, placements and shape apply.
+        shard: shard of this process, in any dtype, or the full tensor if the parameter is not
+            sharded.
+        parameter: parameter with the mesh, the placements and the shape of the full tensor.
     """
     if not is_sharded(parameter):
         return shard
     from torch.distributed.tensor import DTensor
 
-    # torch can't infer shape and stride from one shard, because the last shards may be shorter.
+    # torch can't infer the shape and the strides from one shard, because the last shards may be
+    # shorter.
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -71,25 +75,25 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
-    """Shard a full tensor, which every rank holds, in the same way as `example`. Return the tensor
+    """Shard a full tensor, which every rank has, in the same way as `example`. Return the tensor
     itself if `example` is not sharded or has a different shape.
 
     Args:
         tensor: full tensor with the same values on every rank.
-        example: a tensor whose mesh and placements are copied.
+        example: tensor with the mesh and the placements to use.
     """
     if not is_sharded(example) or tensor.shape != example.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     tensor = tensor.to(example.to_local().device)
-    # Every rank has the same values, so nothing is sent.
+    # Every rank has the same values, so no data is sent.
     return distribute_tensor(tensor, example.device_mesh, example.placements, src_data_rank=None)
 
 
 def shard_group(parameter: Tensor) -> ProcessGroup | None:
-    """Return the process group that holds the shards of a parameter. Return None if the parameter
-    is not sharded, or is sharded along two dimensions of its mesh (FSDP2 over tensor-parallel
+    """Return the process group over which a parameter is sharded. Return None if the parameter is
+    not sharded, or if it is sharded along two dimensions of its mesh (FSDP2 over tensor-parallel
     shards)."""
     if not is_sharded(parameter):
         return None
@@ -98,23 +102,23 @@ def shard_group(parameter: Tensor) -> ProcessGroup | None:
 
 
 def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
-    """Gather one full tensor per process: process i of the `shard_group` receives the tensor of
-    `parameters[i]`, and a process without a parameter receives None.
+    """Gather one full tensor per process. Process i of the `shard_group` receives the full tensor
+    for `parameters[i]`, and a process without a parameter receives None.
 
-    A collective operation. All n processes together receive as much data as each of them would
-    receive from n calls to `gather`.
+    This is a collective operation. All n processes together receive as much data as each of them
+    would receive from n calls to `gather`.
 
     Args:
-        shards: this process's shard of a tensor for each parameter, with the parameter's shape; all
-            of one dtype.
-        parameters: parameters of one `shard_group`, at most one for each of its processes.
+        shards: for each parameter, this process's shard of a tensor in the shape of the parameter.
+            All shards have the same dtype.
+        parameters: parameters with the same `shard_group`, at most one for each process in it.
     """
     group = shard_group(parameters[0])
     assert group is not None
     rank, processes = group.rank(), group.size()
     axes = [_axis(parameter) for parameter in parameters]
-    # The sharded axis comes first, so that concatenating the received shards of a tensor restores
-    # the tensor.
+    # The sharded axis is moved to the front, so that concatenating the received shards of a tensor
+    # restores the tensor.
     rows = [shard.movedim(axis, 0).flatten() for shard, axis in zip(shards, axes, strict=True)]
     counts = [len(row) for row in rows] + [0] * (processes - len(rows))
     if rank >= len(parameters):
@@ -131,17 +135,17 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
 def scatter_each(
     full: Tensor | None, parameters: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Scatter one full tensor per process: the inverse of `gather_each`, and also a collective
-    operation.
+    """Scatter one full tensor per process. This is the inverse of `gather_each`, and also a
+    collective operation.
 
-    Process i of the `shard_group` holds the full tensor of `parameters[i]`. Return this process's
-    shard of each parameter's tensor.
+    Process i of the `shard_group` has the full tensor for `parameters[i]`. Return this process's
+    shards of the tensors for all parameters.
 
     Args:
-        full: full tensor of this process's parameter, in the parameter's shape; None for a process
-            without a parameter.
+        full: full tensor for this process's parameter, in the shape of the parameter; None for a
+            process without a parameter.
         parameters: see `gather_each`.
-        dtype: dtype of the full tensors, which a process without a full tensor can't infer.
+        dtype: dtype of the full tensors. A process without a full tensor could not infer it.
     """
     group = shard_group(parameters[0])
     assert group is not None
@@ -172,9 +176,9 @@ def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
     sharded axis.
 
     Args:
-        tensor: tensor with the same values on every process; along each axis it is as long as the
-            parameter, or has length 1.
-        parameter: parameter that has a `shard_group` or is not sharded.
+        tensor: tensor with the same values on every process. Along each axis, it is either as long
+            as the parameter or has length 1.
+        parameter: parameter that has a `shard_group`, or that is not sharded.
     """
     if not is_sharded(parameter) or tensor.shape[_axis(parameter)] == 1:
         return tensor
@@ -194,7 +198,7 @@ def _axis(parameter: Tensor) -> int:
 
 
 def _lengths(length: int, processes: int) -> list[int]:
-    """Return the lengths of the shards of an axis as torch's `Shard` divides it: the last shards
+    """Return the lengths of the shards into which torch's `Shard` divides an axis. The last shards
     may be shorter or empty."""
     most = -(-length // processes)
     return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
@@ -203,8 +207,9 @@ def _lengths(length: int, processes: int) -> list[int]:
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
     """Exchange values with the other processes of the group.
 
-    Send `given[i]` values of `sent` [sum(given)] to process i. Return the received values,
-    [sum(taken)]: `taken[i]` values from each process i. Both tensors are in the order of the ranks.
+    Send `given[i]` values of `sent`, [sum(given)], to each process i. Return the received values,
+    [sum(taken)], which contain `taken[i]` values from each process i. Both tensors are in the order
+    of the ranks.
     """
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
@@ -215,14 +220,15 @@ def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: Process
 def full_parameters(
     model: nn.Module, *, changed: bool = False, keep: bool = True
 ) -> Iterator[None]:
-    """Replace sharded parameters by full tensors on the CPU of every rank in the context, for
-    reading and writing but not for computing. A collective operation: every rank has to enter it.
+    """Replace sharded parameters with full tensors on the CPU of every rank within the context. The
+    full tensors can be read and written, but not used for computing. This is a collective
+    operation, which every rank must enter.
 
     Args:
-        model: model whose modules hold the full parameters inside the context.
-        changed: True to write the values set inside the context back to the shards.
-        keep: False for a rank that only takes part in the collectives and does not have memory for
-            the full model: its parameters stay sharded.
+        model: model whose modules contain the full parameters within the context.
+        changed: True to write values that are modified within the context back to the shards.
+        keep: False for a rank that only participates in the collectives, to save the memory of the
+            full model. Its parameters stay sharded.
     """
     assert keep or not changed
     owners = [
@@ -231,7 +237,7 @@ def full_parameters(
         for name, parameter in module._parameters.items()
         if is_sharded(parameter)
     ]
-    # A tied weight is a single parameter of two modules, and must remain so.
+    # A tied weight is a single parameter of two modules and must remain a single parameter.
     full: dict[int, nn.Parameter | None] = {}
     try:
         for module, name, parameter in owners:

@@ -1,5 +1,5 @@
-"""8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) from bitsandbytes or torchao, and its state
-as plain tensors.
+"""8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) from bitsandbytes or torchao, and the
+conversion of its state to plain tensors.
 
 Both libraries store a moment as codes (uint8, one per value), scales (fp32, one per block of 256
 values) and a table that maps codes to values (fp32 [256], "qmap"). The tensor names differ:
@@ -29,16 +29,16 @@ from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec
 
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
 
-#: Number of values that share a scale, and minimum size of a tensor with 8-bit moments: the
-#: defaults of bitsandbytes and torchao.
+#: Number of values that share a scale, and minimum number of values in a tensor with 8-bit moments.
+#: These are the defaults of bitsandbytes and torchao.
 _BLOCK = 256
 _SMALLEST = 4096
 
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Suppress warnings and log messages in the context. Both libraries log kernels that they can't
-    load, and torch's compiler warns about its own deprecations."""
+    """Suppress warnings and log messages within the context. Both libraries log the names of
+    kernels that they can't load, and torch's compiler warns about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -50,8 +50,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """Return the library that `eight_bit_library` selects. "auto" selects bitsandbytes if it is
-    installed, then torchao if it is installed, otherwise bitsandbytes."""
+    """Return the library that `eight_bit_library` selects. "auto" selects the first installed
+    library of bitsandbytes and torchao, or bitsandbytes if neither is installed."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -71,8 +71,8 @@ def _is_small(parameter: Tensor) -> bool:
 
 
 def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Flatten one parameter's 8-bit optimizer state, from torchao or bitsandbytes, into plain
-    tensors named as in `Layout`.
+    """Flatten the 8-bit optimizer state of one parameter, from torchao or bitsandbytes, into plain
+    tensors with the names that its layout uses.
 
     A torchao 8-bit tensor becomes three tensors: `codes` (uint8, same shape as the parameter),
     `scale` (fp32, [blocks]) and `qmap` (fp32, [256]). A Python number becomes a scalar int64
@@ -85,7 +85,7 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
         elif not isinstance(value, Tensor):
             flat[key] = torch.tensor(value, dtype=torch.int64)
         else:
-            # bitsandbytes shares one qmap among all parameters, and safetensors refuses to write
+            # bitsandbytes shares one qmap among all parameters, but safetensors does not write
             # tensors that share memory.
             flat[key] = value.clone() if key.startswith("qmap") else value
     return flat
@@ -94,8 +94,8 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def rebuild_eight_bit(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Convert the tensors from `flatten_eight_bit` back to one parameter's state in the library
-    that created it."""
+    """Convert the tensors from `flatten_eight_bit` back to the state of one parameter, in the
+    format of the library that created it."""
     if "state1" in tensors:
         return _rebuild_bitsandbytes(optimizer, parameter, tensors)
     return _rebuild_torchao(parameter, tensors)
@@ -105,7 +105,8 @@ def rebuild_eight_bit(
 
 
 def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Create a `bitsandbytes.optim.KIND` optimizer, and test it on the parameters' device."""
+    """Create an optimizer of the class `bitsandbytes.optim.KIND`, and test it on the device of the
+    parameters."""
     optimizer: torch.optim.Optimizer = getattr(_import("bitsandbytes"), kind)(groups, **settings)
     _try_bitsandbytes(kind, groups[0]["params"][0].device)
     return optimizer
@@ -114,9 +115,9 @@ def _bitsandbytes(kind: str, groups: Groups, settings: dict[str, Any]) -> torch.
 def _rebuild_bitsandbytes(
     optimizer: Any, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Create one parameter's bitsandbytes state, store it in the optimizer, and return it."""
-    # The library allocates the state, because a paged optimizer keeps its tensors in managed
-    # memory, which torch can't allocate; the values are copied into these tensors.
+    """Create the bitsandbytes state of one parameter, store it in the optimizer, and return it."""
+    # The library allocates the state, because a paged optimizer stores its tensors in managed
+    # memory, which torch can't allocate. The values are then copied into these tensors.
     optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
     state: dict[str, Any] = optimizer.state[parameter]
     for key, tensor in tensors.items():
@@ -130,7 +131,7 @@ def _rebuild_bitsandbytes(
 
 
 def _try_bitsandbytes(kind: str, device: torch.device) -> None:
-    """Update a small tensor once, because some releases lack kernels for some devices.
+    """Update a small tensor once, to check that the installed release has kernels for the device.
 
     Raises:
         ConfigError: the installed bitsandbytes lacks a kernel for the device.
@@ -173,7 +174,8 @@ def _torchao(
         )
     library = _import("torchao")
     with quiet_import():
-        # Otherwise the first step would import the compiler and show its warnings.
+        # The compiler is imported here, because the first step would otherwise import it and show
+        # its warnings.
         importlib.import_module("torch._inductor.compile_fx")
     # In the first step, torch warns that its cache of compiled code does not have a stable hash for
     # this tensor class. Users can't change this, so the warning is suppressed.
@@ -202,8 +204,8 @@ def _torchao_layout(parameter: Tensor) -> Layout:
     shape = tuple(parameter.shape)
     layout: Layout = {"step": ((), torch.float32)}
     for key in ("exp_avg", "exp_avg_sq"):
-        # torchao keeps a state tensor whose last block would be incomplete in the parameter's
-        # dtype.
+        # If the last block of a state tensor would be incomplete, torchao stores the tensor in the
+        # dtype of the parameter.
         if _is_small(parameter) or parameter.numel() % _BLOCK:
             layout[key] = (shape, parameter.dtype)
         else:
@@ -220,18 +222,18 @@ class EightBitConfig(OptimizerKeys):
     """Keys of the 8-bit optimizers."""
 
     eight_bit_library: EightBitLibrary = "auto"
-    """library of the 8-bit AdamW: "bitsandbytes" has precompiled kernels and starts at once;
+    """library of the 8-bit AdamW: "bitsandbytes" has precompiled kernels and starts immediately;
     "torchao" compiles its update in the first step, which takes tens of seconds on a CPU. "auto" is
-    bitsandbytes if it is installed, otherwise torchao. Tensors with fewer than 4096 values stay in
-    32 bits, as do embeddings (see embeddings_in_32_bits). Neither library can read the other's
-    state."""
+    bitsandbytes if it is installed, otherwise torchao. The moments of tensors with fewer than 4096
+    values stay in 32 bits, as do those of embeddings (see embeddings_in_32_bits). Neither library
+    can read the state of the other."""
     embeddings_in_32_bits: bool | None = None
     """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
     to them) with torch's AdamW and fp32 moments, as Dettmers et al. 2022 recommend. This takes 8
     bytes per embedding parameter; paged_adamw8bit does not page these moments. null is true with
-    8-bit optimizers. false saves 6 bytes per embedding parameter, but a row then shares its scale
-    with others unless hidden_size is a multiple of 256. With bitsandbytes on a GPU, rows of rare
-    tokens then moved ten times too far."""
+    8-bit optimizers. false saves 6 bytes per embedding parameter, but unless hidden_size is a
+    multiple of 256, a row then shares scales with other rows. In a test with bitsandbytes on a GPU,
+    this moved the rows of rare tokens ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:
@@ -276,7 +278,8 @@ def _library(config: Any) -> str:
 
 
 def compiles_update(config: Any) -> bool:
-    """Return True if torch.compile compiles the optimizer's update, as for torchao's optimizers."""
+    """Return True if the optimizer's update is compiled by torch.compile, which is the case for
+    torchao's optimizers."""
     return bool(config.name == "adamw8bit") and _library(config) == "torchao"
 
 

@@ -1,4 +1,4 @@
-"""Lion, an optimizer with one moment that uses only the sign of the update: every value moves by
+"""Lion, an optimizer with one moment. It uses only the sign of the update, so every value moves by
 the learning rate."""
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Lion(ForeachOptimizer):
 
     Args:
         groups: torch's parameter groups.
-        lr: distance that every value with a gradient moves in a step, without the weight decay.
-        betas: (beta1, weight of the moment in the update; beta2, weight of the moment in the next
-            moment).
-        foreach: True to run each operation over all parameters of a group at once, with a temporary
-            copy as large as the parameters; False to update lists of small parameters on a GPU, and
+        lr: distance by which every value with a gradient moves in a step, in addition to weight
+            decay.
+        betas: beta1, the weight of the moment in the update, and beta2, the weight of the moment in
+            the next moment.
+        foreach: True to run each operation for all parameters of a group at once, with a temporary
+            copy as large as the parameters. False to update small parameters on a GPU in lists, and
             all other parameters one by one.
         cautious: True to apply weight decay with `decay_cautiously`.
     """
@@ -77,18 +78,20 @@ class Lion(ForeachOptimizer):
             for direction in directions:
                 direction.masked_fill_(skips, 0)
         torch._foreach_add_(own, directions, alpha=-group["lr"])
-        # Updated last, since the direction needs the moment without this step's gradient.
+        # The moments are updated last, because the direction depends on the moment without the
+        # gradient of this step.
         if skips is None:
             torch._foreach_lerp_(moments, gradients, 1 - beta2)
         else:
             for moment, gradient in zip(moments, gradients, strict=True):
-                # Written into the gradient, which is no longer needed, to avoid another copy.
+                # The result is written into the gradient, which is not needed afterwards, to avoid
+                # another copy.
                 torch.lerp(moment, gradient, 1 - beta2, out=gradient)
                 torch.where(skips, moment, gradient, out=moment)
 
 
 def _lion(groups: Groups, config: Any) -> Lion:
-    # "auto" does not use foreach: its copy would take the memory that Lion saves.
+    # "auto" does not use foreach, because its copy would need the memory that Lion saves.
     foreach = config.implementation == "foreach"
     return Lion(
         groups,

@@ -1,6 +1,7 @@
-"""Muon for matrices and stacks of matrices, such as the experts of a layer.
+"""The Muon optimizer for matrices and stacks of matrices, such as the experts of a layer.
 
-Shape letters: E matrices of a stack, F rows, C columns; `...` is either E or empty.
+Shape letters: E is the number of matrices in a stack, F the number of rows, and C the number of
+columns. `...` is either E or empty.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ MuonCoefficients = Literal["jordan", "polar_express"]
 _EPS = 1e-7
 
 #: `optimizer.muon_coefficients` -> (factor of the norm; a, b, c of each step x = a x + b (x x^T) x
-#: + c (x x^T)^2 x). First the matrix is divided by its norm times the factor. "jordan" is as in
-#: torch.optim.Muon. "polar_express" brings singular values closer to one: each step uses the
-#: optimal odd polynomial for the singular values that the previous step leaves, starting from the
-#: range 0.001 to 1. It is algorithm 1 of arXiv 2505.16932 with a cushion of 0.02 and a safety
-#: factor of 1.02 against bf16 rounding.
+#: + c (x x^T)^2 x). Before the first step, the matrix is divided by its norm times the factor.
+#: "jordan" is the same as in torch.optim.Muon. "polar_express" brings singular values closer to
+#: one. It starts from singular values between 0.001 and 1, and each step uses the optimal odd
+#: polynomial for the singular values after the previous step. It is algorithm 1 of arXiv 2505.16932
+#: with a cushion of 0.02 and a safety factor of 1.02 against bf16 rounding.
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
     "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
     "polar_express": (
@@ -65,26 +66,28 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 
 
 def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
-    """Orthogonalise matrices [..., F, C]: bring their singular values close to one. Return bf16
-    [..., F, C].
+    """Orthogonalise matrices [..., F, C], which brings their singular values close to one. Return
+    bf16 [..., F, C].
 
     This is the quintic Newton-Schulz iteration of Jordan et al. 2024, applied to all matrices of a
-    stack at once. It computes in bf16, or in fp16 on GPUs that would emulate bf16 (V100, T4).
+    stack at once. The products are computed in bf16, or in fp16 on GPUs that would emulate bf16
+    (V100, T4).
 
     Args:
-        matrices: [F, C] or [E, F, C].
-        coefficients: a name of `COEFFICIENTS`.
+        matrices: matrix [F, C] or stack of matrices [E, F, C].
+        coefficients: name in `COEFFICIENTS`.
     """
     divisor, steps = COEFFICIENTS[coefficients]
     is_stack = matrices.dim() == 3
-    # x x^T is smallest if the short side of x comes first.
+    # x x^T is smallest if the first side of x is the shorter one.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     dtype = _product_dtype(matrices.device)
     # Gradients are too small for fp16 until they are divided by their norm.
     x = matrices.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, copy=True)
     if is_tall:
         x = x.mT
-    # The iteration needs singular values of at most one, and the Frobenius norm bounds them.
+    # The iteration requires singular values of at most one. The Frobenius norm is an upper bound of
+    # the singular values.
     norm = x.flatten(1).norm(dim=1)[:, None, None] if is_stack else x.norm()
     x = x.div_((norm * divisor if divisor != 1 else norm).clamp(min=_EPS)).to(dtype)
     add_product = torch.baddbmm if is_stack else torch.addmm
@@ -106,10 +109,11 @@ def _product_dtype(device: torch.device) -> torch.dtype:
 def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
     """Return the mean square of each neuron of orthogonalised matrices [..., F, C], in fp32.
 
-    The shape is [..., F, 1], or [..., 1, C] for `transposed` matrices, whose columns are the
-    neurons.
+    The shape is [..., F, 1], or [..., 1, C] for `transposed` matrices, in which each column is a
+    neuron.
     """
-    # In fp32: bf16 has about three significant digits, so a slow average would not move.
+    # The squares are computed in fp32. bf16 has about three significant digits, so a slow moving
+    # average would not change.
     squares = matrices.float().square()
     return squares.mean(-2 if transposed else -1, keepdim=True)
 
@@ -117,8 +121,9 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
 def neuron_factors(
     squares: Tensor, second_moment: Tensor, beta2: float, skips: Tensor | None = None
 ) -> Tensor:
-    """Return per-neuron factors for orthogonalised matrices: they make all neurons about equal in
-    size, and give each matrix a root mean square of one (NorMuon, arXiv 2510.05491).
+    """Return the factors of NorMuon (arXiv 2510.05491) for the neurons of orthogonalised matrices.
+    The factors make all neurons about equal in size, and the root mean square of each matrix equal
+    to one.
 
     Args:
         squares: mean square of each neuron, [..., F, 1] or [..., 1, C].
@@ -131,13 +136,13 @@ def neuron_factors(
     """
     lerp_unless(skips, second_moment, squares, 1 - beta2)
     inverse = 1 / (second_moment.sqrt() + _EPS)
-    # The mean square of the rescaled matrix follows from its neurons' mean squares, without a
-    # second pass over the matrix.
+    # The mean square of the rescaled matrix is computed from the mean squares of its neurons, which
+    # avoids a second pass over the matrix.
     mean = (squares * inverse.square()).mean((-2, -1), keepdim=True)
     return inverse / (mean.sqrt() + _EPS)
 
 
-#: (parameter, parameter group).
+#: A pair (parameter, parameter group).
 _Pair = tuple[Tensor, dict[str, Any]]
 
 
@@ -150,27 +155,27 @@ class Muon(torch.optim.Optimizer):
         o = orthogonalised((1 - momentum) g + momentum m)
         x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
 
-    With `beta2` it is NorMuon (arXiv 2510.05491): the rows of o, one per neuron, are divided by the
-    root of their averaged mean squares v [..., F, 1], and the update is scaled to a root mean
-    square of 0.2 lr.
+    With `beta2`, it is NorMuon (arXiv 2510.05491). Each row of o belongs to one neuron, and is
+    divided by the root of its averaged mean square, an entry of v [..., F, 1]. The update is then
+    scaled to a root mean square of 0.2 lr.
 
-    With several processes, each orthogonalises some of the matrices; results are bit-identical to
-    one process. If all processes have the full gradients (DDP, see `process`), each sends its
-    results to the others in bf16. If matrices are sharded (FSDP2, tensor parallelism), moments and
-    weights stay sharded: each process receives the shards of its matrices in bf16, and sends back
-    shards of the results.
+    With several processes, each process orthogonalises some of the matrices. Results are
+    bit-identical to those of one process. If all processes have the full gradients (DDP, see
+    `process`), each process sends its results to the others in bf16. If matrices are sharded
+    (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then receives, in
+    bf16, the shards of the matrices that it orthogonalises, and sends back shards of the results.
 
-    With `stacked`, a process that does not share the work updates small matrices of the same size
-    and group as one stack. On a GPU, launching the kernels for a small matrix takes longer than
-    running them, and a stack needs no more kernels than a single matrix. Results differ from those
-    of single matrices by bf16 rounding.
+    With `stacked`, and without several processes, small matrices of the same size and group are
+    updated as one stack. On a GPU, launching the kernels for a small matrix takes longer than
+    running them, and a stack requires as many kernels as a single matrix. Results differ from those
+    for single matrices by bf16 rounding.
 
     Args:
-        groups: torch parameter groups with parameters [..., F, C]. In a group with `transposed`,
-            the columns of the matrices are the neurons (outputs).
+        groups: torch's parameter groups, with parameters [..., F, C]. In a group with `transposed`,
+            the neurons (outputs) are the columns of the matrices.
         lr: learning rate.
-        momentum: momentum after its warm-up.
-        first_momentum: momentum in the first step of a warm-up.
+        momentum: momentum after the warm-up.
+        first_momentum: momentum in the first step of the warm-up.
         warmup_steps: number of steps over which the momentum rises linearly; 0 for no warm-up.
         beta2: decay rate of NorMuon's second moment; None for plain Muon.
         coefficients: name in `COEFFICIENTS`.
@@ -178,8 +183,9 @@ class Muon(torch.optim.Optimizer):
         stacked: True to update small matrices in stacks.
 
     Attributes:
-        process: (rank of this process, number of processes) among the processes that have the same
-            full gradients and parameters and share the orthogonalisation; (0, 1) without sharing.
+        process: rank of this process, and number of processes, among the processes that have the
+            same full gradients and parameters and share the orthogonalisation; (0, 1) without
+            sharing.
         found_inf: see `ForeachOptimizer`.
     """
 
@@ -224,9 +230,9 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     found.setdefault(shard_group(parameter), []).append((parameter, group))
         for team, pairs in found.items():
-            # Sort by size, so that matrices of one size are distributed together: all processes
-            # then take about as long, and at most one full matrix per process is in memory at a
-            # time.
+            # The parameters are sorted by size, so that matrices of the same size are distributed
+            # together. All processes then take about equally long, and at most one full matrix per
+            # process is in memory at a time.
             pairs.sort(key=lambda pair: pair[0].numel())
             processes = self.process[1] if team is None else team.size()
             if team is None and processes == 1:
@@ -244,7 +250,7 @@ class Muon(torch.optim.Optimizer):
                     self._update_copies(part)
 
     def _stacks(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Yield lists of pairs whose parameters are updated together."""
+        """Yield lists of pairs such that the parameters in each list are updated together."""
         found: dict[Any, list[_Pair]] = {}
         for parameter, group in pairs:
             key: Any = parameter
@@ -253,7 +259,7 @@ class Muon(torch.optim.Optimizer):
                 key = (id(group), parameter.shape, parameter.dtype, done)
             found.setdefault(key, []).append((parameter, group))
         for stack in found.values():
-            # A stack takes up to half a GiB for temporary copies.
+            # The temporary copies for a stack take up to half a GiB.
             most = max(LIST_VALUES // stack[0][0].numel(), 1)
             for start in range(0, len(stack), most):
                 yield stack[start : start + most]
@@ -277,8 +283,8 @@ class Muon(torch.optim.Optimizer):
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """Update a parameter without sharing the work. If the parameter is sharded along two mesh
-        dimensions, every process computes the full matrix, gathered in bf16 to halve the data
-        sent."""
+        dimensions, every process orthogonalises the full matrix, which is gathered in bf16 to halve
+        the amount of data."""
         direction = self._direction(parameter, group)
         if is_sharded(parameter):
             direction = gather(direction.bfloat16(), parameter)
@@ -288,8 +294,9 @@ class Muon(torch.optim.Optimizer):
         self._apply(own_shard(shard_like(direction, parameter), parameter), parameter, group)
 
     def _update_copies(self, part: Sequence[_Pair]) -> None:
-        """Update at most one parameter per process, where all processes have the same gradients:
-        process i orthogonalises the matrix of `part[i]`, and the others receive the result."""
+        """Update at most one parameter per process, if all processes have the same gradients.
+        Process i orthogonalises the matrix of `part[i]`, and the other processes receive the
+        result."""
         received = []
         for owner, (parameter, group) in enumerate(part):
             direction = self._direction(parameter, group)
@@ -299,16 +306,17 @@ class Muon(torch.optim.Optimizer):
                 direction = torch.empty_like(parameter, dtype=torch.bfloat16)
             received.append(direction)
         for owner, (parameter, group) in enumerate(part):
-            # In a separate loop: in the first loop, each process would wait for the owners before
-            # it, and the processes would not multiply matrices at the same time.
+            # The results are sent in a separate loop. In the first loop, each process would wait
+            # for the results of the processes before it, and the processes would not compute at the
+            # same time.
             torch.distributed.broadcast(received[owner], owner)
             factors = self._factors(received[owner], parameter, group)
             direction = received[owner] if factors is None else received[owner] * factors
             self._apply(direction, parameter, group)
 
     def _update_shards(self, part: Sequence[_Pair], team: ProcessGroup) -> None:
-        """Update this process's shards of at most one parameter per process: process i receives the
-        shards of `part[i]`, orthogonalises that matrix, and sends each process its shard of the
+        """Update this process's shards of at most one parameter per process. Process i receives the
+        shards of `part[i]`, orthogonalises this matrix, and sends each process its shard of the
         result."""
         parameters = [parameter for parameter, _ in part]
         shards = [self._direction(parameter, group).bfloat16() for parameter, group in part]
@@ -330,7 +338,7 @@ class Muon(torch.optim.Optimizer):
         state, gradient = self._state_for(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         lerp_unless(self._skips, average, gradient, 1 - momentum)
-        # Nesterov momentum: the gradient of this step is mixed in a second time.
+        # With Nesterov momentum, the gradient of this step is mixed in a second time.
         return gradient.lerp(average, momentum)
 
     def _factors(
@@ -345,13 +353,13 @@ class Muon(torch.optim.Optimizer):
         Muon.
 
         Args:
-            direction: orthogonalised direction [..., F, C]; None in the team's processes that did
-                not compute it.
+            direction: orthogonalised direction [..., F, C]; None in those processes of the team
+                that did not compute it.
             parameter: parameter whose second moment is updated.
-            group: parameter's group.
+            group: group of the parameter.
             team: process group that shares the work; None if this process computed the direction
                 alone.
-            owner: rank in the team that computed the direction.
+            owner: rank of the process in the team that computed the direction.
         """
         if group["beta2"] is None:
             return None
@@ -361,8 +369,8 @@ class Muon(torch.optim.Optimizer):
         else:
             squares = neuron_squares(direction, group["transposed"])
         if team is not None:
-            # Every process keeps the mean squares of all neurons, since the factors need their
-            # mean. These are only a few values.
+            # Every process stores the mean squares of all neurons, which are only a few values,
+            # because the factors depend on their mean.
             torch.distributed.broadcast(squares, group=team, group_src=owner)
         return neuron_factors(squares, second_moment, group["beta2"], self._skips)
 
@@ -370,14 +378,14 @@ class Muon(torch.optim.Optimizer):
         """Apply weight decay and the update to the parameter, or to this process's shard of it.
 
         Args:
-            direction: orthogonalised direction [..., F, C], already multiplied by NorMuon's factors
-                if used, or this process's shard of it.
+            direction: orthogonalised direction [..., F, C], multiplied by NorMuon's factors if they
+                are used, or this process's shard of the direction.
             parameter: parameter to update.
-            group: parameter's group.
+            group: group of the parameter.
         """
         own = own_shard(parameter, parameter)
-        # AdamW's updates typically have a root mean square of 0.2 (arXiv 2502.16982), so one
-        # learning rate can serve both optimizers.
+        # AdamW's updates typically have a root mean square of 0.2 (arXiv 2502.16982), so the same
+        # learning rate can be used for both optimizers.
         scale = 0.2
         if group["beta2"] is None:
             # An orthogonalised matrix has a root mean square of 1 / sqrt(max(F, C)). With NorMuon's
@@ -393,15 +401,15 @@ class Muon(torch.optim.Optimizer):
         own.add_(direction, alpha=-group["lr"] * scale)
 
     def _state_for(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the parameter's state, created if missing, and increase the step counter if it has
-        one."""
+        """Increase the step counter of a parameter's state, if it has one, and return the state,
+        which is created if it does not exist."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             for key, (shape, dtype) in _muon_layout(parameter, None, group).items():
                 if is_sharded_like(parameter, key, shape):
                     state[key] = torch.zeros_like(parameter)
                     continue
-                # On the CPU, because Python reads the counter: see `spec.rebuild_tensors`.
+                # The counter is on the CPU, because Python reads it; see `spec.rebuild_tensors`.
                 device = torch.device("cpu") if key == "step" else parameter.device
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
         if "step" in state:
@@ -410,7 +418,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _momentum(state: Mapping[str, Tensor], group: Mapping[str, Any]) -> float:
-    """Return this step's momentum, from the step counter, which already includes this step."""
+    """Return the momentum of this step. The step counter in `state` already includes this step."""
     if not group["warmup_steps"]:
         return float(group["momentum"])
     done = min((float(state["step"]) - 1) / group["warmup_steps"], 1.0)
@@ -422,34 +430,35 @@ class MuonConfig(OptimizerKeys):
 
     muon_learning_rate: float | None = Field(None, gt=0)
     """peak learning rate of Muon; null is `learning_rate`. Muon's updates are scaled by 0.2
-    sqrt(larger side) to the size of AdamW's updates (Liu et al. 2025), so one learning rate can
-    serve both."""
+    sqrt(larger side) to the size of AdamW's updates (Liu et al. 2025), so the same learning rate
+    can be used for both."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """momentum of Muon."""
     muon_momentum_warmup_steps: int = Field(0, ge=0)
     """number of steps over which Muon's momentum increases linearly from `muon_first_momentum` to
-    `muon_momentum`, because early gradients change quickly. 0 disables this warm-up; 300 is
-    usual."""
+    `muon_momentum`, because early gradients change quickly. 0 disables this warm-up; a common value
+    is 300."""
     muon_first_momentum: float = Field(0.85, ge=0, lt=1)
     """Muon's momentum in the first step of a momentum warm-up."""
     muon_coefficients: MuonCoefficients = "jordan"
-    """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; singular
-    values end between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv 2505.16932; they
-    end closer to 1), at the same cost."""
+    """coefficients of Muon's five Newton-Schulz steps: "jordan" (Jordan et al. 2024; the resulting
+    singular values are between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv
+    2505.16932; the resulting singular values are closer to 1), at the same cost."""
     muon_beta2: float | None = Field(None, ge=0, lt=1)
     """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
     update is divided by the root of its averaged mean square, so that no neuron moves much more
-    than others. It takes 4 bytes of state per row. null is plain Muon; the paper uses 0.95."""
+    than others. The second moment takes 4 bytes of state per row. null is plain Muon; the paper
+    uses 0.95."""
 
 
 def _muon(groups: Groups, config: Any) -> Muon:
     rate = config.peak_rate("matrix")
-    # On a CPU, launching an operation is cheap and copying is expensive.
+    # Stacks are not used on a CPU, where launching an operation is cheap and copying is expensive.
     wanted = config.implementation
     on_gpu = groups[0]["params"][0].device.type == "cuda"
     stacked = on_gpu if wanted == "auto" else wanted != "for-loop"
     return Muon(
-        # All groups hold matrices, which have Muon's separate learning rate.
+        # All groups contain matrices, to which Muon's separate learning rate applies.
         [{**group, "lr": rate} for group in groups],
         rate,
         config.muon_momentum,
@@ -468,17 +477,18 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
         *stack, rows, columns = parameter.shape
         neurons = (1, columns) if group["transposed"] else (rows, 1)
         layout["second_moment"] = ((*stack, *neurons), torch.float32)
-    # Only with a momentum warm-up, so that the state otherwise equals torch.optim.Muon's.
+    # The counter exists only with a momentum warm-up, so that the state otherwise equals that of
+    # torch.optim.Muon.
     if group["warmup_steps"]:
         layout["step"] = ((), torch.float32)
     return layout
 
 
 def _is_matrix_of_a_layer(name: str, parameter: Tensor) -> bool:
-    """Return True if a parameter is a matrix, or a stack of matrices, of a numbered layer
+    """Return True if a parameter is a matrix, or a stack of matrices, in a numbered layer
     (`model.layers.3...`, `h.3...`)."""
-    # Expert biases are stacked as [E, F], and a depthwise convolution has only a few weights per
-    # channel: neither is a matrix, although they have two and three dimensions.
+    # The biases of experts are stacked as [E, F], and a depthwise convolution has only a few
+    # weights per channel. Neither is a matrix, although they have two and three dimensions.
     is_matrix = parameter.dim() in (2, 3) and not name.endswith(("bias", "conv1d.weight"))
     return is_matrix and any(part.isdigit() for part in name.split("."))
 
@@ -488,7 +498,7 @@ MUON = OptimizerSpec(
     _muon_layout,
     elementwise=False,
     gathers=True,
-    # "betas" apply to AdamW, which updates the parameters that Muon does not.
+    # "betas" apply to AdamW, which updates the parameters that Muon does not update.
     options=("betas", "cautious_weight_decay", "tuned_width"),
     takes=_is_matrix_of_a_layer,
 )

@@ -1,6 +1,6 @@
 """The optimizer of a run: updates, gradient clipping, and the optimizer state by parameter name.
 
-`config.py` has the table of all optimizers.
+The table of all optimizers is in `config.py`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from firstlight.optim.spec import (
 
 
 class MasterWeights:
-    """fp32 copies of the parameters stored in fewer than 32 bits; other parameters do not need a
-    copy.
+    """fp32 copies of the parameters that are stored in fewer than 32 bits.
 
     An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of
-    the value), so adding it to a bf16 parameter would change nothing. Updates are therefore added
-    to an fp32 copy, the master weight, and the model computes with the rounded master weight.
+    the value), so adding it to a bf16 parameter would not change the parameter. Therefore, updates
+    are added to an fp32 copy, the master weight, and the model computes with the rounded master
+    weight. Other parameters do not need a copy.
 
     Args:
-        parameters: a model's trained parameters by name.
-        initial: fp32 values by name, which are used as the master weights without copying. A master
-            weight without an initial value starts from the parameter's value.
+        parameters: trained parameters of a model, by name.
+        initial: fp32 values by parameter name, which are used as the master weights without
+            copying. A master weight without an initial value is initialised with the value of the
+            parameter.
 
     Attributes:
-        updated: tensors that the optimizer updates, by parameter name: the master weight, or the
-            parameter itself if it does not have a master weight.
+        updated: tensors that the optimizer updates, by parameter name. Each tensor is the master
+            weight or, if there is none, the parameter itself.
 
     Raises:
         ConfigError: an initial value has a different shape or is not fp32.
@@ -73,8 +74,8 @@ class MasterWeights:
         """Set the parameters to their master weights, rounded to nearest.
 
         Args:
-            names: names of parameters to set; those without a master weight are ignored. None for
-                all.
+            names: names of the parameters to set. Parameters without a master weight are ignored.
+                None for all parameters.
         """
         names = [name for name in (names or self._low) if name in self._low]
         if names:
@@ -82,15 +83,15 @@ class MasterWeights:
             torch._foreach_copy_(rounded, [self._masters[name] for name in names])
 
     def take_gradients(self) -> None:
-        """Add the parameters' gradients to the master weights' gradients, in fp32, and free
-        them."""
+        """Add the gradients of the parameters to those of the master weights, in fp32, and free the
+        gradients of the parameters."""
         for name in self._low:
             self.take_gradient(name)
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Run `take_gradients` for one parameter; do nothing if it lacks a master weight or a
-        gradient."""
+        """Run `take_gradients` for one parameter. Do nothing if the parameter has no master weight
+        or no gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
         parameter, master = self._low[name], self._masters[name]
@@ -103,9 +104,10 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Replace the parameters by the master weights in the context: reads and writes are fp32.
+        """Replace the parameters with the master weights within the context, so that reads and
+        writes are in fp32.
 
-        Afterwards the parameters use their former memory again, and hold the rounded master
+        Afterwards, the parameters use their former memory again and contain the rounded master
         weights.
         """
         rounded = {name: parameter.data for name, parameter in self._low.items()}
@@ -141,18 +143,18 @@ def make_optimizers(
         config: the recipe's `optimizer` section.
 
     Returns:
-        (OptimizerSpec, torch optimizer) for the named optimizer, and for AdamW, which updates the
-        remaining parameters. An optimizer without parameters is omitted.
+        Pairs (OptimizerSpec, torch optimizer) for the optimizer that the config names, and for
+        AdamW, which updates the remaining parameters. An optimizer without parameters is omitted.
 
     Raises:
-        ConfigError: the config does not work on the parameters' device.
-        MissingDependencyError: an 8-bit library is needed but not installed.
+        ConfigError: the config is not supported on the device of the parameters.
+        MissingDependencyError: a library for 8-bit optimizers is needed but not installed.
     """
     spec = OPTIMIZERS[config.name]
     has_choice = "embeddings_in_32_bits" in spec.options
     wide = "embedding" if has_choice and config.embeddings_in_32_bits is not False else None
-    # AdamW updates the parameters that the named optimizer does not: with Muon, embeddings, head
-    # and norms.
+    # AdamW updates the parameters that the named optimizer does not update. With Muon, these are
+    # embeddings, head and norms.
     own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
     rest = {n: p for n, p in parameters.items() if n not in own}
     return [
@@ -165,32 +167,34 @@ def make_optimizers(
 class Optimizer:
     """The torch optimizers that together update all trained parameters of a model.
 
-    Parameters stored in fewer than 32 bits (bf16) get fp32 master weights, 4 bytes per parameter in
-    addition to the parameter's 2 bytes. Optimizer state and gradients then belong to the master
-    weights.
+    Parameters that are stored in fewer than 32 bits (bf16) get fp32 master weights, which take 4
+    bytes per parameter in addition to the 2 bytes of the parameter itself. Optimizer state and
+    gradients then belong to the master weights.
 
     Args:
-        model: model whose parameters with `requires_grad` are updated. The state is named after
-            these parameters.
+        model: model whose parameters with `requires_grad` are updated. The names of these
+            parameters are used in the names of the optimizer state.
         config: the recipe's `optimizer` section.
-        in_backward: True to update parameters during the backward pass, as soon as all parameters
-            of a list have their gradients (see `in_lists`), and then free the gradients. This saves
-            4 bytes per parameter at the peak. A step can then have only one backward pass, and
-            `clip_gradients` reports a non-finite gradient only after its update.
+        in_backward: True to update parameters during the backward pass. A list of parameters (see
+            `in_lists`) is updated as soon as all of its gradients are computed, and the gradients
+            are then freed. This reduces peak memory by 4 bytes per parameter. A step can then have
+            only one backward pass, and `clip_gradients` reports a non-finite gradient only after
+            the update.
         initial: fp32 values by parameter name, which become the master weights. A master weight
-            without an initial value starts from the model's rounded value.
+            without an initial value is initialised with the rounded value of the parameter.
 
     Attributes:
         parameters: trained parameters of the model, by name.
-        num_parameters: number of values in these parameters.
+        num_parameters: total number of values in the trained parameters.
         reads_found_inf: True if `step` accepts `found_inf`, so that a GPU can start an update
-            before the host knows whether the gradients are finite.
-        clips: False while `clip_gradients` only measures the norm, as during a warm-up with
-            `clip_after_warmup`.
+            before the host has checked whether the gradients are finite.
+        clips: False while `clip_gradients` only computes the norm, for example during a warm-up
+            with `clip_after_warmup`.
 
     Raises:
-        ConfigError: the config does not work on the model's device or in the backward pass.
-        MissingDependencyError: an 8-bit library is needed but not installed.
+        ConfigError: the config is not supported on the device of the model, or in the backward
+            pass.
+        MissingDependencyError: a library for 8-bit optimizers is needed but not installed.
     """
 
     def __init__(
@@ -212,7 +216,8 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        # Counted here, because an engine that shards parameters may leave them empty later.
+        # The values are counted here, because an engine that shards parameters may leave them empty
+        # later.
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
         updated = self._masters.updated
@@ -223,7 +228,8 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: Parameter -> the list of parameters that are updated together in the backward pass.
+        #: Parameter name -> names of all parameters that are updated together with it in the
+        #: backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }
@@ -245,7 +251,7 @@ class Optimizer:
         )
         self._norms: dict[str, Tensor] = {}
         self._divisor: Tensor | None = None
-        #: Parameters that the last `step` has counted on the host.
+        #: Parameters whose step counters were increased on the host by the last `step`.
         self._counted: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
         if in_backward:
             for name, parameter in self.parameters.items():
@@ -257,13 +263,13 @@ class Optimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """The updated tensors by parameter name: the fp32 master weight if it exists, or else the
-        parameter."""
+        """The tensors that the optimizer updates, by parameter name. Each tensor is the fp32 master
+        weight or, if there is none, the parameter itself."""
         return self._masters.updated
 
     @property
     def state_bytes(self) -> int:
-        """The size of `state_tensors` after the first step, in bytes."""
+        """Size of `state_tensors` after the first step, in bytes."""
         return sum(
             math.prod(shape) * dtype.itemsize
             for layout in self._layouts().values()
@@ -271,8 +277,8 @@ class Optimizer:
         )
 
     def set_learning_rate(self, lr_scale: float) -> float:
-        """Set the learning rate of each group to `lr_scale` times the group's peak; return the
-        scaled `config.learning_rate`."""
+        """Set the learning rate of each group to `lr_scale` times its peak, and return `lr_scale`
+        times `config.learning_rate`."""
         for optimizer, peaks in zip(self._torch_optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 if isinstance(group["lr"], Tensor):
@@ -283,8 +289,8 @@ class Optimizer:
         return self.config.learning_rate * lr_scale
 
     def share_matrices(self, rank: int, processes: int) -> None:
-        """Share Muon's matrix products among processes that have the same full gradients: each
-        process computes some of them, and all processes apply the same updates.
+        """Share Muon's matrix products among processes that have the same full gradients. Each
+        process computes some of the products, and all processes apply the same updates.
 
         Args:
             rank: rank of this process in the default process group.
@@ -297,34 +303,35 @@ class Optimizer:
     # One step: accumulate after each backward pass, then clip_gradients, step, zero_grad
 
     def accumulate(self) -> None:
-        """Add a micro-batch's low-precision gradients to the fp32 gradients of the master weights.
-        Call this after each backward pass.
+        """Add the low-precision gradients of a micro-batch to the fp32 gradients of the master
+        weights. Call this after each backward pass.
 
-        Has no effect on parameters with 32 bits or more, whose gradients autograd accumulates.
+        This has no effect on parameters with 32 or more bits, whose gradients are accumulated by
+        autograd.
         """
         self._masters.take_gradients()
 
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Divide the gradients by `grad_scale`, then, if `clips` is True, scale them down to
+        """Divide the gradients by `grad_scale` and, if `clips` is True, clip their norm to
         `max_grad_norm`.
 
-        Norm and gradients equal those of torch's `clip_grad_norm_`. With `reads_found_inf`, torch's
-        kernels apply both changes in `step`, which avoids reading the gradients twice.
+        The norm and the gradients equal those of torch's `clip_grad_norm_`. With `reads_found_inf`,
+        torch's kernels apply both operations in `step`, which avoids reading the gradients twice.
 
         Args:
             grad_scale: factor by which the loss was multiplied.
-            joined: function that maps the norm of this process's gradients [] to the norm of all
-                gradients [], if other processes hold other parameters; None if this process holds
-                all.
+            joined: function that maps the norm [] of the gradients of this process to the norm []
+                of all gradients, if other processes have other parameters; None if this process has
+                all parameters.
 
         Returns:
             The L2 norm [] of all gradients, after division by `grad_scale` and before clipping.
 
         Raises:
-            ConfigError: `grad_scale` is not 1 with `in_backward`, whose updates are already
-                applied.
+            ConfigError: `grad_scale` is not 1 with `in_backward`, where the updates have already
+                been applied.
         """
         if self.in_backward:
             if grad_scale != 1:
@@ -332,8 +339,8 @@ class Optimizer:
                     "efficiency.optimizer_in_backward can't take scaled gradients: "
                     "set efficiency.precision to bf16 instead of fp16"
                 )
-            # Lists in which a parameter did not receive a gradient are still incomplete: update
-            # them now.
+            # Lists in which a parameter did not receive a gradient have not been updated yet, so
+            # they are updated now.
             for names in dict.fromkeys(self._list_of.values()):
                 if any(self._masters.updated[name].grad is not None for name in names):
                     self._update_list(names)
@@ -344,11 +351,12 @@ class Optimizer:
         norm = full_tensor(nn.utils.get_total_norm(gradients))
         norm = (norm if joined is None else joined(norm)) / grad_scale
         limit = self.config.max_grad_norm if self.clips else math.inf
-        # The same operations at the same precision as in torch, for an identical factor.
+        # The operations and their precision are the same as in torch, so that the factor is
+        # identical.
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
-        if self.reads_found_inf:  # the host does not read the factor, so it does not wait for it
+        if self.reads_found_inf:  # the host need not wait for the factor
             factor = factor / grad_scale
             self._divisor = factor.reciprocal()
             rest = [
@@ -366,17 +374,18 @@ class Optimizer:
         return norm
 
     def step(self, found_inf: Tensor | None = None) -> None:
-        """Update the parameters from their gradients; do nothing with `in_backward`.
+        """Update the parameters from their gradients. With `in_backward`, do nothing.
 
         Args:
-            found_inf: fp32 [] on the parameters' device, and only read there: 1 leaves parameters
-                and moments unchanged, 0 updates them. Requires `reads_found_inf`. None always
-                updates.
+            found_inf: fp32 [] on the device of the parameters. If it is 1, parameters and moments
+                are not changed; if it is 0, they are updated. The value is read only on the device.
+                Requires `reads_found_inf`. If it is None, they are always updated.
         """
         if self.in_backward:
             return
         self.accumulate()
-        # AdamW's kernel does not count a skipped update.
+        # AdamW's kernel does not increase its counter if an update is skipped, so AdamW is
+        # excluded.
         self._counted = [
             (optimizer, parameter)
             for optimizer in (self._torch_optimizers if found_inf is not None else ())
@@ -387,7 +396,8 @@ class Optimizer:
         ]
         for optimizer in self._torch_optimizers:
             if self.reads_found_inf:
-                # Set in the same way as torch.amp.GradScaler sets them for torch's fused kernels.
+                # The attributes are set in the same way as torch.amp.GradScaler sets them for
+                # torch's fused kernels.
                 divisor = self._divisor if _divides_gradients(optimizer) else None
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
                 optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -395,14 +405,14 @@ class Optimizer:
         self._masters.refill()
 
     def take_back_counts(self) -> None:
-        """Decrease the update counters that the last `step` increased on the host although
-        `found_inf` was 1."""
+        """Undo the increase of the step counters by the last `step`, for an update that was skipped
+        because `found_inf` was 1."""
         for optimizer, parameter in self._counted:
             if "step" in optimizer.state[parameter]:
                 optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, and discard the norms recorded by `in_backward`."""
+        """Free the gradients, and discard the norms that were recorded with `in_backward`."""
         self._norms.clear()
         self._divisor = None
         for name, parameter in self.parameters.items():
@@ -411,9 +421,9 @@ class Optimizer:
 
     def _update_in_backward(self, name: str, parameter: nn.Parameter) -> None:
         """Register a hook that updates a parameter as soon as its gradient is accumulated."""
-        # Autograd stores the hook where Python's garbage collector can't see reference cycles: a
-        # hook that referenced this optimizer, and thereby the parameter, would keep both alive
-        # until the process ends.
+        # Autograd stores the hook where Python's garbage collector can't detect reference cycles. A
+        # hook with a reference to this optimizer, which refers to the parameter, would keep both
+        # alive until the process ends.
         owner = weakref.ref(self)
 
         def update(_: Tensor) -> None:
@@ -424,7 +434,8 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Record a parameter's gradient, and update its list if the list is now complete."""
+        """Record the norm of a parameter's gradient, and update the list of the parameter if all
+        gradients of the list are now available."""
         if name in self._norms:
             raise ConfigError(
                 "efficiency.optimizer_in_backward updates in every backward pass: "
@@ -448,27 +459,29 @@ class Optimizer:
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Replace the model's parameters by their fp32 master weights in the context.
+        """Replace the model's parameters with their fp32 master weights within the context.
 
-        For reading and writing checkpoints, not for computing. Afterwards the parameters hold the
-        rounded master weights in their former memory. Without master weights, this does nothing.
+        This is meant for reading and writing checkpoints, not for computing. Afterwards, the
+        parameters use their former memory again and contain the rounded master weights. Without
+        master weights, this does nothing.
 
         Args:
-            changed: True if the parameters are written inside the context. Ignored here; engines
-                that gather shards need it to write them back.
+            changed: True if the parameters are modified within the context. It is ignored here, but
+                engines that gather shards need it to write the changes back to the shards.
         """
         return self._masters.in_model()
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return all moments and counters as full tensors on the CPU, by `<parameter name>.<state
-        name>`.
+        """Return all moments and counters as full tensors on the CPU, keyed by `<parameter
+        name>.<state name>`.
 
         The result is the same with and without `in_backward`, and for any sharding of the
-        parameters. With shards this is a collective operation: every rank has to call it. Master
-        weights are not included: see `master_weights`.
+        parameters. With sharded parameters, this is a collective operation, which every rank must
+        call. Master weights are not included; see `master_weights`.
 
         Args:
-            keep: False for a rank that only takes part in the collectives; it receives {}.
+            keep: False for a rank that only participates in the collectives. The method then
+                returns {}.
         """
         found: dict[str, Tensor] = {}
         for name, shard in self.state_shards().items():
@@ -478,8 +491,8 @@ class Optimizer:
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """Return `state_tensors` on their devices, sharded like their parameters. For torch's
-        optimizers, the tensors are views of the optimizer's memory."""
+        """Return the tensors of `state_tensors` on their original devices and sharded like their
+        parameters. For torch's optimizers, the tensors are views of the optimizer's memory."""
         return {
             f"{name}.{key}": value.detach()
             for name, state in self._states().items()
@@ -487,12 +500,13 @@ class Optimizer:
         }
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Create the state as it is after a step, and let a function write its values. Only for
-        optimizers whose `state_shards` are views of their memory, as torch's are.
+        """Create the state that exists after a step, and call a function that writes its values.
+        This works only for optimizers whose `state_shards` are views of their memory, such as those
+        of torch.
 
         Args:
-            fill: function that writes into the `state_shards` passed to it, which are initially
-                zero.
+            fill: function that writes the values into the `state_shards`, which are passed to it
+                and are initially zero.
         """
         for name, layout in self._layouts().items():
             (spec, optimizer, _), parameter = self._part_of[name], self._masters.updated[name]
@@ -508,12 +522,12 @@ class Optimizer:
 
     @property
     def state_names(self) -> set[str]:
-        """Return the names of `state_tensors` after the first step."""
+        """Names of the `state_tensors` after the first step."""
         return {f"{name}.{key}" for name, layout in self._layouts().items() for key in layout}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state from the tensors of `state_tensors`. Learning rates are not included,
-        because the schedule sets them at every step.
+        """Restore the state from tensors that `state_tensors` returned. They do not include
+        learning rates, because the schedule sets these at every step.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the
@@ -548,11 +562,11 @@ class Optimizer:
 
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer reads `found_inf` on the GPU: this package's optimizers and
-    torch's fused AdamW do.
+    """Return True if an optimizer reads `found_inf` on the GPU. This is the case for this package's
+    optimizers and for torch's fused AdamW.
 
-    torch's fused SGD reads it as well, but leaves its momentum uninitialised if the first update is
-    skipped. torch's other optimizers and the 8-bit optimizers do not read it.
+    torch's fused SGD also reads `found_inf`, but leaves its momentum uninitialised if the first
+    update is skipped. torch's other optimizers and the 8-bit optimizers do not read `found_inf`.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_fused = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
@@ -563,22 +577,24 @@ def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer that reads `found_inf` also divides gradients by `grad_scale`."""
-    # A hook, such as that of cautious weight decay, reads the gradients before they are divided.
+    # A hook, such as the hook for cautious weight decay, reads the gradients before they are
+    # divided.
     is_torchs = isinstance(optimizer, torch.optim.AdamW)
     return is_torchs and not optimizer._optimizer_step_pre_hooks
 
 
 def _runs_ahead(tensor: Tensor) -> bool:
-    """Return True if the host starts operations on a tensor without waiting for them to finish."""
+    """Return True if the host does not wait for operations on a tensor to finish."""
     return tensor.is_cuda
 
 
 def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor]) -> None:
-    """Require that a saved optimizer state has exactly the tensors of the given layouts.
+    """Check that a saved optimizer state contains exactly the tensors that the given layouts
+    describe.
 
     Args:
         layouts: layout of each parameter's state, by parameter name.
-        tensors: saved tensors by `<parameter name>.<state name>`.
+        tensors: saved tensors, keyed by `<parameter name>.<state name>`.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the

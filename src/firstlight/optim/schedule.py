@@ -1,6 +1,6 @@
-"""Schedules of the learning rate and the batch size: pure functions of the step.
+"""Schedules of the learning rate and the batch size, which are pure functions of the step.
 
-`resolve_schedule` makes them from the `schedule` section of a recipe.
+`resolve_schedule` creates the learning-rate schedule from the `schedule` section of a recipe.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pydantic import Field, model_validator
 from firstlight.errors import ConfigError
 from firstlight.section import Section
 
-#: Curves of the learning rate after its warm-up.
+#: Curves of the learning rate after the warm-up.
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
-#: Shapes of the wsd decay.
+#: Shapes of the decay of the kind "wsd" (warm-up, stable, decay).
 DecayShape = Literal["linear", "1-sqrt"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule whose lengths are resolved to step counts.
+    """A learning-rate schedule, with all lengths resolved to numbers of steps.
 
     Attributes:
         max_steps: number of optimizer steps of the run.
@@ -34,15 +34,18 @@ class Schedule:
             first step.
         min_lr_ratio: minimum learning rate as a fraction of the peak; 1 for a constant rate.
         kind: curve after the warm-up.
-        cooldown_steps: number of steps of the decay; 0 means all steps after the warm-up.
+        cooldown_steps: number of steps of the decay; 0 if the decay consists of all steps after the
+            warm-up.
         decay_shape: shape of the wsd decay.
-        is_open: True while the number of steps of a run with a time budget is undecided:
-            `max_steps` is then a prediction, and no learning rate depends on it.
+        is_open: True while the number of steps of a run with a time budget is not decided. Until
+            then, `max_steps` is a prediction, and no learning rate depends on it.
         replaced: see `DecidedLength`.
         decay_starts_at_peak: True if the first step after `decay_begin` is still at the peak, so
-            that the minimum is reached one step later. Always True with `initial_scale`.
-        initial_scale: learning rate of the first step as a fraction of the peak. None selects a
-            warm-up whose last step, not the step after it, is at the peak."""
+            that the minimum is reached one step later. This is always the case with
+            `initial_scale`.
+        initial_scale: learning rate of the first step as a fraction of the peak. With a fraction,
+            the first step after the warm-up is at the peak. With None, the last step of the warm-up
+            is at the peak."""
 
     max_steps: int
     warmup_steps: int
@@ -59,20 +62,21 @@ class Schedule:
     @property
     def decay_begin(self) -> int:
         """Number of steps before the learning rate begins to fall; `max_steps` if it never falls.
-        With `initial_scale`, the step after these is also at the peak."""
+        With `initial_scale`, the step after these steps is also at the peak."""
         if self.kind == "constant":
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
 
     def in_words(self, peak: float) -> str:
-        """Describe the learning rate after its warm-up, as text for messages.
+        """Describe the learning rate after the warm-up, as text for messages.
 
         Args:
             peak: peak learning rate.
         """
         late = self._steps_late
         if self.kind == "constant":
-            # Unless the curve is one step late, the last warm-up step is already at the peak.
+            # Unless the curve is one step late, the last step of the warm-up is already at the
+            # peak.
             if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
@@ -88,7 +92,7 @@ class Schedule:
         if self.kind == "inverse_sqrt":
             last = f"{peak * self.lr_scale(self.max_steps - 1):.4g}"
             return f"then by the inverse square root of the step to {last} at the end"
-        # In an open schedule these steps follow from the predicted number of steps.
+        # In an open schedule, these step numbers are computed from the predicted number of steps.
         about = "about " if self.is_open else ""
         end, begin = self.decay_steps + late, self.decay_begin + late
         at_end = f"at {about}step {end:,}"
@@ -102,24 +106,26 @@ class Schedule:
 
     @property
     def _steps_late(self) -> int:
-        """1 if the curve after the warm-up is one step later than usual, otherwise 0."""
+        """Number of steps by which the curve after the warm-up is later than usual: 1 or 0."""
         return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
         """Return the fraction of the peak learning rate at `step` (0 is the first update).
 
-        Warm-up: linear from 1/warmup_steps at step 0 to 1 at step warmup_steps - 1. With
-            initial_scale, linear from initial_scale at step 0 to 1 at step warmup_steps, and the
-            rest of the curve is a step later, as in nanoGPT and transformers.
-        Stable: 1 up to step decay_begin, and as long as `is_open`.
-        Decay: a curve to min_lr_ratio at step decay_steps - 1, where it stays. The curve is half a
-            cosine (Loshchilov and Hutter 2017, without restarts) or linear; for wsd (Hu et al.
-            2024) it is linear or 1-sqrt (Haegele et al. 2024). If the run's number of
-            steps is replaced, the rest of the curve is stretched or compressed from there on. With
-            decay_starts_at_peak, the whole curve is one step later.
+        - Warm-up: The fraction rises linearly from 1/warmup_steps at step 0 to 1 at step
+          warmup_steps - 1. With initial_scale, it rises linearly from initial_scale at step 0 to 1
+          at step warmup_steps, and the rest of the curve is one step later, as in nanoGPT and
+          transformers.
+        - Stable: The fraction is 1 up to step decay_begin, and as long as the schedule is open.
+        - Decay: The fraction falls to min_lr_ratio at step decay_steps - 1, and stays there. The
+          curve is half a cosine (Loshchilov and Hutter 2017, without restarts) or linear. For wsd
+          (Hu et al. 2024), it is linear or 1-sqrt (Haegele et al. 2024). If the run's number of
+          steps is replaced, the remaining part of the curve is stretched or compressed. With
+          decay_starts_at_peak, the decay is one step later.
 
-        Kind "constant" has no decay. Kind "inverse_sqrt" falls with the inverse square root of the
-        step after its warm-up (Vaswani et al. 2017), but not below min_lr_ratio.
+        The kind "constant" has no decay. With the kind "inverse_sqrt", the fraction falls with the
+        inverse square root of the step after the warm-up (Vaswani et al. 2017), but not below
+        min_lr_ratio.
         """
         if step < self.warmup_steps:
             if self.initial_scale is None:
@@ -150,14 +156,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Number of sequences of each optimizer step, over all processes.
+    """Number of sequences in each optimizer step, over all processes.
 
     During a ramp, the number rises from `start` to `size` in increments of `start`. Each number
-    below `size` lasts for the same number of steps, or one more if the ramp does not divide evenly.
+    below `size` is used for the same number of steps, or for one more step if the ramp does not
+    divide evenly.
 
     Attributes:
-        size: sequences per step after the ramp.
-        start: sequences in the first step, a divisor of `size`.
+        size: number of sequences per step after the ramp.
+        start: number of sequences in the first step, a divisor of `size`.
         ramp_steps: number of steps of the ramp; 0 without a ramp.
     """
 
@@ -167,7 +174,7 @@ class BatchSchedule:
 
     @property
     def in_words(self) -> str:
-        """Return the number of sequences per step, as text for messages."""
+        """The number of sequences per step, as text for messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
         return f"{self.start:,} to {self.size:,} (from step {self.ramp_steps + 1:,} on)"
@@ -180,26 +187,28 @@ class BatchSchedule:
         return self.start * (1 + rises * step // self.ramp_steps)
 
     def before(self, step: int) -> int:
-        """Return the number of sequences in all steps before `step`: the loader's position."""
+        """Return the number of sequences in all steps before `step`, which is the position of the
+        data loader."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # First step of each increment: from this step, the steps of the ramp have `start` more
+        # First step of each increment. From this step on, the steps of the ramp have `start` more
         # sequences.
         begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
         risen = sum(max(ramped - begin, 0) for begin in begins)
         return self.start * (ramped + risen) + self.size * (step - ramped)
 
     def steps_for(self, sequences: Fraction) -> int:
-        """Return the smallest number of steps that together have at least this many sequences."""
+        """Return the smallest number of steps that together contain at least this many
+        sequences."""
         whole = math.ceil(sequences)
         return bisect.bisect_left(range(-(-whole // self.start)), whole, key=self.before)
 
     def steps_within(self, sequences: Fraction) -> int:
-        """Return the largest number of steps that together have at most this many sequences."""
+        """Return the largest number of steps that together contain at most this many sequences."""
         steps = self.steps_for(sequences)
         return steps - (self.before(steps) > sequences)
 
 
-#: Alternative keys, at most one of which may be set -> the setting that they determine.
+#: Groups of alternative keys, of which at most one may be set, and the setting that they determine.
 ALTERNATIVES = (
     (("max_steps", "epochs"), "the length of the run"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "the length of the warm-up"),
@@ -208,7 +217,7 @@ ALTERNATIVES = (
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
 
-#: Key that applies only to some kinds -> those kinds.
+#: Kinds of schedules to which a key applies, for keys that do not apply to all kinds.
 KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_tokens": ("cosine", "linear", "wsd"),
@@ -220,14 +229,14 @@ KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: `kind` -> `min_lr_ratio` if no minimum is set; other kinds use the field's default.
+#: `min_lr_ratio` by `kind`, if no minimum is set. All other kinds use the default of the field.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
 #: Default `decay_fraction` if the length of the wsd decay is not set.
 _DECAY_FRACTION = 0.2
 
-#: For kinds whose learning rate does not depend on the number of steps: fraction of the steps of a
-#: run with a time budget that is left when the number of steps is decided.
+#: Remaining fraction of the steps at which the number of steps of a run with a time budget is
+#: decided, for kinds whose learning rate does not depend on the number of steps.
 _LAST_FRACTION = 0.02
 
 
@@ -235,65 +244,66 @@ class ScheduleConfig(Section):
     """The `schedule` section of a recipe."""
 
     kind: ScheduleKind = "cosine"
-    """curve of the learning rate after its warm-up: "cosine" and "linear" decay to the minimum;
+    """curve of the learning rate after the warm-up: "cosine" and "linear" decay to the minimum;
     "wsd" (warm-up, stable, decay) stays at the peak and decays in the last part of the run;
     "constant" stays at the peak; "inverse_sqrt" falls as 1/sqrt(step) for any length of run."""
     max_steps: int | None = Field(None, ge=0)
-    """optimizer steps of the run; null is one epoch of the training split, 0 evaluates and saves
-    the model unchanged."""
+    """number of optimizer steps of the run; null is one epoch of the training split; 0 evaluates
+    and saves the unchanged model."""
     epochs: float | None = Field(None, gt=0)
-    """passes over the training split, fractions included, instead of max_steps."""
+    """number of passes over the training split, which can be a fraction, instead of max_steps."""
     max_minutes: float | None = Field(None, gt=0)
     """duration of the training loop in minutes, including evaluations and saves. The number of
-    steps is decided during the run from the measured time per step (wsd: when the decay has to
-    begin; cosine and linear: after the warm-up), and corrected if the speed changes later.
-    max_steps or epochs, if also set, are upper limits."""
+    steps is decided during the run from the measured time per step (with wsd, when the decay must
+    begin; with cosine and linear, after the warm-up), and corrected if the speed changes later.
+    max_steps or epochs, if also set, is an upper limit."""
     warmup_steps: int | None = Field(None, ge=0)
-    """steps over which the learning rate rises; null is 5% of decay_steps."""
+    """number of steps over which the learning rate rises; null is 5% of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
-    """tokens over which the learning rate rises, instead of warmup_steps, rounded down to full
-    steps: 375,000,000 tokens at 524,288 per step are 715 steps."""
+    """number of tokens over which the learning rate rises, instead of warmup_steps. It is rounded
+    down to full steps: 375,000,000 tokens at 524,288 tokens per step are 715 steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """fraction of the run's steps over which the learning rate rises, instead of warmup_steps; with
     max_minutes, a fraction of the number of steps predicted at the start."""
     initial_learning_rate: float | None = Field(None, ge=0)
-    """learning rate of the first step: the rate rises linearly from it to optimizer.learning_rate
-    at the step after the warm-up, and falls to its minimum at the step after decay_steps, as in
-    nanoGPT and transformers; other peaks, such as muon_learning_rate, start at the same fraction.
-    null starts at the peak / warmup_steps, so that the last warm-up step has the peak, and the last
-    decay step the minimum."""
+    """learning rate of the first step. From this value, the learning rate rises linearly to
+    optimizer.learning_rate in the step after the warm-up, and falls to its minimum in the step
+    after decay_steps, as in nanoGPT and transformers. Other peaks, such as muon_learning_rate,
+    start at the same fraction. With null, the first step has the peak / warmup_steps, the last step
+    of the warm-up has the peak, and the last step of the decay has the minimum."""
     decay_steps: int | None = Field(None, gt=0)
-    """step at which the learning rate reaches its minimum, where it stays, counted from the run's
-    first step; null is the last step of the run."""
+    """step at which the learning rate reaches its minimum, counted from the first step of the run.
+    Afterwards it stays at the minimum. null is the last step of the run."""
     decay_tokens: int | None = Field(None, gt=0)
-    """tokens after which the learning rate reaches its minimum, counted from the run's first token,
-    instead of decay_steps; rounded down to full steps."""
+    """number of tokens after which the learning rate reaches its minimum, counted from the first
+    token of the run, instead of decay_steps. It is rounded down to full steps."""
     decay_starts_at_peak: bool | None = None
-    """true starts the decay at the peak and ends it one step short of the minimum, like the cosine
-    schedules of nanoGPT, build-nanogpt and transformers; null and false start it below the peak and
-    reach the minimum in its last step."""
+    """true starts the decay at the peak and ends it one step before the minimum, like the cosine
+    schedules of nanoGPT, build-nanogpt and transformers; null and false start the decay one step
+    below the peak and reach the minimum in its last step."""
     decay_fraction: float | None = Field(None, gt=0, le=1)
     """fraction of the run's steps for the decay of wsd; null is 0.2."""
     cooldown_steps: int | None = Field(None, gt=0)
-    """number of steps for the decay of wsd, instead of decay_fraction."""
+    """number of steps of the decay of wsd, instead of decay_fraction."""
     decay_shape: DecayShape | None = None
     """curve of the decay of wsd: "linear", or "1-sqrt" (1 - sqrt(progress), which falls faster at
     first); null is "linear"."""
     min_lr_ratio: float | None = Field(0.1, ge=0, le=1)
     """minimum of the learning rate as a fraction of the peak. If neither min_lr_ratio nor
-    min_learning_rate is set, it is 0 with kind wsd or inverse_sqrt, otherwise 0.1."""
+    min_learning_rate is set, the fraction is 0 with the kinds wsd and inverse_sqrt, and 0.1
+    otherwise."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio; other
-    peaks, such as muon_learning_rate, fall by the same factor."""
+    """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio. Learning
+    rates with other peaks, such as muon_learning_rate, fall by the same factor."""
     resume: bool = False
-    """true continues the schedule of the --init-from checkpoint at the checkpoint's step, with the
-    checkpoint's optimizer state, on any data; false starts a new schedule at step 0."""
+    """true continues the schedule of the --init-from checkpoint at the step of the checkpoint and
+    with its optimizer state, on any data; false starts a new schedule at step 0."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_minimum(cls, values: Any) -> Any:
-        """Return the section's values with a default for `min_lr_ratio`: None if
-        `min_learning_rate` is set, otherwise the kind's default. A `min_lr_ratio` of null is
+        """Return the values of the section with a default for `min_lr_ratio`, which is None if
+        `min_learning_rate` is set, and depends on the kind otherwise. A `min_lr_ratio` of null is
         treated as unset."""
         if not isinstance(values, Mapping):
             return values
@@ -355,7 +365,7 @@ class ScheduleConfig(Section):
         Args:
             step: number of completed steps.
             warmup_steps: number of steps over which the learning rate rises.
-            steps_left: number of further steps for which there is time.
+            steps_left: number of further steps that fit into the time budget.
         """
         if self.kind in ("cosine", "linear"):
             return step >= warmup_steps
@@ -381,10 +391,10 @@ class ScheduleConfig(Section):
 
 @dataclass(frozen=True)
 class PredictedLength:
-    """The number of steps of a run with a time budget, before it is decided.
+    """The predicted number of steps of a run with a time budget, before the number is decided.
 
     Attributes:
-        predicted_steps: number of steps at the speed predicted at the start of the run.
+        predicted_steps: number of steps at the speed that was predicted at the start of the run.
     """
 
     predicted_steps: int
@@ -392,15 +402,16 @@ class PredictedLength:
 
 @dataclass(frozen=True)
 class DecidedLength(PredictedLength):
-    """The number of steps of a run with a time budget, decided from the measured speed.
+    """The number of steps of a run with a time budget, after it was decided from the measured
+    speed.
 
     Attributes:
         max_steps: number of steps of the run.
-        decided_at: number of completed steps when `max_steps` was decided; the learning rates of
-            these steps do not depend on it.
-        replaced: earlier values of `max_steps` that were corrected after measuring more steps, as
-            pairs (number of steps, completed steps when it was replaced). The learning rates of
-            these steps do not depend on the later number.
+        decided_at: number of completed steps when `max_steps` was decided. The learning rates of
+            these steps do not depend on `max_steps`.
+        replaced: earlier values of `max_steps` that were replaced after more steps had been
+            measured, as pairs (earlier value, number of completed steps when it was replaced). The
+            learning rates of these completed steps do not depend on later values.
     """
 
     max_steps: int
@@ -409,16 +420,17 @@ class DecidedLength(PredictedLength):
 
 
 def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule) -> int | None:
-    """Return the number of steps that `max_steps` or `epochs` sets, or None if neither is set.
+    """Return the number of steps that is set by `max_steps` or `epochs`, or None if neither is set.
 
     Args:
         config: the recipe's `schedule` section.
         rows_per_epoch: number of rows in the training split.
-        batch: sequences of each optimizer step.
+        batch: number of sequences in each optimizer step.
     """
     if config.epochs is None:
         return config.max_steps
-    # Use the decimal number as written: 1.1 epochs of 100 rows are 110 rows, but 111 with a float.
+    # The decimal number is used as written: 1.1 epochs of 100 rows are 110 rows, but would be 111
+    # rows with a float.
     return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
 
 
@@ -436,9 +448,9 @@ def resolve_schedule(
         config: the recipe's `schedule` section.
         learning_rate: peak learning rate, `optimizer.learning_rate`.
         rows_per_epoch: number of rows in the training split.
-        batch: sequences of each optimizer step.
+        batch: number of sequences in each optimizer step.
         seq_len: sequence length in tokens.
-        length: predicted or decided number of steps of a run with a time budget; None for other
+        length: predicted or decided number of steps of a run with a time budget; None for all other
             runs.
 
     Raises:
@@ -446,7 +458,8 @@ def resolve_schedule(
             `initial_learning_rate` is set without a warm-up.
     """
     if config.max_steps == 0:
-        # Warm-up and decay are not checked: the same recipe may be used for a longer run later.
+        # Warm-up and decay are not checked, because the same recipe may be used for a longer run
+        # later.
         return Schedule(0, 0, 0, config.minimum_scale(learning_rate), config.kind)
     given_steps = most_steps(config, rows_per_epoch, batch)
     if config.max_minutes is not None:
@@ -484,7 +497,8 @@ def resolve_schedule(
 
 
 def _schedule(config: ScheduleConfig, learning_rate: float, **lengths: Any) -> Schedule:
-    """Return the schedule with these lengths and the curve that the recipe's section selects."""
+    """Return the schedule with the given lengths and with the curve that the recipe's `schedule`
+    section selects."""
     return Schedule(
         min_lr_ratio=config.minimum_scale(learning_rate),
         kind=config.kind,
@@ -503,7 +517,8 @@ def _schedule_in_minutes(
     length: PredictedLength,
 ) -> Schedule:
     """Return the schedule of a run with a time budget."""
-    # Used even after the decision: the warm-up began with this prediction and must not change.
+    # The prediction is used even after the decision, because the warm-up began with it and must not
+    # change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
@@ -553,6 +568,7 @@ def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -
         return config.cooldown_steps
     share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
     steps = math.ceil(share * max_steps)
-    # In a short run, both fractions are rounded up, and together may exceed the number of steps.
+    # In a short run, the two fractions are rounded up, and their sum can exceed the number of
+    # steps.
     fits = share + Fraction(str(config.warmup_ratio or 1)) <= 1
     return min(steps, max_steps - warmup_steps) if fits else steps

@@ -1,7 +1,7 @@
-"""Code shared by the optimizers: the description of an optimizer, base classes, and cautious weight
-decay.
+"""Code that the optimizers share: the specification of an optimizer, base classes, and cautious
+weight decay.
 
-`config.py` has the table of all optimizers.
+The table of all optimizers is in `config.py`.
 """
 
 from __future__ import annotations
@@ -21,56 +21,61 @@ _P = TypeVar("_P", bound=Tensor)
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 
-#: Shape and dtype of each tensor in a parameter's state, by tensor name.
+#: Shape and dtype of each tensor in the state of a parameter, by tensor name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-#: torch's parameter groups, as `config.parameter_groups` creates them.
+#: torch's parameter groups, as created by `config.parameter_groups`.
 Groups = list[dict[str, Any]]
 
 
 class OptimizerKeys(Section):
-    """Keys of the `optimizer` section that every optimizer reads. Base of the classes with the keys
-    of a single optimizer."""
+    """Keys of the `optimizer` section that every optimizer reads. This is the base class of the
+    classes with the keys of a single optimizer."""
 
     name: str = "adamw"
     implementation: Implementation = "auto"
-    """implementation of AdamW (including Muon's AdamW) and SGD in torch: "fused", one kernel that
-    reads and writes each value once (an update is limited by memory bandwidth, not arithmetic);
-    "foreach", one kernel per operation over all parameters, with temporary copies as large as the
-    parameters; "for-loop", one parameter at a time, which needs the least memory without fused
-    kernels but is the slowest on GPUs. "auto" is fused if the device supports it, otherwise
-    foreach. For Adafactor and Lion, which do not have a fused kernel, "auto" is for-loop, because
-    foreach uses as much memory as they save; on a GPU, small parameters of up to 8 million values
-    together are still updated at once. Muon itself updates small matrices of one size together with
-    "foreach" and "fused", and with "auto" on a GPU. All implementations give the same results up to
-    rounding."""
+    """implementation of torch's AdamW (including the AdamW of Muon) and SGD: "fused" is a single
+    kernel that reads and writes each value once (an update is limited by memory bandwidth, not by
+    arithmetic). "foreach" is one kernel per operation for all parameters, with temporary copies as
+    large as the parameters. "for-loop" updates one parameter at a time; without fused kernels, it
+    needs the least memory, but it is the slowest on GPUs. "auto" is fused if the device supports
+    it, otherwise foreach. Adafactor and Lion do not have a fused kernel, and for them "auto" is
+    for-loop, because foreach needs as much memory as they save. On a GPU, small parameters with up
+    to 8 million values in total are still updated together. With "foreach", "fused", and "auto" on
+    a GPU, Muon updates small matrices of the same size together. All implementations give the same
+    results up to rounding."""
     learning_rate: float = Field(1e-3, gt=0)
-    """peak learning rate of all parameters that Muon does not update; `embedding_lr_multiple`,
-    `head_lr_multiple` and `vector_lr_multiple` set multiples of it for some of them."""
+    """peak learning rate of all parameters that Muon does not update. `embedding_lr_multiple`,
+    `head_lr_multiple` and `vector_lr_multiple` set multiples of this rate for some of these
+    parameters."""
 
 
 def momentum_layout(parameter: Tensor, *_: Any) -> Layout:
-    """Return the layout of SGD and plain Muon: one moment with the parameter's shape and dtype."""
+    """Return the state layout of SGD and plain Muon: one moment with the shape and dtype of the
+    parameter."""
     return {"momentum_buffer": (tuple(parameter.shape), parameter.dtype)}
 
 
 def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
-    """Return True if a tensor of a parameter's state is sharded in the same way as the parameter.
+    """Return True if a tensor in the state of a parameter is sharded in the same way as the
+    parameter.
 
     Args:
-        parameter: the parameter.
-        key: name of the tensor in the state's layout.
+        parameter: parameter to which the state belongs.
+        key: name of the tensor in the layout of the state.
         shape: shape of the full tensor.
     """
-    # Every process holds the complete second moment of NorMuon. The shape alone does not show this:
-    # for a matrix [F, 1], such as LoRA's B of rank 1, the second moment has the parameter's shape.
+    # The second moment of NorMuon is never sharded. It can't be recognised by its shape: for a
+    # matrix [F, 1], such as LoRA's B with rank 1, the second moment has the same shape as the
+    # parameter.
     return key != "second_moment" and tuple(shape) == tuple(parameter.shape)
 
 
 def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
-    """Run `average.lerp_(value, weight)`, but leave `average` bit-identical if `skips`, bool [], is
-    true, even if `value` is not finite. With `skips` None, always update."""
+    """Run `average.lerp_(value, weight)` unless `skips`, bool [], is true. `average` is then
+    bit-identical to its earlier value, even if `value` is not finite. If `skips` is None, always
+    update."""
     if skips is None:
         average.lerp_(value, weight)
     else:
@@ -78,8 +83,8 @@ def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: fl
 
 
 def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
-    """Return `factor`, or with `skips`, bool [], an fp32 tensor [] that is 1 where `skips` is
-    true."""
+    """Return `factor` if `skips` is None. Otherwise, return an fp32 tensor [] that is 1 if `skips`,
+    bool [], is true, and `factor` if it is false."""
     return factor if skips is None else torch.where(skips, 1.0, factor)
 
 
@@ -87,16 +92,16 @@ def decay_cautiously(
     parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
 ) -> None:
     """Apply weight decay only to values that the update also moves towards zero (cautious weight
-    decay; Chen et al. 2025, arXiv 2510.12402).
+    decay, Chen et al. 2025, arXiv 2510.12402).
 
         x = x - amount x   where direction x >= 0
 
     Args:
-        parameter: values before the step, changed in place.
-        direction: tensor of the parameter's shape with the signs of the update, which the step
-            subtracts from the parameter.
+        parameter: values before the step. They are modified in place.
+        direction: tensor in the shape of the parameter that has the sign of the update. The step
+            subtracts the update from the parameter.
         amount: learning rate times weight decay.
-        skips: bool [], true to change nothing; None to apply the decay.
+        skips: bool [], true to skip the decay; None to apply it.
     """
     if amount:
         decays = direction * parameter >= 0
@@ -105,20 +110,22 @@ def decay_cautiously(
         parameter.mul_(1 - amount * decays)
 
 
-#: Maximum number of parameter values that are updated together on a GPU, with temporary copies of
-#: up to 32 MiB. The update of a larger parameter keeps a GPU busy by itself.
+#: Maximum number of parameter values that are updated together on a GPU. Temporary copies of them
+#: take up to 32 MiB. Larger parameters are updated alone, because a single such update keeps a GPU
+#: busy.
 LIST_VALUES = 1 << 23
 
 
 def list_values(parameter: Tensor) -> int:
-    """Return `most_values` for `in_lists`. On a GPU, launching the update of a small parameter
-    takes longer than computing it; on other devices, parameters are updated one by one."""
+    """Return the argument `most_values` of `in_lists`. On a GPU, small parameters are updated
+    together, because launching the update of a small parameter takes longer than computing it. On
+    all other devices, parameters are updated one by one."""
     return LIST_VALUES if parameter.is_cuda else 0
 
 
 def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]:
-    """Group parameters into consecutive lists of at most `most_values` elements in total. A larger
-    parameter gets its own list."""
+    """Group parameters into consecutive lists with at most `most_values` elements each. A parameter
+    with more elements gets its own list."""
     found: list[_P] = []
     values = 0
     for parameter in parameters:
@@ -134,8 +141,9 @@ def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]
 class ForeachOptimizer(torch.optim.Optimizer):
     """Base class of optimizers whose update is written for lists of parameters.
 
-    A group with `foreach` is updated in a single list, which takes few kernels but temporary copies
-    as large as the group's parameters. Other groups are divided by `in_lists`.
+    A group with `foreach` is updated as a single list, which requires few kernel launches, but
+    temporary copies as large as all parameters of the group. Other groups are divided into lists by
+    `in_lists`.
 
     Attributes:
         found_inf: see `skips`.
@@ -145,9 +153,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @property
     def skips(self) -> Tensor | None:
-        """Bool [] on the parameters' device, true if `found_inf` is 1: the update then leaves all
-        parameters and moments unchanged, but increases counters on the host. None means always
-        update."""
+        """Bool [] on the device of the parameters, true if `found_inf` is 1. If it is true, the
+        update does not change any parameters or moments, but increases the counters on the host.
+        With None, parameters are always updated."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -160,23 +168,25 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update one or more parameters of a group, of any shapes, all of which have gradients."""
+        """Update one or more parameters of a group. They can have any shapes, and all of them have
+        gradients."""
         raise NotImplementedError
 
 
 def takes_all(name: str, parameter: Tensor) -> bool:
-    """Return True for every parameter. Default of `OptimizerSpec.takes`."""
+    """Return True for every parameter. This is the default of `OptimizerSpec.takes`."""
     return True
 
 
 def rebuild_tensors(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Copy a parameter's state to the devices where torch's optimizers keep it (default of
-    `OptimizerSpec.rebuild`)."""
+    """Copy the state of a parameter to the devices on which torch's optimizers store it. This is
+    the default of `OptimizerSpec.rebuild`."""
     fused = bool(optimizer.defaults.get("fused"))
-    # A fused kernel reads the step counter on the parameter's device. Other optimizers read it in
-    # Python, which would have to wait for a GPU.
+    # A fused kernel reads the step counter on the device of the parameter. Other optimizers read it
+    # in Python, so it is stored on the CPU, because Python would otherwise have to wait for the
+    # GPU.
     return {
         key: tensor.to("cpu" if key == "step" and not fused else parameter.device, copy=True)
         for key, tensor in tensors.items()
@@ -185,27 +195,28 @@ def rebuild_tensors(
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer: how to create it, the layout of its state, and its limits.
+    """Specification of an optimizer: its constructor, the layout of its state, and its limitations.
 
-    Functions receive the recipe's section, an `OptimizerConfig`, which this module can't import.
+    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`, whose class this
+    module can't import.
 
     Attributes:
-        make: function that creates the torch optimizer from parameter groups (at least one) and the
-            section.
-        layout: function that returns the layout of a parameter's state after a step, from the
-            parameter, the section and the parameter's torch group. No state is needed, so that
-            memory and disk space are known before the first step.
-        elementwise: True if each value is updated only from its own gradient and state; a process
-            can then update its shard of a parameter without the other shards.
-        gathers: True if the optimizer updates DTensors and gathers the data of other processes that
-            the update needs.
+        make: function that creates the torch optimizer from the parameter groups (at least one) and
+            the section.
+        layout: function that returns the layout of a parameter's state after a step, given the
+            parameter, the section and the parameter's torch group. The state does not have to
+            exist, so that memory and disk space can be computed before the first step.
+        elementwise: True if the update of each value depends only on its own gradient and state. A
+            process can then update its shard of a parameter without the other shards.
+        gathers: True if the optimizer can update DTensors, because it gathers the required data
+            from other processes.
         implementations: supported values of `optimizer.implementation`.
         options: keys of the section that this optimizer supports and some others do not.
-        takes: function that returns, from a parameter's name and shape, whether this optimizer
-            updates it; AdamW updates the rest.
-        flatten: function that returns a parameter's state as plain tensors, which may share memory
-            with the state.
-        rebuild: function that creates a parameter's state from such tensors, which are copied.
+        takes: function that returns True if this optimizer updates a parameter, given its name and
+            the parameter. AdamW updates all other parameters.
+        flatten: function that returns the state of a parameter as plain tensors, which can share
+            memory with the state.
+        rebuild: function that creates the state of a parameter from copies of such tensors.
     """
 
     make: Callable[[Groups, Any], torch.optim.Optimizer]

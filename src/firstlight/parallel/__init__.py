@@ -1,10 +1,11 @@
 """Runs with several processes.
 
 `elastic` starts the processes. `world` reads rank and world size from the launcher's environment
-variables; `rendezvous` connects the processes and compares their recipes. `group` opens torch's
-process group, uses heartbeats to notice processes that have failed or stopped, and has the
-collective operations, which do nothing in a world of one process. `engine` and the modules of the
-other engines distribute a model over the processes; `engine_choice` selects the engine of a run.
+variables, and `rendezvous` connects the processes and compares their recipes. `group` opens torch's
+process group and detects failed or stopped processes by their heartbeats. It also provides the
+collective operations, which have no effect in a world of one process. `engine` and the modules of
+the other engines distribute a model over the processes, and `engine_choice` selects the engine of a
+run.
 """
 
 from firstlight.parallel.group import (

@@ -1,11 +1,12 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) around a plain model: the engine, an `Optimizer`
-that wraps DeepSpeed's optimizer, and the set-up of DeepSpeed.
+"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021) for a plain model: the engine, an `Optimizer`
+that wraps DeepSpeed's optimizer, and the setup of DeepSpeed.
 
-Stage 1 shards optimizer state over the processes, stage 2 also gradients, stage 3 also parameters.
-Optimizer state, and with stage 3 parameters, can be offloaded to the CPU's memory or to files.
+Stage 1 shards the optimizer state over the processes. Stage 2 also shards the gradients, and stage
+3 also shards the parameters. The optimizer state can be offloaded to CPU memory or to files. In
+stage 3, offloading also moves the parameters to CPU memory.
 
-The training loop, the loss, the schedule and the content of checkpoints are firstlight's; DeepSpeed
-accumulates and clips gradients and updates parameters.
+DeepSpeed accumulates and clips gradients and updates parameters. firstlight provides the training
+loop, the loss, the schedule and the contents of checkpoints.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ from firstlight.parallel.deepspeed_file import read_deepspeed_file
 from firstlight.parallel.engine import DistributedConfig, Engine, StateTensors, TensorsOf, on_cpu
 from firstlight.parallel.group import barrier, broadcast_object, group_of_one, is_exchange_error
 
-#: Elements of a communication bucket: DeepSpeed's default `reduce_bucket_size`.
+#: Number of elements in a communication bucket (DeepSpeed's default `reduce_bucket_size`).
 _BUCKET = 500_000_000
 
-#: Precisions with fp32 parameters and 16-bit matrix products (autocast).
+#: Autocast dtype of each precision with fp32 parameters and 16-bit matrix products.
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed for this kind of device, without the messages that it writes to stdout.
+    """Import DeepSpeed for this kind of device. Messages that it would write to stdout go to
+    stderr.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
         ConfigError: DeepSpeed was imported for another kind of device.
     """
     if device.type == "cpu":
-        # DeepSpeed would select a GPU if the machine has one, and selects only once per process.
+        # DeepSpeed selects a device once per process, and would select a GPU if there is one.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with _quiet():
@@ -74,14 +76,14 @@ def import_deepspeed(device: torch.device) -> ModuleType:
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
     # On a CPU, DeepSpeed would compile an extension for shared-memory all-reduces, which takes a
-    # minute; gloo's all-reduce gives the same sums.
+    # minute. gloo's all-reduce gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Redirect stdout to stderr and hide warnings about DeepSpeed's code in the context."""
+    """Within the context, redirect stdout to stderr and hide warnings about DeepSpeed's code."""
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -92,19 +94,19 @@ class ZeroModel:
 
     Args:
         model: the model on this process's device, with fp32 parameters that are equal on all
-            processes. It is changed in place. Its outputs stay the same, but all processes have to
+            processes. It is changed in place. Its outputs stay the same, but all processes must
             call it together.
-        optimizer: an elementwise optimizer of torch for all of the model's parameters.
+        optimizer: an elementwise torch optimizer for all parameters of the model.
         config: the recipe's `distributed` section.
         device: this process's device.
         precision: the recipe's `efficiency.precision`. With "bf16" and "fp16", matrix products have
             this dtype; gradients and parameters are exchanged in fp32.
-        max_grad_norm: L2 norm to which larger gradients are scaled down; 0 switches clipping off.
+        max_grad_norm: maximum L2 norm of the gradients after clipping; 0 disables clipping.
         local_rank: this process's number on its machine.
 
     Attributes:
         engine: DeepSpeed's engine.
-        stage: the stage of ZeRO, 1 to 3.
+        stage: the ZeRO stage, 1 to 3.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -136,15 +138,15 @@ class ZeroModel:
             _cast_inside(model, device, _CAST[precision])
         sizes = [p.numel() for p in model.parameters()]
         settings: dict[str, Any] = {
-            # The training loop counts sequences and micro-batches itself. Any number of
-            # accumulation steps above 1 makes DeepSpeed add up gradients until `set_last`.
+            # The training loop itself counts sequences and micro-batches. With any number of
+            # accumulation steps above 1, DeepSpeed accumulates gradients until `set_last(True)`.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": max_grad_norm,
             "steps_per_print": None,
             "zero_allow_untested_optimizer": True,
-            # torch's optimizer updates offloaded parameters on the CPU: DeepSpeed's CPU optimizer,
-            # which has to be compiled, is not needed.
+            # torch's optimizer updates offloaded parameters on the CPU. DeepSpeed's CPU optimizer,
+            # which would have to be compiled, is not needed.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {
                 "stage": self.stage,
@@ -159,8 +161,9 @@ class ZeroModel:
             weakref.finalize(self.engine, shutil.rmtree, folder, ignore_errors=True)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        """Run the model's forward pass; shapes as in `LanguageModel.forward`."""
-        # Autocast is inside the model (`_cast_inside`), because DeepSpeed switches it off outside.
+        """Run the model's forward pass; for the shapes, see `LanguageModel.forward`."""
+        # Autocast is enabled inside the model (see `_cast_inside`), because DeepSpeed disables it
+        # outside.
         with torch.autocast(self.device.type, enabled=False):
             output: Tensor = self.engine(*inputs)
         return output
@@ -171,18 +174,19 @@ class ZeroModel:
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass from this process's loss, a scalar []. The gradients are averaged
-        over the processes."""
+        over the processes.
+        """
         self.engine.backward(loss, scale_wrt_gas=False)
 
     @contextlib.contextmanager
     def whole_parameters(self, *, changed: bool = False) -> Iterator[None]:
-        """Replace parameters sharded by stage 3 by full parameters on the CPU of every process in
-        the context, for reading and writing, not for computing. Parameters of stages 1 and 2 are
-        always full. All processes have to call it.
+        """Within the context, replace the parameters that stage 3 has sharded by full parameters on
+        the CPU of every process. They can be read and written, but not used for computing. In
+        stages 1 and 2, the parameters are always full. All processes must call this method.
 
         Args:
-            changed: True copies values written inside back to the sharded parameters; they must be
-                the same on all processes.
+            changed: True to copy the full parameters back to the sharded ones on exit. The values
+                written within the context must be the same on all processes.
         """
         places = self._places() if self.stage == 3 else []
         wholes: dict[int, nn.Parameter] = {}
@@ -223,7 +227,7 @@ class ZeroModel:
 def zero_settings(
     config: DistributedConfig, sizes: Sequence[int], *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Return the settings of DeepSpeed's `zero_optimization` on which its memory depends.
+    """Return the settings of `zero_optimization` that determine DeepSpeed's memory use.
 
     Args:
         config: the recipe's `distributed` section.
@@ -236,7 +240,7 @@ def zero_settings(
     settings: dict[str, Any] = {
         "reduce_bucket_size": max(*sizes, min(sum(sizes), _BUCKET)),
         "overlap_comm": not on_cpu,
-        # DeepSpeed's defaults, of stage 3.
+        # DeepSpeed's defaults for stage 3.
         "stage3_param_persistence_threshold": 100_000,
         "stage3_max_live_parameters": 1_000_000_000,
     }
@@ -253,11 +257,11 @@ def _initialized(
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
 ) -> Any:
-    """Return DeepSpeed's engine around a model.
+    """Return a new DeepSpeed engine for a model.
 
     Raises:
-        ConfigError: DeepSpeed raised an error, whose text is in the message. Out-of-memory errors
-            and errors of exchanges between processes are raised unchanged.
+        ConfigError: DeepSpeed raised an error; its text is part of the message. Out-of-memory
+            errors and communication errors are raised unchanged.
     """
     try:
         with _quiet():
@@ -276,8 +280,9 @@ def _initialized(
 
 
 def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Merge nested values into nested settings; values of sections that the settings lack are
-    dropped."""
+    """Merge nested values into nested settings. Sections that are missing in the settings are
+    ignored.
+    """
     for key, value in changes.items():
         if isinstance(value, Mapping):
             _update(settings.get(key, {}), value)
@@ -286,18 +291,17 @@ def _update(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 
 def set_shard(parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-    """Set this process's shard of a parameter's fp32 copy or optimizer state from a full tensor, in
-    ZeRO stage 3.
+    """In ZeRO stage 3, set this process's shard of a parameter's fp32 copy or optimizer state.
 
     Args:
         parameter: the sharded parameter.
         value: the full tensor, with the parameter's unsharded shape; the same on all processes.
-        key: name in the optimizer's state ("exp_avg"); None sets the parameter's fp32 copy.
+        key: name of the optimizer state, such as "exp_avg"; None sets the parameter's fp32 copy.
     """
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     held: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-    # All shards have the same size: the last ones are padded with zeros.
+    # All shards have the same size, so the last ones are padded with zeros.
     count = held.numel()
     start = torch.distributed.get_rank() * count
     own = value.reshape(-1)[start : start + count].float()
@@ -318,8 +322,9 @@ def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Iterator[Non
 
 
 def _forget_closed_group() -> None:
-    """Make DeepSpeed look up torch's process group again, if the group of an earlier run in this
-    process is closed."""
+    """Make DeepSpeed look up torch's process group again if it still refers to the closed group of
+    an earlier run in this process.
+    """
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -334,8 +339,9 @@ def _forget_closed_group() -> None:
 
 
 def _cast_inside(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """Wrap the model's forward function in autocast, because DeepSpeed switches off autocast
-    outside its engine."""
+    """Wrap the model's forward function in autocast. DeepSpeed disables autocast that is enabled
+    outside its engine.
+    """
     plain: Callable[..., Tensor] = model.forward
 
     @functools.wraps(plain)
@@ -366,8 +372,8 @@ def _offloading(
 
 
 def require_asynchronous_io(local_rank: int) -> None:
-    """Compile DeepSpeed's library for offloading into files, unless an earlier run has compiled it:
-    this takes minutes, once on each machine. All processes have to call it.
+    """Compile DeepSpeed's library for offloading to files, unless an earlier run has compiled it.
+    The compilation takes minutes, once per machine. All processes must call this function.
 
     Args:
         local_rank: this process's number on its machine.
@@ -388,7 +394,7 @@ def require_asynchronous_io(local_rank: int) -> None:
     if local_rank == 0:
         _report_lock(builder.name)
         _load(builder)
-    # The others wait: a process that loads the library during the build would get a partial file.
+    # The other processes wait, because the file is incomplete until the build ends.
     barrier()
     _load(builder)
 
@@ -405,8 +411,9 @@ def _load(builder: Any) -> None:
 
 
 def _report_lock(name: str) -> None:
-    """Print a message if there is a lock file, which a killed build leaves behind: torch would wait
-    silently and forever for it to disappear."""
+    """Print a message if there is a lock file. A killed build leaves its lock file behind, and
+    torch would silently wait forever for the file to disappear.
+    """
     from torch.utils.cpp_extension import _get_build_directory
 
     lock = Path(_get_build_directory(name, verbose=False)) / "lock"
@@ -418,8 +425,9 @@ def _report_lock(name: str) -> None:
 
 
 def _new_swap_folder(config: DistributedConfig) -> Path:
-    """Create a folder for this run's offloaded tensors, with the same name on all machines; each
-    process creates its own files in it."""
+    """Create a folder for this run's offloaded tensors. It has the same name on all machines, and
+    each process creates its own files in it.
+    """
     assert config.nvme_path is not None
     token = broadcast_object(secrets.token_hex(4))
     folder = Path(config.nvme_path).expanduser() / f"firstlight-swap-{token}"
@@ -434,13 +442,14 @@ _OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 class DeepSpeedEngine(Engine):
-    """Shards the model by DeepSpeed's ZeRO; supports runs with one process, which can offload."""
+    """Shards the model with DeepSpeed's ZeRO. A run with one process can use it for offloading."""
 
     name = "deepspeed"
     shards_state = True
     updates_itself = True
     averages_gradients = True
-    # Gradients of the failed pass may already be in DeepSpeed's buffers.
+    # A step can't be repeated, because gradients of the failed pass may already be in DeepSpeed's
+    # buffers.
     can_repeat_step = False
     _zero: ZeroModel
 
@@ -448,11 +457,11 @@ class DeepSpeedEngine(Engine):
     def session(self) -> Iterator[None]:
         """See `Engine.session`.
 
-        Inside the context, the environment variable LOCAL_RANK is the index of this process's
-        device, because DeepSpeed reads the index from there. Only torchrun and similar launchers
-        set LOCAL_RANK; and if a launcher makes only one GPU visible to each process, the local rank
-        is not the index of that GPU. DeepSpeed rejects a LOCAL_RANK that differs from Open MPI's
-        variable, so Open MPI's variable is also set.
+        Within the context, the environment variable LOCAL_RANK is set to the index of this
+        process's device, because DeepSpeed reads the index from this variable. Not all launchers
+        set LOCAL_RANK. If a launcher makes only one GPU visible to each process, the local rank is
+        not the index of this GPU either. DeepSpeed rejects a LOCAL_RANK that differs from Open
+        MPI's variable, so Open MPI's variable is changed in the same way.
         """
         world, device = self.world, self.device
         index = (device.index or 0) if device.type == "cuda" else world.local_rank
@@ -461,7 +470,7 @@ class DeepSpeedEngine(Engine):
             names.append(_OPEN_MPI_LOCAL_RANK)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(dict.fromkeys(names, str(index)))
-        # Stage 3 replaces torch's function with its own, which models without DeepSpeed can't use.
+        # Stage 3 replaces this function with one that models without DeepSpeed can't use.
         linear = torch.nn.functional.linear
         try:
             with group_of_one(device) if world.size == 1 else contextlib.nullcontext():
@@ -477,8 +486,9 @@ class DeepSpeedEngine(Engine):
     def set_up(
         self, model: Model, config: OptimizerConfig, precision: str, **_: Any
     ) -> tuple[Optimizer, Callable[..., Tensor]]:
-        """See `Engine.set_up`. DeepSpeed wraps model and optimizer together, so this engine does
-        not use `share`."""
+        """See `Engine.set_up`. DeepSpeed wraps the model and the optimizer together, so this engine
+        does not use `share`.
+        """
         optimizer = ZeroOptimizer(
             model,
             config,
@@ -510,17 +520,17 @@ class DeepSpeedEngine(Engine):
 
 
 class ZeroOptimizer(Optimizer):
-    """An `Optimizer` that wraps DeepSpeed's optimizer, which holds fp32 parameters and state.
+    """An `Optimizer` that wraps DeepSpeed's optimizer. The parameters and the state are in fp32.
 
     Args:
         model: see `ZeroModel`.
-        config: the recipe's `optimizer` section, with an elementwise optimizer of torch.
+        config: the recipe's `optimizer` section, which must specify an elementwise torch optimizer.
         sharing: the recipe's `distributed` section.
         device: this process's device.
         precision, local_rank: see `ZeroModel`.
 
     Attributes:
-        zero: the model and DeepSpeed's engine around it.
+        zero: the model with its DeepSpeed engine.
 
     Raises:
         MissingDependencyError, ConfigError: see `ZeroModel`.
@@ -538,7 +548,7 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self._expected: dict[str, Layout] = {}
         super().__init__(model, config)
-        self.reads_found_inf = False  # DeepSpeed's update does not read it
+        self.reads_found_inf = False  # DeepSpeed's update does not use `found_inf`.
         self._expected = self._layouts()
         ((self._spec, self._torch),) = self._parts
         self._has_state, self._grad_scale = False, 1.0
@@ -560,13 +570,15 @@ class ZeroOptimizer(Optimizer):
     # One step
 
     def accumulate(self) -> None:
-        """Do nothing: DeepSpeed adds up the gradients of micro-batches itself."""
+        """Do nothing, because DeepSpeed itself accumulates the gradients of micro-batches."""
 
     def clip_gradients(
         self, grad_scale: float = 1.0, joined: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Return the gradients' L2 norm divided by `grad_scale`, a scalar [] in fp32; infinity if a
-        gradient is not finite. `step` divides and clips the gradients."""
+        """Return the L2 norm of the gradients divided by `grad_scale`, a scalar [] in fp32. The
+        norm is infinite if a gradient is not finite. The gradients themselves are divided and
+        clipped by `step`.
+        """
         self._grad_scale = grad_scale
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -582,19 +594,20 @@ class ZeroOptimizer(Optimizer):
 
     def step(self, found_inf: Tensor | None = None) -> None:
         """Divide the gradients by the `grad_scale` of `clip_gradients`, clip them to
-        `max_grad_norm`, and update the parameters. `found_inf` is not read."""
-        # The loss was scaled before the backward pass without DeepSpeed's knowledge. With this
-        # value, DeepSpeed divides the gradients by the scale in its update.
+        `max_grad_norm`, and update the parameters. `found_inf` is ignored.
+        """
+        # The loss was scaled outside of DeepSpeed before the backward pass. With this value,
+        # DeepSpeed divides the gradients by the scale in its update.
         self._inner.loss_scale = self._grad_scale
         self.zero.engine.step()
         self._inner.loss_scale = 1.0
         self._has_state = True
 
     def zero_grad(self) -> None:
-        """Drop the gradients, with the same steps as DeepSpeed after an fp16 overflow."""
+        """Clear the gradients in the same way as DeepSpeed does after an fp16 overflow."""
         inner = self._inner
-        # DeepSpeed's zero_grad leaves ZeRO's own copies of the gradients in buffers and
-        # dictionaries. The other lines of this method drop these.
+        # DeepSpeed's zero_grad does not clear ZeRO's copies of the gradients, which are stored in
+        # buffers and dictionaries. The rest of this method clears these copies.
         inner.zero_grad(set_to_none=True)
         is_offloaded = inner.offload_optimizer if self.zero.stage == 3 else inner.cpu_offload
         if is_offloaded:
@@ -604,7 +617,8 @@ class ZeroOptimizer(Optimizer):
             if not is_offloaded:
                 inner.averaged_gradients = {}
             return
-        # DeepSpeed increments it before each backward pass: the first pass of a step is number 0.
+        # DeepSpeed increments this number before each backward pass, so the first pass of a step
+        # has number 0.
         inner.micro_step_id = -1
         if is_offloaded:
             inner._offload_accumulated_param_ids = set()
@@ -616,12 +630,13 @@ class ZeroOptimizer(Optimizer):
     # State
 
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Make the model's parameters full in the context, for reading and, with `changed`, also
-        for writing; see `ZeroModel.whole_parameters`."""
+        """Make the model's full parameters available within the context, for reading and, with
+        `changed`, also for writing; see `ZeroModel.whole_parameters`.
+        """
         return self.zero.whole_parameters(changed=changed)
 
     def state_tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """See `Optimizer.state_tensors`; all processes have to call it."""
+        """See `Optimizer.state_tensors`. All processes must call this method."""
         if not self._has_state:
             return {}
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -643,12 +658,13 @@ class ZeroOptimizer(Optimizer):
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """Return an empty dict: DeepSpeed keeps the state of many parameters in one flat tensor,
-        without their names."""
+        """Return an empty dict, because DeepSpeed stores the state of many parameters in one flat
+        tensor, without their names.
+        """
         return {}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Optimizer.load_state_tensors`; all processes have to call it."""
+        """See `Optimizer.load_state_tensors`. All processes must call this method."""
         require_fitting_state(self._expected, tensors)
         steps = next((t for name, t in tensors.items() if name.endswith(".step")), None)
         self._make_state(steps)
@@ -659,8 +675,9 @@ class ZeroOptimizer(Optimizer):
         self._has_state = True
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """See `Optimizer.fill_state`. `fill` receives full tensors on the CPU, on every process;
-        all processes have to call it."""
+        """See `Optimizer.fill_state`. On every process, `fill` receives full tensors on the CPU.
+        All processes must call this method.
+        """
         tensors = {
             f"{name}.{key}": torch.zeros(shape, dtype=dtype)
             for name, layout in self._expected.items()
@@ -680,16 +697,18 @@ class ZeroOptimizer(Optimizer):
         return steps
 
     def _flat(self) -> list[Tensor]:
-        """Return the 1-D tensors that torch's optimizer updates: each holds the shards of many
-        parameters, one after the other."""
+        """Return the 1-D tensors that torch's optimizer updates. Each tensor is the concatenation
+        of the shards of many parameters.
+        """
         inner = self._inner
         if self.zero.stage == 3:
             return list(inner.fp32_partitioned_groups_flat)
         return list(inner.single_partition_of_fp32_groups)
 
     def _make_state(self, steps: Tensor | None) -> None:
-        """Create the optimizer state after `steps` completed steps (a scalar tensor), with moments
-        of zero."""
+        """Create optimizer state with moments of zero. `steps` is the number of completed steps, a
+        scalar tensor.
+        """
         keys = {key for layout in self._expected.values() for key in layout}
         for number, flat in enumerate(self._flat()):
             with self._at_hand(number):
@@ -702,16 +721,18 @@ class ZeroOptimizer(Optimizer):
         self._link_state()
 
     def _link_state(self) -> None:
-        """Link parameters to their state again, in stages 1 and 2: DeepSpeed links them after
-        updating only the first group of parameters, when the others have no state yet."""
+        """In stages 1 and 2, link the parameters to their state again. DeepSpeed links them after
+        updating the first group of parameters, when the other groups do not have state yet.
+        """
         if self.zero.stage < 3:
             self._inner._hp_optimizer_states_linked = False
             self._inner._lazy_init_hp_params_optimizer_state()
 
     @contextlib.contextmanager
     def _at_hand(self, number: int) -> Iterator[None]:
-        """Load a group's state from its files (offload nvme) into memory for the context, and write
-        it back at the end."""
+        """With offload nvme, load the state of a parameter group from its files into memory, and
+        write it back when the context exits.
+        """
         inner = self._inner
         in_files = self.zero.stage == 3 and inner._swappable_optimizer_subgroup(number)
         if in_files:
@@ -721,7 +742,7 @@ class ZeroOptimizer(Optimizer):
             inner._optimizer_states_and_gradient_swap_out(number)
 
     def _set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Set a parameter's state from a full tensor, the same on all processes."""
+        """Set a parameter's state from a full tensor that is the same on all processes."""
         if self.zero.stage == 3:
             set_shard(parameter, value, key)
         else:

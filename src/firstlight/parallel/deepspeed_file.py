@@ -1,5 +1,6 @@
-"""Reads an existing DeepSpeed configuration file from the user: some of its keys become keys of the
-recipe, others are passed on to DeepSpeed."""
+"""Reads a DeepSpeed configuration file. Keys that have a counterpart in the recipe are converted,
+and other supported keys are passed on to DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from firstlight.errors import ConfigError, InputError, nearest
 from firstlight.files.atomic import read_json
 from firstlight.optim.config import OPTIMIZERS, elementwise_optimizers
 
-#: Keys of the file that correspond to one key of a recipe.
+#: Keys of the file, mapped to the corresponding keys of a recipe.
 _SAME = {
     "train_micro_batch_size_per_gpu": "batch.micro_batch_size",
     "gradient_accumulation_steps": "batch.gradient_accumulation_steps",
@@ -27,7 +28,7 @@ _SAME = {
     "optimizer.params.momentum": "optimizer.sgd_momentum",
 }
 
-#: DeepSpeed's `optimizer.type` in lower case -> the recipe's `optimizer.name`.
+#: DeepSpeed's `optimizer.type` in lower case, mapped to the recipe's `optimizer.name`.
 _OPTIMIZERS = {"adam": "adamw"} | {name: name for name, o in OPTIMIZERS.items() if o.elementwise}
 
 #: Keys without a counterpart in a recipe that are passed on to DeepSpeed unchanged.
@@ -53,8 +54,8 @@ _HANDED_ON = (
     "zero_optimization.offload_param.pin_memory",
 )
 
-#: Keys that many files have and that are ignored: firstlight has its own training loop, messages
-#: and checkpoints, always uses torch's optimizers, and keeps parameters in fp32.
+#: Common keys that are ignored, because firstlight has its own training loop, messages and
+#: checkpoints, always uses torch's optimizers, and keeps parameters in fp32.
 _WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",
@@ -66,8 +67,9 @@ _WITHOUT_EFFECT = (
     "optimizer.params.torch_adam",
 )
 
-#: Accepted keys of the section fp16. Apart from `enabled` they have no effect, because firstlight
-#: scales the loss itself: from 2^16, halved at an overflow, doubled after 2,000 steps.
+#: Accepted keys of the `fp16` section. Only `enabled` has an effect, because firstlight itself
+#: scales the loss. The scale starts at 2^16, is halved after an overflow, and is doubled after
+#: 2,000 steps without an overflow.
 _FP16 = {"enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window"}
 _FP16 |= {"hysteresis", "min_loss_scale", "consecutive_hysteresis"}
 
@@ -77,10 +79,12 @@ class DeepSpeedFile:
     """The contents of a DeepSpeed configuration file.
 
     Attributes:
-        recipe: recipe key ("optimizer.learning_rate") -> the key's name in the file and its value.
+        recipe: recipe keys such as "optimizer.learning_rate", mapped to the name of the key in the
+            file and its value.
         handed_on: nested settings for `deepspeed.initialize`, in addition to the settings that the
             engine passes.
-        train_batch_size: sequences of a step, over all processes; None if the file leaves it open.
+        train_batch_size: number of sequences per step on all processes; None if the file does not
+            specify it.
     """
 
     recipe: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -89,7 +93,7 @@ class DeepSpeedFile:
 
 
 def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
-    """Read a DeepSpeed configuration file. Keys with the value "auto" or null are left open.
+    """Read a DeepSpeed configuration file. Keys with the value "auto" or null are treated as unset.
 
     Raises:
         ConfigError: the file can't be read or is not a JSON object, or a key or value is not
@@ -110,8 +114,7 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested sections with dotted names, without the keys that are left
-    open."""
+    """Yield the dotted name and the value of each key in nested sections, except unset keys."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -120,7 +123,9 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _read(leaves: dict[str, Any]) -> DeepSpeedFile:
-    """Read all values by dotted name; each reader removes from `leaves` the keys that it knows."""
+    """Convert all values, keyed by dotted name. Supported keys are removed from `leaves`, and any
+    remaining key is reported as an error.
+    """
     found = DeepSpeedFile(train_batch_size=_count(leaves.pop("train_batch_size", None)))
     _require_zero(leaves)
     for reader in (_precision, _optimizer):
@@ -149,8 +154,7 @@ def _count(value: Any) -> int | None:
 
 
 def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield the entry of `DeepSpeedFile.recipe` for the sections fp16 and bf16, if one is
-    enabled."""
+    """Yield the entry of `DeepSpeedFile.recipe` for the enabled section, fp16 or bf16, if any."""
     own = {name: leaves.pop(name) for name in list(leaves) if name.split(".")[0] in _NARROW}
     enabled = [name for name in _NARROW if own.get(f"{name}.enabled", False) is True]
     if len(enabled) > 1:
@@ -167,7 +171,8 @@ def _precision(leaves: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
         yield "efficiency.precision", (f"{name}.enabled", name)
 
 
-#: Sections for a precision; their names are also values of the recipe's `efficiency.precision`.
+#: Sections that enable a precision. Their names are also values of the recipe's
+#: `efficiency.precision`.
 _NARROW = ("fp16", "bf16")
 
 
@@ -190,7 +195,8 @@ def _require_zero(leaves: dict[str, Any]) -> None:
     """Reject combinations of `zero_optimization` keys that the engine does not support.
 
     A recipe has no key for offloaded parameters: parameters are offloaded if and only if the stage
-    is 3 and optimizer state is offloaded. The file's `offload_param` keys must agree with that.
+    is 3 and optimizer state is offloaded. The file's `offload_param` keys must be consistent with
+    this rule.
     """
     name = "zero_optimization.offload_param.device"
     parameters = leaves.pop(name, "none")
@@ -225,8 +231,9 @@ _INSTEAD: dict[str, str] = {
 
 
 def _advice(name: str) -> str:
-    """Return the error message about an unsupported key: the recipe's key to set instead, or a
-    similar supported key."""
+    """Return the error message about an unsupported key. It names the recipe key to set instead, or
+    a similar supported key.
+    """
     section = name.split(".")[0]
     known = [*_SAME, *_HANDED_ON, *_WITHOUT_EFFECT, "train_batch_size", "optimizer.type"]
     instead = _INSTEAD.get(section)

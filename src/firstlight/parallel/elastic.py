@@ -1,12 +1,12 @@
-"""Starts the processes of a run by torch elastic, and restarts them when one fails.
+"""Starts the processes of a run with torch elastic, and restarts them when one fails.
 
 torch's agent assigns ranks over several machines, restarts failed ranks, and hosts a key-value
-store that outlives a restart. Differences from torch's agent:
+store that outlives a restart. The agent in this module differs from torch's agent as follows:
 
-- The failure of a rank is announced to the other ranks at once, which then end by themselves.
-- A run that was stopped by a signal and saved is not a failure and is not restarted.
-- The ranks end when the launcher is killed.
-- The terminal shows rank 0's messages, and those of another rank only if it failed.
+- The failure of a rank is immediately announced to the other ranks, which then exit by themselves.
+- A run that was stopped by a signal and has saved is not a failure and is not restarted.
+- The ranks are killed when the launcher is killed.
+- The terminal shows the messages of rank 0. Messages of another rank are shown only if it fails.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ _RENDEZVOUS_SECONDS = 900
 #: diverged. torch's agent treats every code except 0 as a failure.
 _ENDS = (0, STOPPED_EXIT_CODE, DIVERGED_EXIT_CODE)
 
-#: Exit codes that a restart would repeat: an invalid recipe or option, and a run that diverged.
+#: Exit codes for errors that would recur after a restart: an invalid recipe or option, and a run
+#: that diverged.
 _FINAL_EXIT_CODES = (ConfigError.exit_code, DIVERGED_EXIT_CODE)
 
 #: Signals passed on to the ranks, unless they are ignored (nohup).
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-#: Number of last lines of a failed rank's output that are shown.
+#: Maximum number of lines shown from the end of a failed rank's output.
 _MAX_LINES = 60
 
 #: Time limit in seconds for the launcher to connect to the store and report a failure to the ranks.
@@ -91,7 +92,7 @@ class Launch:
         nnodes: number of machines.
         node_rank: this machine's number; machine 0 hosts the rendezvous.
         endpoint: HOST or HOST:PORT of machine 0; "" with one machine.
-        max_restarts: number of times that all ranks may be started again after a failure.
+        max_restarts: maximum number of times that all ranks are started again after a failure.
 
     Raises:
         ConfigError: a number is out of range.
@@ -117,12 +118,12 @@ class Launch:
 
 
 def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = ()) -> int:
-    """Run a command as each rank of this machine, and wait until all have ended.
+    """Run a command once per rank of this machine, and wait until all ranks have ended.
 
     Args:
         command: the program's full path and its arguments.
         options: numbers of processes and machines.
-        on_restart: additional arguments of all starts but the first (`--resume`).
+        on_restart: additional arguments of the command when it is restarted, such as `--resume`.
 
     Returns:
         The exit code for the launcher:
@@ -131,21 +132,23 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
           saved, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
           run that diverged, otherwise 1;
-        - 128 plus the number of the signal that stopped the launcher, if a rank ended otherwise.
+        - if a signal stopped the launcher and a rank ended with a code other than 0, 75 or 76: 128
+          plus the number of the signal.
 
     Raises:
         RankError: a rank other than 0 failed, a rank was killed, or the machines did not connect.
     """
-    # By default each rank would start as many threads as there are cores, and slow down the others.
+    # By default, each rank would start as many threads as there are cores, and the ranks would slow
+    # each other down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // options.nproc)))
-    # A rank that crashes inside a library's native code prints its Python traceback.
+    # Make a rank that crashes inside a library's native code print its Python traceback.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     )
     with _quiet(), tempfile.TemporaryDirectory(prefix="firstlight-ranks-") as temporary:
         agent = _Agent(command, options, tuple(on_restart), Path(temporary))
-        result = None  # torch's answer to a closed rendezvous
+        result = None  # torch also returns None if the rendezvous is closed.
         problem = (
             "was closed by another machine before this one joined, because the run has ended "
             "there: start the run on all machines again"
@@ -153,7 +156,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         try:
             result = agent.run()
         except SignalException as caught:
-            # The rendezvous stays open: another machine may replace this one.
+            # Leave the rendezvous open, because another machine may replace this one.
             return agent.code_after_signal(caught.sigval)
         except RendezvousError as error:
             problem = (
@@ -161,11 +164,12 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
                 f"({error or type(error).__name__}): check --rdzv-endpoint, and start all machines"
             )
             if not agent.failed:
-                # It stays open here as well: the other machines may still be waiting for each
-                # other.
+                # Leave the rendezvous open here, too, because the other machines may still be
+                # waiting for each other.
                 raise RankError(f"the rendezvous {options.endpoint} {problem}") from error
         if agent.failed and options.nnodes > 1:
-            # This process may host the store from which ranks of other machines read the failure.
+            # Wait, because this process may host the store from which ranks of other machines read
+            # the failure.
             time.sleep(_LINGER_SECONDS)
         agent.close()
         if agent.failed:
@@ -178,8 +182,9 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A rank that ended with an exit `code` other than 0, or with minus the number of the signal
-    that killed it. `said` is its output; "" for rank 0, which writes to the terminal."""
+    """A rank that has failed. `code` is its exit code, or minus the number of the signal that
+    killed it. `said` is its output, or "" for rank 0, which writes to the terminal.
+    """
 
     rank: int
     pid: int
@@ -194,7 +199,7 @@ class _Ended:
         for line in reversed(lines):
             if line.startswith(_ERROR_START):
                 error = line.removeprefix(_ERROR_START)
-                # The failure of a rank of another machine.
+                # An error that begins with "rank " reports the failure of another rank.
                 return error if error.startswith("rank ") else f"{name} {error}"
         if _TRACEBACK in lines:
             return f"{name} {lines[-1]}"
@@ -205,11 +210,11 @@ class _Ended:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent with the differences that this module's docstring lists.
+    """torch's agent with the changes listed in this module's docstring.
 
     Attributes:
-        failed: the ranks of this machine that have failed since the last start, in the order of
-            their failures.
+        failed: ranks of this machine that have failed since the last start, in the order of their
+            failures.
     """
 
     def __init__(
@@ -236,10 +241,10 @@ class _Agent(LocalElasticAgent):
         self._rdzv_handler.shutdown()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # The first machine decides the number of the start for all machines: each agent counts only
-        # its own starts, and these counts differ after a machine was replaced.
+        # The first machine determines the number of the start for all machines. Each agent counts
+        # only its own starts, and these counts differ after a machine has been replaced.
         key = "firstlight/start"
-        group = cast(Any, worker_group)  # torch types values that are not known yet as None
+        group = cast(Any, worker_group)  # torch's type hints use None for values set later.
         if group.group_rank == 0:
             group.store.set(key, f"{self._starts}-{uuid.uuid4().hex}")
         said = group.store.get(key).decode()
@@ -253,8 +258,8 @@ class _Agent(LocalElasticAgent):
         return cast(dict[int, Any], super()._start_workers(worker_group))
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        # torch 2.11 has no option for the limit. Without a signal, before a restart, its 30 s are
-        # enough: ranks that wait for a lost machine can't save.
+        # torch 2.11 has no option for this time limit. Its limit of 30 s is sufficient before a
+        # restart, where there is no signal, because ranks that wait for a lost machine can't save.
         if death_sig is not None and self._pcontext is not None:
             self._pcontext.close(death_sig, _SAVING_SECONDS)
         super()._shutdown()
@@ -291,7 +296,7 @@ class _Agent(LocalElasticAgent):
                 continue
             log = self._folder / f"rank-{rank}.log"
             said = log.read_text(errors="replace") if log.exists() else ""
-            # torch marks the lines of a traceback with the rank.
+            # torch prefixes the lines of a traceback with the rank.
             said = said.replace(f"[rank{rank}]: ", "")
             self.failed[rank] = _Ended(rank, worker.id, code, said)
             if len(self.failed) == 1:
@@ -302,8 +307,9 @@ class _Agent(LocalElasticAgent):
                     tell_failure(PrefixStore(os.environ[ROUND], store), self.failed[rank].error)
 
     def codes(self) -> list[int | None]:
-        """Return the exit codes of this machine's ranks in the order of local ranks, None for a
-        rank that is running; an empty list before the start."""
+        """Return the exit codes of this machine's ranks in the order of local ranks. The code of a
+        running rank is None. Before the start, the list is empty.
+        """
         if self._pcontext is None:
             return []
         handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
@@ -313,19 +319,24 @@ class _Agent(LocalElasticAgent):
         return next(iter(self.failed.values()))
 
     def _final_code(self) -> int | None:
-        """Return the exit code of a rank that a restart would repeat, or None if there is no such
-        rank."""
+        """Return the exit code of a rank whose error would recur after a restart, or None if there
+        is no such rank.
+        """
         return next((code for code in self.codes() if code in _FINAL_EXIT_CODES), None)
 
     def _rank_0_has_said(self) -> bool:
-        """Return True if rank 0, which writes to this terminal, ended with an error that it
-        printed, and was not killed by a signal."""
+        """Return True if rank 0 has failed and printed its error to this terminal. This is not the
+        case if a signal killed it.
+        """
         return 0 in self.failed and self.failed[0].code > 0
 
     def code_after_failure(self) -> int:
-        """Return the exit code after a failure, or raise a `RankError` unless rank 0 has printed
-        its error; see `launch`. Prints the output of a failed rank other than 0 if it has a
-        traceback."""
+        """Return the exit code after a failure; see `launch`. If the output of the first failed
+        rank contains a traceback, print the end of this output.
+
+        Raises:
+            RankError: rank 0 has not printed an error.
+        """
         first = self._first()
         lines = first.said.rstrip().splitlines()
         if _TRACEBACK in lines:
@@ -336,7 +347,7 @@ class _Agent(LocalElasticAgent):
         return self._final_code() or 1
 
     def code_after_signal(self, number: signal.Signals) -> int:
-        """Return the exit code after a signal to the launcher; see `launch`."""
+        """Return the exit code after the launcher has received a signal; see `launch`."""
         codes = self.codes()
         if not codes or not set(codes) <= set(_ENDS):
             return 128 + number
@@ -344,8 +355,9 @@ class _Agent(LocalElasticAgent):
 
 
 def _rendezvous(options: Launch) -> RendezvousParameters:
-    """Return the parameters of torch's rendezvous of the machines. With one machine it uses a free
-    port of localhost, so that no host name has to be resolved."""
+    """Return the parameters of torch's rendezvous between the machines. With one machine, the
+    rendezvous uses a free port of localhost, so that no host name has to be resolved.
+    """
     alone = options.nnodes == 1
     return RendezvousParameters(
         backend="c10d",
@@ -355,15 +367,17 @@ def _rendezvous(options: Launch) -> RendezvousParameters:
         max_nodes=options.nnodes,
         local_addr="localhost" if alone else None,
         timeout=_RENDEZVOUS_SECONDS,
-        # Without it torch decides by host names, which containers may not resolve to themselves.
+        # Without this argument, torch compares host names. A container may not be able to resolve
+        # its own host name.
         is_host=alone or options.node_rank == 0,
     )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable logging in the context, because torch elastic logs each failure as a page of
-    tables."""
+    """Disable logging within the context, because torch elastic logs a page of tables for each
+    failure.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

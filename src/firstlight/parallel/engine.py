@@ -25,40 +25,40 @@ from firstlight.parallel.group import all_reduce_sum
 from firstlight.parallel.world import World
 from firstlight.section import Section
 
-#: Function that maps a model to the tensors of a checkpoint's weight file: views of parameters and
-#: buffers, by their names in that file.
+#: Function that returns a model's tensors for the weight file of a checkpoint. They are views of
+#: parameters and buffers, keyed by their names in that file.
 TensorsOf = Callable[[Model], Mapping[str, Tensor]]
 
 
 class DistributedConfig(Section):
     """The `distributed` section. Apart from rounding, the results of a run do not depend on the
-    engine; a checkpoint written under one engine can be resumed under any other.
+    engine. A checkpoint written with one engine can be resumed with any other.
     """
 
     engine: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = "auto"
     """"auto" is "none" for one process and "ddp" for several. "ddp" gives each process the whole
-    model and sums gradients; "fsdp" (FSDP2) shards parameters, gradients and optimizer state over
-    the processes, and gathers each layer while it is computed; "deepspeed" is DeepSpeed ZeRO, which
+    model and sums gradients. "fsdp" (FSDP2) shards parameters, gradients and optimizer state over
+    the processes, and gathers each layer while it is computed. "deepspeed" is DeepSpeed ZeRO, which
     also supports a single process."""
     shard: int | None = Field(None, gt=1)
-    """number of processes over which fsdp shards one copy of the model; null is all processes. With
-    fewer (hybrid sharding, ideally the processes of one machine), each group of this many processes
-    has a copy, and layers are gathered only within the group."""
+    """number of processes over which fsdp shards one copy of the model; null means all processes.
+    With a smaller number (hybrid sharding), each group of this many processes, ideally on one
+    machine, has a copy of the model, and layers are gathered only within the group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """location of sharded tensors. "cpu" is CPU memory, where fsdp keeps and updates its shards,
-    and deepspeed its optimizer state and, at stage 3, also the parameters. "nvme" (deepspeed) keeps
-    the optimizer state in files."""
+    """location of sharded tensors. With "cpu", fsdp keeps and updates its shards in CPU memory;
+    deepspeed keeps the optimizer state there and, at stage 3, also the parameters. With "nvme"
+    (deepspeed only), the optimizer state is kept in files."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """tensors that deepspeed shards: 1 is the optimizer state, 2 also gradients, 3 also parameters;
-    null is 2."""
+    """tensors that deepspeed shards: the optimizer state (1), also gradients (2), also parameters
+    (3); null means 2."""
     nvme_path: str | None = None
     """folder on a fast disk of each machine, for offload "nvme"."""
     deepspeed_config: str | None = None
     """path of an existing DeepSpeed configuration file (JSON); if it is set, engine "auto" is
-    deepspeed. The file's values fill the recipe's open keys; recipe and file must not contradict
-    each other."""
+    deepspeed. The file supplies values for keys that the recipe does not set, and must not
+    contradict the recipe."""
     reshard_after_forward: bool = True
-    """true makes fsdp free a gathered layer after its forward pass and gather it again for the
+    """true makes fsdp free a gathered layer after its forward pass and gather it again for its
     backward pass; false gathers each layer once and keeps it in memory until its backward pass."""
     tensor_parallel: int = Field(1, ge=1)
     """number of neighbouring processes, ideally on one machine, that share the computation of each
@@ -71,18 +71,18 @@ class DistributedConfig(Section):
     machine. A step should have several times as many micro-batches
     (batch.gradient_accumulation_steps) as stages."""
     timeout_seconds: float = Field(600, gt=0)
-    """seconds without a response from a process after which the run ends with an error. It must be
-    longer than the longest save, for which the other processes wait."""
+    """seconds without a response from a process after which the run ends with an error. This time
+    must be longer than the slowest save, because the other processes wait for it."""
 
 
 class StateTensors(NamedTuple):
-    """Weights and optimizer state that an engine hands to a checkpoint.
+    """Weights and optimizer state that an engine returns for a checkpoint.
 
     Attributes:
         weights: weights by name.
         moments: optimizer state by name.
-        is_copy: True if the tensors share no memory with the run, so that the next step does not
-            change them.
+        is_copy: True if the tensors do not share memory with the run, so that the next step does
+            not change them.
     """
 
     weights: Mapping[str, Tensor]
@@ -92,7 +92,7 @@ class StateTensors(NamedTuple):
 
 class Engine:
     """Distributes one model over the processes of a run. This base class is the engine of a run
-    with one process; the other engines override the methods in which they differ.
+    with one process. The other engines override some of its methods.
 
     A step's gradient is the sum of the processes' gradients, because each process divides its loss
     by the number of valid tokens of all processes.
@@ -107,20 +107,21 @@ class Engine:
             different sequences.
         keeps_shards: True if `share` shards the weights over the processes.
         shards_state: True if each process keeps only a shard of the optimizer's state.
-        keeps_buckets: True if the gradients' memory stays allocated between steps, because they
-            are views into DDP's communication buckets.
+        keeps_buckets: True if the memory of the gradients stays allocated between steps, because
+            the gradients are views into DDP's communication buckets.
         updates_itself: True if an external library (DeepSpeed) runs the backward pass and the
             update instead of `Optimizer`.
         averages_gradients: True if the library averages the processes' gradients instead of
             summing them.
         can_repeat_step: True if a step that ran out of memory can be repeated with smaller
-            micro-batches; False if other processes wait for this one's gradients.
-        rank, size: number of this process's part of each global batch, and the number of parts.
-            With `distributed.tensor_parallel` or `pipeline`, neighbouring processes compute one
-            part together.
-        group_rank: this process's number among the processes that compute one part together.
-        loss_factor: factor of a loss before its backward pass: `size` if the library averages
-            gradients, so that the average becomes the sum that the step needs; otherwise 1."""
+            micro-batches; False if other processes wait for this process's gradients.
+        rank, size: index of this process's part of each global batch, and the number of parts. With
+            `distributed.tensor_parallel` or `pipeline`, neighbouring processes compute one part
+            together.
+        group_rank: index of this process among the processes that compute one part together.
+        loss_factor: factor by which a loss is multiplied before its backward pass. It is `size` if
+            the library averages gradients, so that the average equals the sum; otherwise it is 1.
+    """
 
     name = "none"
     keeps_shards = False
@@ -149,8 +150,9 @@ class Engine:
         return self.world.size == 1
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a whole run; its exit undoes the engine's changes of process-wide
-        settings (environment variables, process group)."""
+        """Return the context of a whole run. Its exit undoes the engine's changes to process-wide
+        settings (environment variables, process group).
+        """
         return contextlib.nullcontext()
 
     # The model
@@ -163,13 +165,13 @@ class Engine:
         generator: torch.Generator | None = None,
         init: InitConfig | None = None,
     ) -> Model:
-        """Create this process's part of a new model, on the CPU; the whole model except in a
-        pipeline.
+        """Create this process's part of a new model, on the CPU. Except in a pipeline, this is the
+        whole model.
 
         Args:
             config: the architecture.
             vocab_multiple: the vocabulary is padded to a multiple of this number.
-            generator: source of the random initial values; None leaves them uninitialized.
+            generator: source of the random initial values; None leaves the values uninitialized.
             init: see `LanguageModel.init_weights`.
 
         Raises:
@@ -181,17 +183,18 @@ class Engine:
         return model
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
-        """Distribute a model over the processes, in place; return its distributed forward function.
+        """Distribute a model over the processes, in place. Return its distributed forward function.
 
         Args:
             model: the model, with equal weights on all processes, and with activation checkpointing
-                and similar methods applied. It is on this process's device; if `keeps_shards`, it
-                may be on the CPU, from where its layers go to the device one after the other.
-            precision: the recipe's `efficiency.precision`; with "bf16", fsdp gathers parameters in
-                bf16, and sums gradients in fp32.
+                and similar methods applied. It must be on this process's device. If `keeps_shards`
+                is True, it can also be on the CPU; its layers are then moved to the device one
+                after the other.
+            precision: the recipe's `efficiency.precision`. With "bf16", fsdp gathers parameters in
+                bf16 and sums gradients in fp32.
 
         Returns:
-            A function with the arguments and the result of `LanguageModel.forward`.
+            A function with the same arguments and result as `LanguageModel.forward`.
         """
         return model
 
@@ -204,7 +207,7 @@ class Engine:
         in_backward: bool,
         initial: Mapping[str, Tensor],
     ) -> tuple[Optimizer, Callable[..., Tensor]]:
-        """Distribute a model by `share` and create its optimizer.
+        """Distribute a model with `share` and create its optimizer.
 
         Args:
             model, precision: see `share`.
@@ -220,15 +223,16 @@ class Engine:
         return Optimizer(model, config, in_backward=in_backward, initial=initial), forward
 
     def absent_parameters(self, model: Model) -> set[str]:
-        """Return the names of the whole model's parameters that this process lacks, because they
-        belong to other pipeline stages."""
+        """Return the names of the parameters that this process does not have, because they belong
+        to other pipeline stages.
+        """
         return set()
 
     def reshard(self) -> None:
         """Free gathered parameters, so that each process holds only its shards.
 
-        A forward pass without a backward pass (an evaluation) leaves the parameters outside of the
-        layers gathered.
+        After a forward pass without a backward pass, as in an evaluation, the parameters outside of
+        the layers are still gathered.
         """
 
     # A step
@@ -236,8 +240,8 @@ class Engine:
     def run_schedule(
         self, loss_sum: Callable[..., Tensor], batches: Sequence[Any], divisor: float
     ) -> Tensor | None:
-        """Run all forward and backward passes of a step, if the engine has its own schedule (a
-        pipeline).
+        """Run all forward and backward passes of a step if the engine has its own schedule, as a
+        pipeline does.
 
         Args:
             loss_sum: this process's loss function, which maps `input_ids`, `labels` and
@@ -247,7 +251,7 @@ class Engine:
 
         Returns:
             The summed loss over all micro-batches, before the division: a scalar [], fp64. None if
-            the engine has no schedule, and the caller has to run the micro-batches one by one.
+            the engine does not have a schedule; the caller must then run the micro-batches itself.
         """
         return None
 
@@ -255,8 +259,8 @@ class Engine:
         """Return the context of a micro-batch's forward and backward pass.
 
         Args:
-            last: True for the last micro-batch of a step, the only one in which processes exchange
-                gradients; earlier micro-batches add up their gradients locally.
+            last: True for the last micro-batch of a step. Processes exchange gradients only in this
+                micro-batch; the gradients of earlier micro-batches are accumulated locally.
         """
         return contextlib.nullcontext()
 
@@ -276,11 +280,13 @@ class Engine:
         return norm
 
     def sums(self, *values: float) -> list[float]:
-        """Return the sum of each number over the parts of a global batch, added up in fp64. All
-        processes have to call it, and get the same sums."""
+        """Return the sum of each number over the parts of a global batch, computed in fp64. All
+        processes must call this method; it returns the same sums on all of them.
+        """
         if self.world.size == 1:
             return list(values)
-        # Processes that compute one part together have the same numbers: only one adds them.
+        # Processes that compute one part together have the same numbers, so only one of them
+        # contributes its numbers.
         own = values if self.group_rank == 0 else [0.0] * len(values)
         sums: list[float] = all_reduce_sum(torch.tensor(own, dtype=torch.float64)).tolist()
         return sums
@@ -290,10 +296,10 @@ class Engine:
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """Return the full weights and optimizer state, for the main process; other processes have
-        to ignore their result. All processes have to call it.
+        """Return the full weights and optimizer state on the main process. All processes must call
+        this method; processes other than the main process must ignore its result.
 
-        With this base class and DDP, the tensors stay on their device: the saver copies all of
+        This base class and DDP return tensors on their device, because the saver can copy all of
         them from a GPU into page-locked memory at once. Other engines return tensors on the CPU.
 
         Args:
@@ -308,8 +314,10 @@ class Engine:
             return StateTensors(tensors_of(model), optimizer.state_shards())
 
     def own_tensors(self, model: Model, optimizer: Optimizer) -> StateTensors:
-        """Return this process's weights and optimizer state, without gathering or copying: its
-        shards (DTensors), and in the main process also the tensors that are not sharded."""
+        """Return this process's weights and optimizer state without gathering or copying them.
+        These are its shards (DTensors) and, in the main process, also the tensors that are not
+        sharded.
+        """
         weights = {name: p.detach() for name, p in model.named_parameters()}
         weights, moments = (
             {n: t for n, t in tensors.items() if self.is_main or is_sharded(t)}
@@ -324,8 +332,9 @@ def one_process(device: torch.device = torch.device("cpu")) -> Engine:  # noqa: 
 
 
 class DDPEngine(Engine):
-    """torch's DistributedDataParallel: each process has the whole model, and the processes average
-    their gradients."""
+    """Uses torch's DistributedDataParallel. Each process has the whole model, and the processes
+    average their gradients.
+    """
 
     name = "ddp"
     keeps_buckets = True
@@ -334,20 +343,21 @@ class DDPEngine(Engine):
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """See `Engine.session`. Its exit ends the use of the model that `share` has wrapped."""
+        """See `Engine.session`. After the exit, the model wrapped by `share` can't be used."""
         try:
             yield
         finally:
             if hasattr(self, "_ddp"):
-                # DDP's reducer (C++) also owns the process group. As the group's last owner, it
-                # would destroy the group while it holds Python's lock (GIL), which gloo's threads
-                # may be waiting for: a deadlock. Python's own reference to the group releases the
-                # lock first.
+                # DDP's reducer (C++) also owns the process group. If it were the last owner, it
+                # would destroy the group while holding the GIL. gloo's threads may be waiting for
+                # the GIL, so this could be a deadlock. Without the reducer, Python's reference is
+                # the last one, and Python releases the GIL before it destroys the group.
                 del self._ddp.reducer, self._ddp.logger
 
     def share(self, model: Model, precision: str) -> Callable[..., Tensor]:
         """See `Engine.share`."""
-        # Buffers are equal on all processes and never change, so DDP need not broadcast them.
+        # Buffers are equal on all processes and never change, so DDP does not have to broadcast
+        # them.
         with warnings.catch_warnings():
             # Newer versions of torch renamed an argument and warn about the old name, which older
             # versions require.
@@ -373,6 +383,7 @@ class DDPEngine(Engine):
 
 
 def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, detached, contiguous and on the CPU, with shapes and dtypes unchanged. A
-    tensor that is already contiguous and on the CPU is not copied."""
+    """Return the tensors detached, contiguous and on the CPU, with unchanged shapes and dtypes. A
+    tensor that is already contiguous and on the CPU is not copied.
+    """
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -41,17 +41,20 @@ def make_engine(config: DistributedConfig, world: World, device: torch.device) -
 
 
 def named_engine(config: DistributedConfig) -> type[Engine]:
-    """Return the engine class that a recipe names; for "auto" the engine of one process."""
+    """Return the engine class that a recipe specifies. For "auto", return the engine for a single
+    process.
+    """
     return ENGINES.get(config.engine, Engine)
 
 
 def engine_name(config: DistributedConfig, processes: int) -> str:
-    """Return the engine between processes that compute different sequences: none, ddp, fsdp or
-    deepspeed.
+    """Return the name of the engine between processes that compute different sequences: "none",
+    "ddp", "fsdp" or "deepspeed".
 
     Args:
         config: the recipe's `distributed` section.
-        processes: all processes of the run, including those of tensor and pipeline parallelism.
+        processes: number of all processes of the run, including those of tensor and pipeline
+            parallelism.
 
     Raises:
         ConfigError: the section is invalid for this number of processes.
@@ -90,7 +93,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
             "distributed.tensor_parallel does not support distributed.engine deepspeed: set "
             "distributed.engine to fsdp, or remove tensor_parallel"
         )
-    # DeepSpeed is useful even for one process, because it offloads.
+    # DeepSpeed is useful even for one process, because it supports offloading.
     if name not in ("none", "deepspeed") and size == 1:
         if group > 1:
             raise ConfigError(
@@ -113,7 +116,7 @@ def engine_name(config: DistributedConfig, processes: int) -> str:
 
 
 def _require_own_keys(config: DistributedConfig, name: str) -> None:
-    """Reject keys that are set and belong to another engine than `name`."""
+    """Reject keys that are set but belong to an engine other than `name`."""
     stage, nvme = config.zero_stage, config.offload == "nvme"
     own = {
         "shard": (config.shard is not None, ("fsdp",)),
@@ -142,7 +145,9 @@ def _require_own_keys(config: DistributedConfig, name: str) -> None:
 
 
 def _pipeline_engine_name(config: DistributedConfig, processes: int) -> str:
-    """Return `engine_name` for a pipeline, which does not support other engines."""
+    """Return the engine name for a pipeline, which can't be combined with other engines; see
+    `engine_name`.
+    """
     others = {
         f"engine {config.engine}": config.engine not in ("auto", "none"),
         f"tensor_parallel {config.tensor_parallel}": config.tensor_parallel > 1,

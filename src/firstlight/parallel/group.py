@@ -1,20 +1,20 @@
 """The process group of a run, and the collective operations between its processes (exchanges).
 
 `process_group` opens torch's group after a rendezvous, watches the ranks by heartbeats, and closes
-the group. All ranks have to call each exchange, in the same order. In a world of one process, an
-exchange returns its argument. Objects are sent by torch's object collectives.
+the group. All ranks must call the exchanges in the same order. In a world of one process, an
+exchange returns its argument. Objects are sent with torch's object collectives.
 
-The heartbeat of a rank notices ranks that have stopped answering, and if necessary ends this
-process. A process that is killed, stopped or stuck leaves the others in the middle of an exchange,
-which ends after the timeout, or never. Each rank therefore has two background threads. The beating
-thread writes this rank's heartbeats to the store, and reads those of other ranks. The deciding
-thread decides whether a rank has failed; it never waits for the store, whose host may have stopped.
-Rank 0 watches all ranks, and all ranks watch rank 0, so that the traffic grows linearly with the
-number of ranks.
+Heartbeats detect ranks that have stopped answering. If a process is killed, stopped or stuck, the
+other processes remain in the middle of an exchange, which ends only after the timeout, or never.
+Each rank therefore has two background threads. The beating thread writes this rank's heartbeats to
+the store and reads those of other ranks. The deciding thread decides whether a rank has failed and,
+if necessary, ends this process. It never waits for the store, because the store's host may have
+stopped. Rank 0 watches all ranks, and all ranks watch rank 0, so the traffic grows linearly with
+the number of ranks.
 
-The time without a heartbeat is added up in short intervals of this process's own running time. A
-process that was itself stopped (SIGSTOP), or whose interpreter lock was held for a minute,
-therefore does not blame the others.
+The time without a heartbeat is measured in short intervals during which this process was running. A
+process that was itself stopped (SIGSTOP), or whose GIL was held for a minute, therefore does not
+blame other processes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from firstlight.parallel.world import World
 _BEAT_SECONDS = 1.0
 _DECIDE_SECONDS = 0.25
 
-#: Seconds without a heartbeat after which a rank has failed, once an exchange has failed.
+#: Seconds without a heartbeat after which a rank is considered failed, once an exchange has failed.
 _SUSPICIOUS_SECONDS = 5.0
 
 #: Time limit in seconds for the main thread to notice a known failure and to unwind. A thread that
@@ -67,19 +67,20 @@ class Heartbeat:
     Args:
         store: the store of the ranks.
         own: this process.
-        infos: all ranks, in their order.
-        timeout_seconds: seconds without a heartbeat after which a rank has failed.
+        infos: all ranks, in the order of their numbers.
+        timeout_seconds: seconds without a heartbeat after which a rank is considered failed.
 
     Attributes:
-        failure: the message about the failure that ended the run, which names a rank; None if there
-            was none.
+        failure: message that reports the failure and names the failed rank; None if no rank has
+            failed.
     """
 
     def __init__(
         self, store: PrefixStore, own: RankInfo, infos: Sequence[RankInfo], timeout_seconds: float
     ) -> None:
         self.failure: str | None = None
-        # A separate connection to the store, because calls on one connection wait for each other.
+        # Use a separate connection to the store, because calls on one connection wait for each
+        # other.
         self._beat_store: PrefixStore = store.clone()  # type: ignore[attr-defined]
         self._store = store
         self._own = own
@@ -101,14 +102,15 @@ class Heartbeat:
             thread.start()
 
     def blame(self) -> str | None:
-        """Wait, after a failed exchange, until it is known which rank has failed.
+        """After a failed exchange, wait until it is known which rank has failed.
 
         Returns:
-            The message about the failure, which names a rank; None if all ranks still answer.
+            The message that reports the failure and names the failed rank; None if all ranks still
+            answer.
         """
-        # From now on this rank watches all ranks with a short limit: any of them may have failed.
+        # Watch all ranks with a shorter limit, because any of them may have failed.
         self._suspicious = True
-        # The time counts from a rank's last heartbeat, which may have just arrived.
+        # The limit is measured from the last heartbeat of a rank, which may have just arrived.
         self._decided.wait(_SUSPICIOUS_SECONDS + 3 * _BEAT_SECONDS)
         return self.failure
 
@@ -125,7 +127,7 @@ class Heartbeat:
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
-        """Run the beating thread: write this rank's heartbeats, and read those of watched ranks."""
+        """Run the beating thread: write this rank's heartbeats and read those of watched ranks."""
         count = 0
         keys = [f"beat/{rank}" for rank in range(len(self._infos))]
         try:
@@ -159,8 +161,8 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
             now = time.monotonic()
-            # In a longer gap, this process itself was stopped, which is not evidence against other
-            # ranks.
+            # If more time has passed, this process itself was stopped. This time is not counted
+            # against other ranks.
             passed, before = min(now - before, 2 * _DECIDE_SECONDS), now
             if self.failure is None:
                 self._count(passed)
@@ -169,8 +171,9 @@ class Heartbeat:
                 _end_process(self.failure)
 
     def _count(self, passed: float) -> None:
-        """Add `passed` seconds to the time without a heartbeat of each watched rank and without an
-        answer of the store, and decide whether one of them has exceeded its limit."""
+        """Add `passed` seconds to the time since the last heartbeat of each watched rank and since
+        the last answer of the store, and decide whether the limit is exceeded.
+        """
         limit = min(self._timeout, _SUSPICIOUS_SECONDS) if self._suspicious else self._timeout
         with self._lock:
             self._store_silent += passed
@@ -201,10 +204,11 @@ class Heartbeat:
 
 
 def _end_process(failure: str) -> None:
-    """Write the failure to stderr and end the process at once, because no exception reaches the
-    main thread where it waits.
+    """Write the failure to stderr and end the process immediately, because no exception can reach
+    the waiting main thread.
 
-    Writes to the descriptor without Python's stderr object, whose lock the main thread may hold.
+    The message is written directly to the file descriptor, because the main thread may hold the
+    lock of Python's stderr object.
     """
     # Show the terminal's cursor again, which the live view of a run hides.
     start = "\n\033[?25h" if os.isatty(2) else ""
@@ -215,13 +219,14 @@ def _end_process(failure: str) -> None:
 
 # The group
 
-#: Default limit of the rendezvous and of a collective operation: torch's default for NCCL.
+#: Default time limit in seconds for the rendezvous and for a collective operation. It equals
+#: torch's default for NCCL.
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
-#: Words that identify an error of an exchange: gloo's errors are plain RuntimeErrors.
+#: Words that identify an error of an exchange, because gloo's errors are plain RuntimeErrors.
 _EXCHANGE_WORDS = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup")
 
-#: Seconds to wait for the closing of a group after a failure.
+#: Time limit in seconds for closing a group after a failure.
 _CLOSE_SECONDS = 1.5
 
 
@@ -233,7 +238,7 @@ def own_device(world: World, device: str) -> torch.device:
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: the device is not present, or `device` is one GPU by number ("cuda:0") in a
+        ConfigError: the device is not present, or `device` specifies a single GPU ("cuda:0") in a
             world of several processes.
     """
     if device != "cuda":
@@ -246,8 +251,8 @@ def own_device(world: World, device: str) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise ConfigError("device 'cuda' is not present on this machine: set it to cpu")
-    # With one visible GPU, the launcher has given each process its own. If all have the same one,
-    # the rendezvous rejects the run (`rendezvous.compare`).
+    # If only one GPU is visible, the launcher is assumed to have assigned a separate GPU to each
+    # process. If processes share a GPU, the rendezvous rejects the run (see `rendezvous.compare`).
     index = 0 if count == 1 else world.local_rank
     if index >= count:
         raise ConfigError(
@@ -265,19 +270,20 @@ def process_group(
     *,
     fingerprint: str = "",
 ) -> Iterator[None]:
-    """Open torch.distributed's default group for the context; do nothing in a world of one.
+    """Open torch.distributed's default group within the context. In a world of one process, do
+    nothing.
 
-    All ranks have to enter and to leave it. A failure of one rank inside ends the block on all
-    ranks, with an error that names the failed rank (see `Heartbeat`). If the main thread waits in
-    an exchange, where no exception reaches it, the process writes the failure to stderr and ends
-    with exit code 1.
+    All ranks must enter and leave the context. If one rank fails within the context, the context
+    ends on all ranks with an error that names the failed rank (see `Heartbeat`). If the main thread
+    is waiting in an exchange, no exception can reach it. In this case, the process writes the
+    failure to stderr and ends with exit code 1.
 
     Args:
         world: this process among the others.
         device: the device of this process's tensors. Tensors on the CPU are exchanged by gloo,
-            tensors on GPUs by NCCL. timeout_seconds: limit of the rendezvous, of an exchange
-            between ranks, and of the time
-            without a heartbeat of a rank.
+            tensors on GPUs by NCCL.
+        timeout_seconds: time limit for the rendezvous, for an exchange between ranks, and for the
+            time without a heartbeat of a rank.
         fingerprint: a hash of the recipe, which must be the same on all ranks.
 
     Raises:
@@ -298,17 +304,19 @@ def process_group(
         heartbeat = Heartbeat(store, own, infos, timeout_seconds)
         _open_group(world, device, store, timeout_seconds)
         yield
-        # No rank may end while another one still needs it for an exchange.
+        # A rank must not end while another rank still needs it for an exchange.
         barrier()
     except BaseException as error:
         failure = None
         if heartbeat is not None:
             failure = _failure_elsewhere(error, own, heartbeat)
             heartbeat.stop()
-        # A rank that waits for this one in an exchange gets an error at once.
+        # Closing the group immediately raises an error in ranks that wait for this rank in an
+        # exchange.
         _close_broken_group()
         if own.rank == 0 and not hosted_by_agent():
-            # The store ends with this process: until then, the other ranks can read the failure.
+            # The store ends with this process, so the other ranks need some time to read the
+            # failure.
             time.sleep(TALK_SECONDS)
         if failure is None:
             raise
@@ -319,8 +327,9 @@ def process_group(
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[None]:
-    """Open a default group of torch that contains only this process, for libraries that need a
-    group (DeepSpeed)."""
+    """Open a default process group that contains only this process, for libraries such as DeepSpeed
+    that require a group.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
@@ -341,8 +350,9 @@ def _open_group(world: World, device: torch.device, store: Store, timeout_second
 
 
 def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat) -> str | None:
-    """Return the message about another rank's failure, if that caused `error`. Return None if this
-    rank itself failed; the other ranks are then informed."""
+    """Return the message that reports the failure of another rank if this failure caused `error`.
+    If this rank itself failed, inform the other ranks and return None.
+    """
     broken = is_exchange_error(error)
     if broken:
         failure = heartbeat.blame()
@@ -364,8 +374,9 @@ def _failure_elsewhere(error: BaseException, own: RankInfo, heartbeat: Heartbeat
 
 
 def is_exchange_error(error: BaseException | None) -> bool:
-    """Return True if an error, or one in its chain of causes, is an error of an exchange between
-    ranks."""
+    """Return True if an error, or any error in its chain of causes, is an error of an exchange
+    between ranks.
+    """
     while error is not None:
         if isinstance(error, dist.DistError):
             return True
@@ -387,7 +398,7 @@ def _one_line(error: BaseException) -> str:
 def _close_broken_group() -> None:
     """Close torch's group after a failure, if there is one."""
     if dist.is_initialized():
-        # In a thread, because torch may wait forever for a missing rank.
+        # Use a thread, because torch may wait forever for a missing rank.
         with contextlib.suppress(RuntimeError, TimeoutError):
             in_thread(_CLOSE_SECONDS, dist.destroy_process_group)
 
@@ -403,7 +414,8 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor elementwise over all ranks, in place, and return it.
 
     Args:
-        tensor: a tensor of any shape; shape, dtype and device type are the same on all ranks.
+        tensor: a tensor of any shape. Its shape, dtype and device type must be the same on all
+            ranks.
     """
     if not _is_alone():
         dist.all_reduce(tensor)
@@ -420,13 +432,14 @@ def agree(flag: bool) -> bool:
 
 
 def barrier() -> None:
-    """Return when all ranks have called it."""
-    # On the CPU by gloo, even if the model is on GPUs: no rank has to wait for its kernels.
+    """Wait until all ranks have called this function."""
+    # This uses gloo on the CPU even if the model is on GPUs, so that no rank has to wait for its
+    # kernels.
     agree(False)
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's value on all ranks; values of other ranks are ignored."""
+    """Return rank 0's value on all ranks. The values of other ranks are ignored."""
     if _is_alone():
         return value
     values = [value]
@@ -435,7 +448,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the values of all ranks, in the order of ranks, on all ranks."""
+    """Return a list of the values of all ranks, in the order of ranks, on every rank."""
     if _is_alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -444,7 +457,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_main(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of all ranks by name, on rank 0; other ranks get only their own tensors.
+    """Return the tensors of all ranks, keyed by name, on rank 0. Other ranks get only their own
+    tensors.
 
     Args:
         tensors: tensors on the CPU by name; each name exists on only one rank.

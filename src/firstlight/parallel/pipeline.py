@@ -1,9 +1,9 @@
-"""Pipeline parallelism: each process has consecutive layers of a Llama (a stage), and a step's
-micro-batches pass from stage to stage (torch.distributed.pipelining; schedule 1F1B of PipeDream,
-Narayanan et al. 2019).
+"""Pipeline parallelism: each process has consecutive layers of a Llama (a stage), and the
+micro-batches of a step pass from stage to stage. This uses torch.distributed.pipelining with the
+1F1B schedule of PipeDream (Narayanan et al. 2019).
 
-A stage is a plain Llama in which stand-in modules, which return their input, replace the modules of
-other stages. Its parameters have the same names as in the whole model.
+A stage is a plain Llama in which the modules of other stages are replaced by stand-in modules that
+return their input. Its parameters have the same names as in the whole model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from firstlight.parallel.group import all_reduce_sum, gather_to_main
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-#: Dtypes of results; their indices here are sent between stages.
+#: Dtypes of results. A dtype is sent to other stages as its index in this tuple.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class _Received(nn.Module):
-    """Stand-in for the embedding: returns the hidden states [batch, seq_len, hidden_size] that the
-    previous stage has sent and that `Pipeline.take` has set."""
+    """Stand-in for the embedding. It returns the hidden states [batch, seq_len, hidden_size] from
+    the previous stage, which are set by `Pipeline.take`.
+    """
 
     weight: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
-        # Code that finds the model's device by `embedding.weight.device` needs a tensor here.
+        # Code that determines the model's device from `embedding.weight.device` needs a tensor
+        # here.
         self.register_buffer("weight", torch.empty(0), persistent=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -47,14 +49,14 @@ class _Received(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """Stand-in for a layer of another stage: returns its input, [batch, seq_len, hidden_size]."""
+    """Stand-in for a layer of another stage. It returns its input [batch, seq_len, hidden_size]."""
 
     def forward(self, x_BTC: Tensor, *_: Any) -> tuple[Tensor, None]:
         return x_BTC, None
 
 
 def unstageable(config: ModelConfig, stages: int) -> Iterator[str]:
-    """Yield the reasons why a model can't be split into `stages` stages, each a sentence."""
+    """Yield the reasons why a model can't be split into `stages` stages, each as a sentence."""
     if not config.has_pipeline:
         able = families_with(lambda family: family.config.has_pipeline)
         yield (
@@ -84,18 +86,18 @@ def stage_model(
     generator: torch.Generator | None = None,
     init: InitConfig | None = None,
 ) -> Model:
-    """Create one stage of a model, on the CPU. Besides the stage's own parameters, the process
-    never needs more memory than for the largest parameter of other stages.
+    """Create one stage of a model, on the CPU. In addition to the memory of the stage's own
+    parameters, this needs at most the memory of the largest parameter of the other stages.
 
     Args:
-        config: a config for which `unstageable` gives no reasons.
+        config: a config for which `unstageable` yields no reasons.
         vocab_multiple: the vocabulary is padded to a multiple of this number.
-        stage, stages: number of this process's stage, and the number of stages.
-        generator: source of the whole model's random initial values; None leaves values
-            uninitialized, except zeros in the rows that pad the vocabulary.
+        stage, stages: index of this process's stage, and the number of stages.
+        generator: source of the random initial values of the whole model. None leaves the values
+            uninitialized, except for the rows that pad the vocabulary, which are zero.
         init: see `LanguageModel.init_weights`.
     """
-    # On the meta device: the whole model may be larger than this machine's memory.
+    # Build the model on the meta device, because it may be larger than this machine's memory.
     with torch.device("meta"):
         model = build_model(config, vocab_multiple)
     own = _own_layers(config.num_hidden_layers, stage, stages)
@@ -127,14 +129,15 @@ def stage_model(
 
 
 def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
-    """Replace a meta model's parameters by parameters on the CPU, without values.
+    """Replace the parameters of a model on the meta device by uninitialized parameters on the CPU.
 
     Args:
         model: a whole model on the meta device.
-        others: `id` of each parameter of other stages. With `draws`, they all share one buffer:
-            their random numbers are drawn and discarded, so that this stage gets the same values as
-            in a model that is initialised whole. Otherwise they stay on the meta device.
-        draws: True if the model is initialised.
+        others: `id` of each parameter of other stages. If `draws` is True, all these parameters
+            share one buffer. Their random numbers are drawn and discarded, so that this stage gets
+            the same values as if the whole model were initialised. Otherwise, the parameters stay
+            on the meta device.
+        draws: True if random initial values will be drawn.
     """
     largest = max((p.numel() for p in model.parameters() if id(p) in others), default=0)
     scratch = torch.empty(largest if draws else 0)
@@ -150,12 +153,12 @@ def _allocate(model: Model, others: set[int], *, draws: bool) -> None:
 
 
 def _own_layers(layers: int, stage: int, stages: int) -> range:
-    # The stages' numbers of layers differ by at most one.
+    # The numbers of layers in the stages differ by at most one.
     return range(stage * layers // stages, (stage + 1) * layers // stages)
 
 
 class PipelineEngine(Engine):
-    """Gives each process one stage of the model; micro-batches pass from stage to stage."""
+    """Gives each process one stage of the model. Micro-batches pass from stage to stage."""
 
     _pipeline: Pipeline
 
@@ -175,7 +178,7 @@ class PipelineEngine(Engine):
         """See `Engine.absent_parameters`."""
         with torch.device("meta"):
             whole = build_model(model.config)
-        # Only the names are needed, so the whole model is created on the meta device.
+        # The whole model is created on the meta device, because only its names are needed.
         own = {name for name, _ in model.named_parameters()}
         return {name for name, _ in whole.named_parameters()} - own
 
@@ -202,13 +205,13 @@ class PipelineEngine(Engine):
 class Pipeline:
     """Connects this process's stage with the stages of the other processes.
 
-    The constructor replaces `model.forward` with the forward pass through all stages, for
-    evaluation and generation: every process calls it with the same inputs, and gets the same
-    outputs.
+    The constructor replaces `model.forward` with the forward pass through all stages, which is used
+    for evaluation and generation. Every process must call it with the same inputs, and gets the
+    same outputs.
 
     Args:
         model: the result of `stage_model`, on its device.
-        stage, stages: number of this process's stage, and the number of stages.
+        stage, stages: index of this process's stage, and the number of stages.
         device: this process's device.
 
     Attributes:
@@ -224,7 +227,8 @@ class Pipeline:
         self._divisor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)
         self._schedules: dict[tuple[int, ...], PipelineScheduleSingle] = {}
-        # All stages get labels, but only the last has a head: others return hidden states.
+        # All stages get labels, but only the last stage has a head. The other stages return hidden
+        # states instead of a loss.
         if not self._is_last:
             model.head_loss = _hand_on
         model.forward = self.of_all  # type: ignore[method-assign]
@@ -235,8 +239,9 @@ class Pipeline:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The dtype of hidden states between stages: that of the parameters, because autocast does
-        not change the dtype of the residual stream."""
+        """Dtype of the hidden states between stages. It is the dtype of the parameters, because
+        autocast does not change the dtype of the residual stream.
+        """
         return next(self._model.parameters()).dtype
 
     def take(self, hidden: Tensor) -> None:
@@ -257,18 +262,19 @@ class Pipeline:
         batches: Sequence[Any],
         divisor: float,
     ) -> Tensor:
-        """Run forward and backward passes of a step's micro-batches through all stages.
+        """Run the forward and backward passes of a step's micro-batches through all stages.
 
         Args:
             loss_sum: this stage's loss function, which calls `forward`.
-            batches: micro-batches, the same on all processes and all of one shape.
+            batches: micro-batches of equal shape, the same on all processes.
             divisor: number by which each loss is divided before its backward pass.
 
         Returns:
-            The summed loss over all micro-batches, before the division: a scalar [], fp64, the same
-            on all processes.
+            The summed loss over all micro-batches, before the division: a scalar [], fp64. It is
+            the same on all processes.
         """
-        # torch's schedule takes one tensor and splits it into micro-batches again.
+        # Concatenate the micro-batches, because torch's schedule splits a single tensor into
+        # micro-batches again.
         ids, labels = (
             torch.cat([getattr(batch, name) for batch in batches])
             for name in ("input_ids", "labels")
@@ -290,14 +296,16 @@ class Pipeline:
     def _schedule(
         self, loss_sum: Callable[..., Tensor], count: int, rows: int, tokens: int
     ) -> PipelineScheduleSingle:
-        """Return torch's schedule for `count` micro-batches of shape [rows, tokens], which is
-        cached."""
+        """Return torch's schedule for `count` micro-batches of shape [rows, tokens]. Schedules are
+        cached.
+        """
         key = (count, rows, tokens)
         if key not in self._schedules:
-            # Imported only here, because it takes seconds.
+            # Imported here, because the import takes seconds.
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-            # With the shapes of inputs and outputs, torch's stages need not exchange them.
+            # If the shapes of inputs and outputs are specified, torch's stages do not have to
+            # exchange the shapes.
             with torch.device("meta"):
                 hidden = torch.empty(
                     rows, tokens, self._model.config.hidden_size, dtype=self._dtype
@@ -314,15 +322,15 @@ class Pipeline:
             )
             # 1F1B keeps fewer activations, but needs at least as many micro-batches as stages.
             schedule = Schedule1F1B if count >= self._stages else ScheduleGPipe
-            # torch would divide by the number of micro-batches; `_scaled_loss` divides instead by
-            # the number of valid tokens of all micro-batches.
+            # torch would divide the gradients by the number of micro-batches. Instead,
+            # `_scaled_loss` divides by the number of valid tokens of all micro-batches.
             self._schedules[key] = schedule(
                 stage, count, loss_fn=self._scaled_loss, scale_grads=False
             )
         return self._schedules[key]
 
     def _scaled_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        # In fp64, because summed losses of many micro-batches are added up.
+        # The total is in fp64, because the summed losses of many micro-batches are added up.
         self._total += loss.detach().cpu()
         return loss / self._divisor
 
@@ -335,8 +343,9 @@ class Pipeline:
         document_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Run the whole model's forward pass, which all processes have to call with the same
-        arguments; shapes as in `LanguageModel.forward`."""
+        """Run the forward pass of the whole model. All processes must call this method with the
+        same arguments. For their shapes, see `LanguageModel.forward`.
+        """
         if self._stage:
             shape = (*input_ids.shape, self._model.config.hidden_size)
             hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -344,16 +353,18 @@ class Pipeline:
             self.take(hidden)
         if self._is_last:
             return self._from_last(self.forward(input_ids, labels, document_ids, **options))
-        # With labels of any value, the forward function calls `head_loss`, which is `_hand_on` here
-        # and returns the hidden states.
+        # If labels are passed, whatever their values, the forward function calls `head_loss`. In
+        # this stage, `head_loss` is `_hand_on`, which returns the hidden states.
         options = {**options, "logits_to_keep": 0}
         hidden = self.forward(input_ids, input_ids, document_ids, **options)
         dist.send(hidden.contiguous(), self._stage + 1)
         return self._from_last(None)
 
     def _from_last(self, result: Tensor | None) -> Tensor:
-        """Return the last stage's result, on all processes; the other stages pass None."""
-        # Other stages need the result's dtype and shape (up to three dimensions) to receive it.
+        """Send the result of the last stage to all processes and return it. The other stages pass
+        None.
+        """
+        # The other stages need the dtype and shape (up to three dimensions) to receive the result.
         about = torch.zeros(5, dtype=torch.int64)
         if result is not None:
             result = result.contiguous()
@@ -385,11 +396,11 @@ class _Stage(nn.Module):
 
         Args:
             before: hidden states [batch, seq_len, hidden_size] from the previous stage; in the
-                first stage the input ids [batch, seq_len].
+                first stage, the input ids [batch, seq_len].
             input_ids, labels, document_ids: int64, [batch, seq_len]; see `LanguageModel.forward`.
 
         Returns:
-            Hidden states [batch, seq_len, hidden_size]; in the last stage the summed loss, a
+            Hidden states [batch, seq_len, hidden_size]; in the last stage, the summed loss, a
             scalar [].
         """
         if before.is_floating_point():
@@ -398,6 +409,7 @@ class _Stage(nn.Module):
 
 
 def _hand_on(x_BTC: Tensor, *_: Any) -> Tensor:
-    """Stand-in for `head_loss` in stages before the last: returns the hidden states [batch,
-    seq_len, hidden_size] unchanged."""
+    """Return the hidden states [batch, seq_len, hidden_size] unchanged. This function replaces
+    `head_loss` in all stages except the last.
+    """
     return x_BTC

@@ -1,11 +1,11 @@
-"""The start of a rank: `elastic.launch` runs this file as a script, by path.
+"""Script that starts a rank. `elastic.launch` runs it by its path:
 
     python -I -S rank_start.py FOLDER LAUNCHER_PID COMMAND...
 
-The process is killed when its launcher (torch's agent) ends, however the launcher ends. Output of
-ranks other than 0 goes to a file in FOLDER, which the launcher reads if the rank fails. Then
-COMMAND replaces this process. The script imports only the standard library, because its import time
-is added to the start of every rank.
+The script makes the kernel kill this process when its launcher (torch's agent) ends for any reason.
+It redirects the output of ranks other than 0 to a file in FOLDER, which the launcher reads if the
+rank fails. Then it replaces this process by COMMAND. It imports only the standard library, because
+its import time is added to the start of every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
-#: Option of Linux's prctl: the signal that this process gets when its parent ends.
+#: Option of Linux's prctl that sets the signal sent to this process when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
 

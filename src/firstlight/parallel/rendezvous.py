@@ -1,9 +1,10 @@
-"""The rendezvous of a run's processes, before they do anything else.
+"""Rendezvous of a run's processes, before any other communication between them.
 
-The processes connect to torch's key-value store (TCPStore). torch elastic's agent hosts the store;
-without an agent, rank 0 does. Each process writes a `RankInfo` there and reads those of the others:
-world sizes and recipes must be equal, and ranks must differ. This happens before
-`init_process_group`, where ranks of different worlds would wait for one another until the timeout.
+The processes connect to torch's key-value store (TCPStore). The store is hosted by torch elastic's
+agent or, without an agent, by rank 0. Each process writes a `RankInfo` to the store and reads those
+of the other processes. World sizes and recipes must be equal, and ranks must differ. These checks
+come before `init_process_group`, in which ranks of different worlds would wait for each other until
+the timeout.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from firstlight.parallel.world import World
 
 T = TypeVar("T")
 
-#: Environment variable set by `firstlight train --nproc`. It identifies one launch: identical in
-#: all its processes and changed on every restart (`--max-restarts`).
+#: Environment variable set by `firstlight train --nproc`. Its value identifies one start of the
+#: run: it is the same in all processes, and changes with every restart (`--max-restarts`).
 ROUND = "FIRSTLIGHT_ROUND"
 
-#: Key in the store with the message of the first failure.
+#: Key in the store that contains the message of the first failure.
 FAILED = "failed"
 
-#: Limit in seconds of calls on a store that may no longer answer.
+#: Time limit in seconds for calls to a store that may have stopped answering.
 TALK_SECONDS = 2.0
 
 #: Seconds between two checks for ranks that have not connected yet.
@@ -43,12 +44,12 @@ _LOOK_SECONDS = 0.05
 
 
 class RankError(TrainingError):
-    """Another process of the run failed, stopped answering, or never connected."""
+    """Raised if another process of the run failed, stopped answering, or never connected."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The description of a process that the other processes read.
+    """Description of a process, which is read by the other processes.
 
     Attributes:
         rank, size: the process's rank and the world size, from its launcher.
@@ -89,11 +90,11 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
 
     Raises:
         RankError: the store can't be reached within `timeout_seconds`.
-        ConfigError: this process has to host the store but can't open the port.
+        ConfigError: this process must host the store, but can't open the port.
     """
     hosting = world.rank == 0 and not hosted_by_agent()
     try:
-        # In a thread, because torch waits for rank 0 without handling signals.
+        # Connect in a thread, because torch does not handle signals while it waits for rank 0.
         store = in_thread(
             timeout_seconds + TALK_SECONDS,
             lambda: tcp_store(world.host, world.port, timeout_seconds, hosting=hosting),
@@ -110,7 +111,7 @@ def open_store(world: World, timeout_seconds: float) -> PrefixStore:
             f"{world.host}:{world.port} within {timeout_seconds:.0f} s ({problem}): check that "
             "rank 0 runs there"
         ) from error
-    # Each start needs its own keys, because the agent's store outlives a restart.
+    # Each start uses different keys, because the agent's store outlives a restart.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(os.environ.get(ROUND) or f"start-{restarts}", store)
 
@@ -119,7 +120,7 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
     """Write this process's `RankInfo`, read those of all ranks, and compare them.
 
     Returns:
-        The `RankInfo` of all ranks, in their order.
+        The `RankInfo` of each rank, in the order of ranks.
 
     Raises:
         RankError: ranks did not connect within `timeout_seconds`, or a rank failed before that.
@@ -132,12 +133,14 @@ def rendezvous(store: Store, own: RankInfo, timeout_seconds: float) -> list[Rank
                 f"{own.name} (pid {own.pid}): another process also has rank {own.rank}: give each "
                 "process a different RANK"
             )
-        # The heartbeat reads the keys of all ranks in one call, which would wait for a missing key.
+        # Set this key early, because the heartbeat reads the keys of all ranks in one call, which
+        # would wait for a missing key.
         store.set(f"beat/{own.rank}", "0")
         store.set(f"info/{own.rank}", json.dumps(asdict(own)))
         keys = [f"info/{rank}" for rank in range(own.size)]
         deadline = time.monotonic() + timeout_seconds
-        # Polled, because a blocking call would delay signals and the failures of other ranks.
+        # Poll the store, because a blocking call would delay the handling of signals and of failed
+        # ranks.
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             if (failure := failure_of(store)) is not None:
                 raise RankError(failure)
@@ -188,15 +191,15 @@ def compare(infos: Sequence[RankInfo]) -> None:
 
 
 def tell_failure(store: Store, text: str) -> None:
-    """Tell all ranks why the run ends, unless another process has already given a reason. A store
-    that does not answer is ignored.
+    """Tell all ranks why the run ends, unless another process has already given a reason. If the
+    store does not answer, do nothing.
 
     Args:
         store: the store of the ranks.
         text: the message, one line that names the failed rank.
     """
     with contextlib.suppress(RuntimeError, TimeoutError):
-        # Only the first failure is the cause; later ones follow from it.
+        # Only the first failure is kept, because later failures are consequences of it.
         in_thread(TALK_SECONDS, lambda: store.compare_set(FAILED, "", text))
 
 
@@ -206,7 +209,7 @@ def failure_of(store: Store) -> str | None:
 
 
 def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) -> TCPStore:
-    """Connect to the store at `host` and `port`, which this process opens if it is hosting."""
+    """Connect to the store at `host` and `port`. If `hosting` is True, open this store first."""
     return TCPStore(
         host,
         port,
@@ -218,8 +221,9 @@ def tcp_store(host: str, port: int, seconds: float, *, hosting: bool = False) ->
 
 
 def in_thread(seconds: float, talk: Callable[[], T]) -> T:
-    """Call a function in a daemon thread, and return its result. If the store's host has stopped, a
-    call on the store may never return, regardless of its timeout, and it does not handle signals.
+    """Call a function in a daemon thread and return its result. This is used for calls to the
+    store. If the store's host has stopped, such a call may never return, regardless of its timeout,
+    and signals are not handled in the meantime.
 
     Raises:
         TimeoutError: the function takes longer than `seconds`.
@@ -229,7 +233,7 @@ def in_thread(seconds: float, talk: Callable[[], T]) -> T:
     def work() -> None:
         try:
             result.set_result(talk())
-        # The caller gets any error at once, instead of waiting for a thread that has already ended.
+        # Pass any error to the caller, which would otherwise wait for a thread that has ended.
         except BaseException as error:  # noqa: BLE001
             result.set_exception(error)
 

@@ -1,13 +1,14 @@
 """Engines that shard a model's weights over processes: tensor parallelism and FSDP2.
 
-Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053): several processes compute
-each layer of a Llama together, each with its own attention heads and its own part of the MLP. It
-uses torch's `parallelize_module`, with DTensors as sharded parameters. All processes compute on the
-same sequences; each has the complete residual stream, norms, logits and loss.
+With tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053), several processes
+compute each layer of a Llama together. Each process computes some of the attention heads and a part
+of the MLP. All processes compute the same sequences, and each has the complete residual stream,
+norms, logits and loss. The sharded parameters are DTensors, created by torch's
+`parallelize_module`.
 
-FSDP2 (Zhao et al. 2023, arXiv 2304.11277, for FSDP): each process holds a shard of every parameter,
-its gradient and its optimizer state; a layer's parameters are gathered while it is computed. If
-both are used, they share one device mesh.
+With FSDP2 (FSDP: Zhao et al. 2023, arXiv 2304.11277), each process stores a shard of every
+parameter, its gradient and its optimizer state. The parameters of a layer are gathered while the
+layer is computed. If tensor parallelism and FSDP2 are used together, they share one device mesh.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 
 
 def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
-    """Yield the reasons why tensor parallelism can't shard a model over `size` processes, each an
-    error message."""
+    """Yield the reasons why tensor parallelism can't shard a model over `size` processes, each as
+    an error message.
+    """
     if not config.tensor_parallel_sizes:
         able = families_with(
             lambda family: family.config.tensor_parallel_sizes and not family.spec.indivisible
@@ -64,8 +66,9 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
 
 
 class TensorParallelEngine(Engine):
-    """Tensor parallelism alone: all processes compute every layer of the same sequences
-    together."""
+    """Tensor parallelism without FSDP2. All processes compute every layer together, for the same
+    sequences.
+    """
 
     keeps_shards = True
 
@@ -75,9 +78,11 @@ class TensorParallelEngine(Engine):
         return model
 
     def _shard_tensors(self, model: Model, mesh: DeviceMesh) -> None:
-        """Shard the model's matrices over the mesh's dimension "tensor", and move it to the
-        device."""
-        # torch warns that a sum over two mesh dimensions takes two all-reduces: expected here.
+        """Shard the model's matrices over the dimension "tensor" of the mesh, and move the model to
+        the device.
+        """
+        # Hide torch's warning that a sum over two mesh dimensions takes two all-reduces, which is
+        # expected here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shard_tensors(model, mesh["tensor"])
         # Converting to DTensors moved the parameters to the device, but not the buffers.
@@ -86,8 +91,9 @@ class TensorParallelEngine(Engine):
                 setattr(module, name, buffer.to(self.device))
 
     def _mesh(self) -> DeviceMesh:
-        """Return the device mesh of all processes. It has the dimensions "replicate" (copies of the
-        model), "shard" (FSDP2) and "tensor", without those of size 1."""
+        """Return the device mesh of all processes. Its dimensions are "replicate" (copies of the
+        model), "shard" (FSDP2) and "tensor". Dimensions of size 1 are omitted.
+        """
         # Imported here, because the import takes most of a second.
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -107,13 +113,14 @@ class TensorParallelEngine(Engine):
     def state_tensors(
         self, model: Model, optimizer: Optimizer, tensors_of: TensorsOf
     ) -> StateTensors:
-        """See `Engine.state_tensors`. Tensors are gathered one after the other, so that processes
-        other than the main one hold only one full tensor at a time."""
+        """See `Engine.state_tensors`. Tensors are gathered one after the other, so that all
+        processes except the main process have only one full tensor in memory at a time.
+        """
         moments = optimizer.state_tensors(keep=self.is_main)
         with optimizer.master_weights(), full_parameters(model, keep=self.is_main):
             weights = on_cpu(tensors_of(model)) if self.is_main else {}
-        # Gathered tensors are already copies. Only tensors that share memory with the run's (full
-        # tensors on the CPU) have to be copied.
+        # Gathered tensors are already copies. Only full tensors on the CPU share memory with the
+        # run and have to be copied.
         own = {
             (t.to_local() if is_sharded(t) else t).untyped_storage().data_ptr()
             for t in (p.detach() for p in (*model.parameters(), *optimizer.state_shards().values()))
@@ -127,7 +134,8 @@ class TensorParallelEngine(Engine):
 
 class FSDPEngine(TensorParallelEngine):
     """FSDP2 over the processes that compute different sequences. With
-    `distributed.tensor_parallel`, it shards over the groups of tensor-parallel processes."""
+    `distributed.tensor_parallel`, it shards over the groups of tensor-parallel processes.
+    """
 
     name = "fsdp"
     shards_state = True
@@ -147,25 +155,27 @@ class FSDPEngine(TensorParallelEngine):
         mesh = self._mesh()
         if self.config.tensor_parallel > 1:
             self._shard_tensors(model, mesh)
-        # Gathering parameters in bf16 halves the traffic; sums of gradients need fp32's precision.
+        # Gathering parameters in bf16 halves the traffic. Sums of gradients require the precision
+        # of fp32.
         bf16 = torch.bfloat16 if precision == "bf16" else None
         offload = OffloadPolicy()
         if self.config.offload == "cpu":
-            # Copies between GPU and CPU overlap with computation only from page-locked memory.
+            # Copies between GPU and CPU overlap with computation only if the memory is page-locked.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        # FSDP2 uses the other dimensions: "tensor" has processes that compute the same sequences.
+        # FSDP2 uses all dimensions except "tensor", whose processes compute the same sequences.
         names = tuple(name for name in mesh.mesh_dim_names or () if name != "tensor")
         options: dict[str, Any] = {
             "mesh": mesh[names],
-            # False keeps layers gathered until their backward pass: this needs memory for the whole
-            # model, and saves one of two gathers.
+            # With False, layers stay gathered until their backward pass. This requires memory for
+            # the whole model, but saves one of two gathers.
             "reshard_after_forward": self.config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=bf16, reduce_dtype=torch.float32 if bf16 else None
             ),
             "offload_policy": offload,
         }
-        # Each layer is gathered separately; the outer call handles embedding, final norm and head.
+        # Each layer is gathered separately. The last call handles the embedding, final norm and
+        # head.
         for layer in model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
@@ -181,7 +191,8 @@ class FSDPEngine(TensorParallelEngine):
     @contextlib.contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """See `Engine.backward_pass`."""
-        # Before the last micro-batch of a step, gradients add up unsharded and are not exchanged.
+        # Until the last micro-batch of a step, gradients are accumulated without being sharded or
+        # exchanged.
         for part in self._sharded_modules:
             part.set_requires_gradient_sync(last, recurse=False)
         yield
@@ -193,14 +204,14 @@ class FSDPEngine(TensorParallelEngine):
 
 
 def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
-    """Shard a model's matrices over processes, in place, by the model's `tensor_parallel_plan`.
-    Afterwards, all processes have to call its forward function with the same inputs, and get the
-    same outputs.
+    """Shard a model's matrices over processes, in place, according to the model's
+    `tensor_parallel_plan`. Afterwards, all processes must call its forward function with the same
+    inputs, and get the same outputs.
 
     Args:
-        model: a model for which `unshardable` gives no reasons, with equal weights on all
+        model: a model for which `unshardable` yields no reasons, with equal weights on all
             processes.
-        mesh: the processes, in one dimension.
+        mesh: a one-dimensional mesh of the processes.
     """
     # Imported here, because the import takes most of a second.
     from torch.distributed.tensor import Replicate
@@ -216,62 +227,68 @@ def shard_tensors(model: Model, mesh: DeviceMesh) -> None:
 
     def style(name: str, kind: str) -> ParallelStyle:
         if kind == "inputs":
-            # The module's first input becomes a DTensor once for all of its matrices, so that the
-            # gradients of that input are added up before one all-reduce sums them over processes.
+            # The module's first input is converted to a DTensor once for all of its matrices. The
+            # gradients of this input are then added up first, and summed over processes by a single
+            # all-reduce.
             count = len(
                 inspect.signature(model.get_submodule(name.replace("*", "0")).forward).parameters
             )
             layouts = (whole, *(None,) * (count - 1))
             return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts)
         return {
-            # Each process looks up the tokens of its part of the vocabulary; an all-reduce sums the
-            # rows, which are zero for the tokens of other processes.
+            # Each process looks up the tokens in its part of the vocabulary. The rows of all other
+            # tokens are zero, and an all-reduce sums the rows.
             "table": RowwiseParallel(input_layouts=whole),
-            # Pairs of matrices: with the first, each process computes its part of the outputs,
-            # which it multiplies by its part of the second; one all-reduce sums the products.
+            # These styles are for pairs of matrices. Each process computes a part of the first
+            # matrix's outputs and multiplies it by its part of the second matrix. One all-reduce
+            # sums the products.
             "columns": ColwiseParallel(),
             "rows": RowwiseParallel(),
-            # Logits of parts of the vocabulary are gathered, so that the loss sees all of them.
+            # Each process computes the logits of a part of the vocabulary. The logits are gathered,
+            # because the loss requires all of them.
             "head": ColwiseParallel(output_layouts=whole),
         }[kind]
 
-    # The plan may name modules that this model lacks (such as the gate of an MLP).
+    # The plan may name modules that this model does not have, such as the gate of an MLP.
     plan = {
         name: style(name, kind)
         for name, kind in model.tensor_parallel_plan.items()
         if name.replace("*", "0") in names
     }
-    # Every process already has the weights: with None, torch sends nothing.
+    # With None, torch does not send the weights, which every process already has.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_modules():
         if isinstance(module, RMSNorm | nn.LayerNorm):
             _keep_whole(module, mesh, sees_own_heads=name.endswith(("q_norm", "k_norm")))
-    # torch creates new parameters for each module of the plan, so a tied weight has become two.
+    # torch creates new parameters for each module of the plan, so a tied weight has become two
+    # parameters.
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.embedding.weight
-    # Each process attends only with its own heads, so its KV cache needs only these.
+    # Each process computes only its own attention heads, so its key-value cache contains only these
+    # heads.
     model.make_cache = functools.partial(_cache_for_own_heads, model, mesh.size())  # type: ignore[method-assign]
 
 
 def _keep_whole(norm: RMSNorm | nn.LayerNorm, mesh: DeviceMesh, *, sees_own_heads: bool) -> None:
     """Keep the complete parameters of a norm on all processes.
 
-    The parameters become replicated DTensors, so that optimizer and gradient norm get only
-    DTensors; the norm itself computes with them as plain tensors.
+    The parameters become replicated DTensors, so that the optimizer and the gradient norm handle
+    only DTensors. The norm itself computes with plain tensors.
 
     Args:
         norm: the norm, changed in place.
-        mesh: the processes, in one dimension.
-        sees_own_heads: True for norms of queries and keys, which get only this process's heads.
+        mesh: a one-dimensional mesh of the processes.
+        sees_own_heads: True for the norms of queries and keys, whose inputs are only this process's
+            heads.
     """
     from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
     for name, before in list(norm.named_parameters()):
-        # All processes already have the same values: with None, torch sends nothing.
+        # With None, torch does not send the values, which are already the same on all processes.
         whole = distribute_tensor(before.detach(), mesh, [Replicate()], src_data_rank=None)
         setattr(norm, name, nn.Parameter(whole, before.requires_grad))
-    # Other processes apply the weight to the queries and keys of their heads, so the gradient here
-    # is only one term of the sum.
+    # Each process applies the weight only to the queries and keys of its own heads, so its gradient
+    # is only one term of a sum.
     placement = Partial() if sees_own_heads else Replicate()
     norm.forward = functools.partial(_norm_with_plain_parameters, norm, placement)  # type: ignore[method-assign]
 
@@ -281,7 +298,7 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
 
     Args:
         norm: the norm.
-        gradient: placement of the parameters' gradients: `Partial` or `Replicate`.
+        gradient: placement of the parameters' gradients, `Partial` or `Replicate`.
         x: a plain tensor, normalised over its last dimension.
     """
     from torch.distributed.tensor import Replicate
@@ -289,19 +306,22 @@ def _norm_with_plain_parameters(norm: RMSNorm | nn.LayerNorm, gradient: Any, x: 
     plain = {}
     for name, parameter in norm.named_parameters():
         whole = cast("DTensor", parameter)
-        # In the forward pass this sends nothing; in the backward pass it sums the partial gradients
-        # of the processes. torch 2.11 rejects the call in inference mode.
+        # `redistribute` does nothing in the forward pass. In the backward pass, it sums the partial
+        # gradients of the processes. torch 2.11 rejects this call in inference mode.
         if torch.is_grad_enabled():
             whole = whole.redistribute(placements=[Replicate()])
         plain[name] = whole.to_local(grad_placements=[gradient])
-    # The class's forward function gets an object with the module's settings and plain parameters.
+    # Call the class's forward function with an object that has the module's settings and the plain
+    # parameters.
     return type(norm).forward(cast(Any, SimpleNamespace(**vars(norm), **plain)), x)
 
 
 def _cache_for_own_heads(
     model: Model, size: int, batch_size: int, max_tokens: int, dtype: torch.dtype
 ) -> KVCache:
-    """Run the model's `make_cache`, for the key-value heads that one of `size` processes has."""
+    """Create a model's key-value cache for the heads of one of `size` processes; see
+    `LanguageModel.make_cache`.
+    """
     config = model.config
     return KVCache(
         config.num_hidden_layers,

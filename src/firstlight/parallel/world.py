@@ -2,7 +2,7 @@
 
 torchrun, `accelerate launch` and `firstlight train --nproc` set RANK and WORLD_SIZE; mpirun and
 srun set other variables. Incomplete or contradictory variables are rejected, because the run would
-have a different number of processes than requested.
+otherwise have a different number of processes than requested.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from firstlight.errors import ConfigError
 
-#: Range of the ports that are derived from a job's id: below Linux's ephemeral ports (32768 on).
+#: Range of the ports that are derived from a job's id. It is below Linux's ephemeral ports, which
+#: start at 32768.
 _PORTS = range(10_000, 30_000)
 
-#: Step ids from here on are Slurm's special ids for steps that srun did not start (batch script,
-#: interactive shell).
+#: Step ids from this number upwards are Slurm's special ids for steps that were not started by srun
+#: (batch script, interactive shell).
 _LARGEST_STEP = 0xFFFF_FFF0
 
 #: Variables of MPI launchers that have the same value in all processes of a job, and different
@@ -34,12 +35,13 @@ class World:
     """The position of this process among all processes of its run.
 
     Attributes:
-        rank: the process's number, 0 to size - 1; rank 0 writes files and messages.
+        rank: number of the process, from 0 to `size` - 1; rank 0 writes files and messages.
         size: number of processes on all machines.
-        local_rank: the process's number on its machine, from 0.
-        local_size: number of processes on its machine; a lower bound if the launcher does not
-            report the number.
-        host: name or address of the machine of the rendezvous; "" in a world of one process.
+        local_rank: number of the process on its machine, starting at 0.
+        local_size: number of processes on its machine, or a lower bound if the launcher does not
+            report this number.
+        host: name or address of the machine that hosts the rendezvous; "" in a world of one
+            process.
         port: port of the rendezvous; 0 in a world of one process.
     """
 
@@ -58,8 +60,9 @@ class World:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A kind of launcher: its name in messages, and its environment variables for rank, world size,
-    local rank and local size."""
+    """A kind of launcher, with its name in messages and the names of its environment variables for
+    rank, world size, local rank and local size.
+    """
 
     name: str
     rank: str
@@ -79,12 +82,13 @@ _SLURM = _Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 def find_world(variables: Mapping[str, str] | None = None) -> World:
     """Read the position of this process in its world from environment variables.
 
-    If variables of several launchers are set, the innermost launcher takes precedence: RANK and
-    WORLD_SIZE come before those of MPI and Slurm, because srun or mpirun may start torchrun on each
-    machine. A process inside a Slurm allocation that srun did not start is a world of one.
+    If variables of several launchers are set, the innermost launcher takes precedence. RANK and
+    WORLD_SIZE are used instead of the variables of MPI and Slurm, because srun or mpirun may start
+    torchrun on each machine. In a Slurm allocation, a process that was not started by srun is a
+    world of one process.
 
     Args:
-        variables: the environment variables; None is `os.environ`.
+        variables: the environment variables; None means `os.environ`.
 
     Returns:
         The world; World(0, 1, 0, 1) without a launcher.
@@ -116,8 +120,9 @@ def find_world(variables: Mapping[str, str] | None = None) -> World:
 
 
 def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | None:
-    """Return the world according to one kind of launcher, without host and port, or None if the
-    launcher's variables are not set."""
+    """Return the world according to one kind of launcher, without host and port. Return None if the
+    launcher's variables are not set.
+    """
     if launcher is _SLURM:
         return _slurm_world(variables)
     names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
@@ -151,8 +156,9 @@ def _world_from(launcher: _Launcher, variables: Mapping[str, str]) -> World | No
 
 
 def _slurm_world(variables: Mapping[str, str]) -> World | None:
-    """Return the world according to srun, or None if srun did not start this process. A batch
-    script and a shell in an allocation also have most of srun's variables."""
+    """Return the world according to srun, or None if srun did not start this process. Most of
+    srun's variables are also set in a batch script and in a shell in an allocation.
+    """
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return None
     if _number("SLURM_STEP_ID", variables) >= _LARGEST_STEP:
@@ -179,8 +185,9 @@ def _slurm_world(variables: Mapping[str, str]) -> World | None:
 
 
 def _tasks_on(counts: str, node: int) -> int:
-    """Return the number of tasks on a node, from Slurm's list: 3 for "4(x2),3" and node 2 (from 0);
-    0 if the list lacks the node."""
+    """Return the number of tasks on a node according to Slurm's list, or 0 if the list does not
+    contain the node. For example, node 2 (the third one) in the list "4(x2),3" has 3 tasks.
+    """
     tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
@@ -207,8 +214,9 @@ def _require_in(rank_name: str, rank: int, size_name: str, size: int) -> None:
 
 
 def _require_same(place: World, other: _Launcher, theirs: World) -> None:
-    """Reject RANK and WORLD_SIZE that were set by hand and contradict another launcher, which
-    started more processes, or gave this process another rank."""
+    """Reject RANK and WORLD_SIZE that were set by hand if another launcher started more processes
+    or assigned a different rank to this process.
+    """
     if theirs.size > place.size or (theirs.size == place.size and theirs.rank != place.rank):
         raise ConfigError(
             f"RANK is {place.rank} and WORLD_SIZE is {place.size}, but {other.name} started "
@@ -220,9 +228,9 @@ def _require_same(place: World, other: _Launcher, theirs: World) -> None:
 def _rendezvous_address(
     launcher: _Launcher, place: World, variables: Mapping[str, str]
 ) -> tuple[str, int]:
-    """Return host and port of the rendezvous: MASTER_ADDR and MASTER_PORT; if they are not set,
-    derived from the node list and job id of Slurm, or from the job id of an MPI launcher on one
-    machine.
+    """Return the host and port of the rendezvous from MASTER_ADDR and MASTER_PORT. If they are not
+    set, derive them from Slurm's node list and job id or, on a single machine, from the job id of
+    an MPI launcher.
 
     Raises:
         ConfigError: the address is invalid, or is not set and can't be derived.
@@ -258,13 +266,14 @@ def _rendezvous_address(
 
 
 def _port_for(job: str) -> int:
-    """Return a port that is the same in all processes of a job, and probably differs between
-    jobs."""
+    """Return a port that is the same in all processes of a job and that probably differs between
+    jobs.
+    """
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def _first_host(nodes: str) -> str:
     """Return the first host of Slurm's list of nodes: "node[07-09,12]-a,other" -> "node07-a"."""
-    # Commas inside brackets separate numbers of one name; only those outside separate names.
+    # Only commas outside of brackets separate names. Commas inside separate the numbers of a name.
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

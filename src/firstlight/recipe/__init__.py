@@ -1,4 +1,4 @@
-"""Recipes: all settings of a run, in one YAML file of strictly validated sections."""
+"""Recipes: all settings of a run, in one YAML file with strictly validated sections."""
 
 from firstlight.checkpoint.retention import CheckpointConfig
 from firstlight.data.loader import NO_MASKING, DataConfig, MixedCorpus

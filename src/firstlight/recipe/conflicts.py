@@ -1,5 +1,7 @@
-"""Rejects, before a run starts, combinations of methods that never work or do not work on the given
-hardware. Each message suggests the nearest working combination.
+"""Conflicts between the methods of a recipe.
+
+Before a run starts, combinations of methods that never work, or that do not work on the given
+hardware, are rejected. Each message suggests the nearest working combination.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def require_combination(
 
 
 def ineffective(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """Yield a warning for each setting that has no effect in combination with the recipe's other
-    settings or on this hardware."""
+    """Yield a warning for each setting that has no effect, because of other settings in the recipe
+    or because of the hardware."""
     yield from _ineffective_optimizer_keys(recipe)
     config, device = recipe.efficiency, hardware.device.type
     if config.matmul_precision is not None and config.precision not in ("fp32", "tf32"):
@@ -131,7 +133,7 @@ def _ineffective_optimizer_keys(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield the conflicts that depend neither on the engine nor on the hardware."""
+    """Yield the conflicts that are independent of the engine and the hardware."""
     config, model = recipe.efficiency, recipe.model
     if config.optimizer_in_backward:
         yield from _conflicts_in_backward(recipe, recipe.data.seq_len)
@@ -165,8 +167,8 @@ def _conflicts(recipe: ResolvedRecipe) -> Iterator[str]:
 
 
 def _conflicts_with(engine: type[Engine], recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield the conflicts with a data-parallel engine, most of them due to sharding."""
-    if engine is Engine:  # the engine of one process
+    """Yield the conflicts with a data-parallel engine. Most of them are caused by sharding."""
+    if engine is Engine:  # The base class is the engine of a single process.
         return
     if engine.shards_state and recipe.model.family.has_buffers:
         yield (
@@ -229,8 +231,8 @@ def _conflicts_of_lora_in_shards(recipe: ResolvedRecipe) -> Iterator[str]:
 def _preference_conflicts(
     recipe: ResolvedRecipe, engine: type[Engine], tensor_parallel: int, pipeline: int
 ) -> Iterator[str]:
-    """Yield the conflicts of training on preference pairs, whose loss depends on the
-    log-probabilities of whole answers."""
+    """Yield the conflicts with preference pairs. The loss of a pair depends on the
+    log-probabilities of complete answers."""
     if recipe.preference is None:
         return
     for key, parts in (("tensor_parallel", tensor_parallel), ("pipeline", pipeline)):
@@ -258,7 +260,7 @@ def _preference_conflicts(
 
 
 def _conflicts_with_deepspeed(recipe: ResolvedRecipe) -> Iterator[str]:
-    """Yield further conflicts with the deepspeed engine."""
+    """Yield conflicts that occur only with the deepspeed engine."""
     config = recipe.efficiency
     if config.precision in ("bf16_params", "fp8"):
         yield (
@@ -321,7 +323,7 @@ def _sharded_checkpoint_conflicts(
 
 
 def _conflicts_in_parts(recipe: ResolvedRecipe, key: str) -> Iterator[str]:
-    """Yield the conflicts of tensor or pipeline parallelism.
+    """Yield the conflicts with tensor or pipeline parallelism.
 
     Args:
         recipe: recipe of the run.
@@ -387,7 +389,7 @@ def _conflicts_in_backward(recipe: ResolvedRecipe, seq_len: int) -> Iterator[str
 
 
 def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[str]:
-    """Yield the methods that this hardware does not support."""
+    """Yield a message for each method that this hardware does not support."""
     config, device = recipe.efficiency, hardware.device.type
     if unable := why_unable(recipe.model, config.attention, device):
         yield f"efficiency.attention {config.attention} {unable}"
@@ -429,7 +431,13 @@ def _missing_hardware(recipe: ResolvedRecipe, hardware: Hardware) -> Iterator[st
 
 
 def _missing_units(recipe: ResolvedRecipe, name: str, capability: tuple[int, int]) -> Iterator[str]:
-    """Yield the methods that a GPU of this name and compute capability does not support."""
+    """Yield a message for each method that a GPU does not support.
+
+    Args:
+        recipe: recipe of the run.
+        name: name of the GPU, for the messages.
+        capability: compute capability of the GPU.
+    """
     config = recipe.efficiency
     if config.precision == "fp8" and capability < FP8_CAPABILITY:
         yield (
@@ -450,6 +458,7 @@ def _missing_units(recipe: ResolvedRecipe, name: str, capability: tuple[int, int
 
 
 def _window(model: ModelConfig) -> float:
-    """Return the shortest sliding window of the model's layers, in tokens; infinity without one."""
+    """Return the length of the shortest sliding window in the model's layers, in tokens, or
+    infinity if no layer has a window."""
     windows = (model.attention_spec(layer).window for layer in range(model.num_hidden_layers))
     return min((window for window in windows if window is not None), default=float("inf"))

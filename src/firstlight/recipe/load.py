@@ -1,8 +1,8 @@
-"""Reads recipes from YAML files and options `--section.key value`, and reports errors in them.
+"""Read recipes from YAML files and `--section.key value` options, and report errors in them.
 
-Precedence: defaults < file < `--section.key value`. All errors are reported together, each with the
-nearest existing name. Keys that the recipe leaves open may be read from the DeepSpeed configuration
-file that it names.
+Options take precedence over the file, and the file takes precedence over defaults. All errors are
+reported together. For an unknown key, the nearest existing name is suggested. If a recipe specifies
+a DeepSpeed configuration file, values for open keys are read from that file.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 def override_pairs(
     overrides: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Convert overrides to the format of command-line options: (`section.key`, value as YAML text).
+    """Convert overrides to the format of command-line options, which are pairs (`section.key`,
+    value as YAML text).
 
     Args:
-        overrides: values of any type, keyed by `section.key` or as pairs.
+        overrides: values of any type, keyed by `section.key` or as pairs (`section.key`, value).
 
     Raises:
-        ConfigError: a value has a type that a recipe can't hold, such as an array.
+        ConfigError: a value has a type that a recipe can't contain, such as an array.
     """
     found = []
     for name, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
@@ -62,7 +63,7 @@ def load_recipe(
     Args:
         path: path of the YAML file.
         overrides: values that replace those of the file, keyed by `section.key` or as pairs
-            (`section.key`, value). A string is parsed as YAML: "3e-4" is a number.
+            (`section.key`, value). Strings are parsed as YAML, so "3e-4" is a number.
 
     Raises:
         ConfigError: the file is missing or not YAML, or keys or values are invalid; one message
@@ -89,7 +90,7 @@ def load_recipe(
 
 
 def _is_recipe(path: Path) -> bool:
-    """Return True if a YAML file contains a recipe section."""
+    """Return True if a YAML file contains at least one section of a recipe."""
     try:
         values = parse_yaml(read_file(path, MAX_RECIPE_BYTES))
     except (OSError, ValueError, InputError):
@@ -118,7 +119,8 @@ def parse_recipe(
     """
     if overrides:
         changed = copy.deepcopy(dict(values))
-        # A size set by the user replaces one that firstlight has chosen, and is kept.
+        # If the user sets the size, it must not be lowered, even if the recipe contains a size that
+        # firstlight has chosen.
         if any(name == "batch.micro_batch_size" for name, _ in overrides):
             _override(changed, "batch.divide_micro_batch", "false")
         for name, text in overrides:
@@ -128,11 +130,11 @@ def parse_recipe(
 
 
 def changed_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's values with some of them changed.
+    """Return a copy of a recipe's values in which some values are replaced.
 
     Args:
         values: nested values of a recipe.
-        changes: values by `section.key`, or whole sections.
+        changes: new values, keyed by `section.key`, or complete sections, keyed by name.
     """
     result = dict(values)
     for key, value in changes.items():
@@ -145,7 +147,7 @@ def parse_resolved_recipe(values: Mapping[str, Any], where: str = "recipe") -> R
     """Validate nested values as a resolved recipe, in which no key is open.
 
     Raises:
-        ConfigError: see `parse_recipe`; or a key is open ("auto" or null).
+        ConfigError: a key is open ("auto" or null), or the values are invalid; see `parse_recipe`.
     """
     return _parsed(ResolvedRecipe, values, where)
 
@@ -166,7 +168,7 @@ def _parsed(kind: type[AnyRecipe], values: Mapping[str, Any], where: str) -> Any
 
 
 def _override(values: dict[str, Any], name: str, text: str) -> None:
-    """Set `section.key` (or `section.key.inner`) to a value given as text."""
+    """Set `section.key` (or `section.key.inner`) to a value that is given as YAML text."""
     *sections, key = name.split(".")
     if not sections:
         hint = hint_for_other_name(name, as_option=True) or nearest(name, known_keys())
@@ -183,7 +185,11 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
 
 
 def override_value(name: str, text: str) -> Any:
-    """Parse the value of `section.key` from YAML text, or raise ConfigError."""
+    """Parse the value of `section.key` from YAML text.
+
+    Raises:
+        ConfigError: the text is not valid YAML.
+    """
     try:
         return text if _takes_text(name) and text not in ("null", "~") else parse_yaml(text)
     except ValueError as error:
@@ -191,8 +197,8 @@ def override_value(name: str, text: str) -> Any:
 
 
 def _takes_text(name: str) -> bool:
-    """Return True if the key's type is a string, so that `--data.dir 2024` is a folder name, not a
-    number."""
+    """Return True if the type of the key is a string. For such a key, text is not parsed: `2024` in
+    `--data.dir 2024` is the name of a folder and not a number."""
     section: type[BaseModel] = Recipe
     *sections, key = name.split(".")
     for part in sections:
@@ -220,8 +226,8 @@ def known_keys() -> list[str]:
 
 
 def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield section, class of the section, and key, for each key of a recipe in the schema's
-    order."""
+    """Yield (section, class of the section, key) for each key of a recipe, in the order of the
+    schema."""
     for section, field in Recipe.model_fields.items():
         for kind in _section_types(field.annotation):
             for key in kind.model_fields:
@@ -230,23 +236,25 @@ def recipe_fields() -> Iterator[tuple[str, type[BaseModel], str]]:
 
 @functools.cache
 def other_names() -> Mapping[str, str]:
-    """Return the hints for setting names of other programs; see other_names.yaml."""
+    """Return hints for settings of other programs, keyed by their names; see other_names.yaml."""
     text = Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
     return {name: hint for hint, names in yaml.safe_load(text).items() for name in names}
 
 
-#: Pattern for a key in a hint of `other_names`, with a value and a remark.
+#: Pattern for a hint in `other_names` that consists of a recipe key and, optionally, a value and a
+#: remark.
 _OWN_KEY = re.compile(r"(\w+\.\w+)(?:: ([^;]+))?(?:; (.+))?")
 
 
 def hint_for_other_name(name: str, known: Sequence[str] = (), *, as_option: bool = False) -> str:
-    """Return a hint if the name is a setting of another program or a key of another section: the
-    right key, or an alternative. Otherwise return "".
+    """Return a hint if a name is a setting of another program or a key of another section. The hint
+    contains the right key or an alternative. For any other name, return "".
 
     Args:
         name: the unknown key, without its section.
-        known: keys of the section in which the name occurs; the hint then omits the section.
-        as_option: True for an option of the command line.
+        known: keys of the section in which the name occurs. For these keys, the hint omits the
+            section.
+        as_option: True if the name is a command-line option.
     """
     elsewhere = [full for full in known_keys() if full.split(".")[1] == name]
     text = other_names().get(name) or (elsewhere[0] if elsewhere else "")
@@ -295,8 +303,8 @@ def _describe(entry: Any) -> str:
 
 
 def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """Return a key's location without the tags that pydantic inserts for unions, and the classes of
-    the key's section."""
+    """Return the location of a key without the tags that pydantic inserts for unions, and the
+    possible classes of the key's section."""
     names: list[str] = []
     owners: list[type[BaseModel]] = [Recipe]
     for position, part in enumerate(location):
@@ -312,7 +320,8 @@ def _locate(location: list[str]) -> tuple[list[str], list[type[BaseModel]]]:
 
 
 def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
-    """Return the discriminator values of this class in a union: ("llama",) for LlamaConfig."""
+    """Return the values that identify a class in a discriminated union, such as ("llama",) for
+    LlamaConfig."""
     for field in section.model_fields.values():
         if typing.get_origin(field.annotation) is typing.Literal:
             return typing.get_args(field.annotation)
@@ -320,15 +329,16 @@ def _tags(section: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
-    """Return a hint for an unknown key: the right name if it comes from another program or section,
-    or the nearest key of its section."""
+    """Return a hint for an unknown key. If the key exists in another program or section, the hint
+    contains the right name; otherwise, it contains the nearest key of its section."""
     hint = hint_for_other_name(key, known) or nearest(key, known)
     return hint or f" (known: {', '.join(known)})"
 
 
 def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
-    """Return the message for an unknown section: a hint for the section, or hints for those of its
-    keys that exist in another section or program, such as the keys of `training`."""
+    """Return the message for an unknown section. If its keys exist in other sections or programs,
+    as in a section named `training`, the message contains hints for the keys; otherwise, it
+    contains a hint for the section."""
     sections = [section for section in Recipe.model_fields if nearest(name, [section])]
     keys = set(known_keys())
     if not any(all(f"{section}.{key}" in keys for key in inner) for section in sections):
@@ -338,23 +348,24 @@ def _suggest_for_section(name: str, inner: Mapping[Any, Any]) -> str:
     return f"unknown key {name}{_suggest(name, list(Recipe.model_fields))}"
 
 
-#: Limits far above any real recipe: file size in bytes, values (anchors expanded), and levels.
+#: Maximum file size in bytes, number of values (with expanded anchors) and number of levels. These
+#: limits are far above the size of any real recipe.
 MAX_RECIPE_BYTES = 32_768
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
 
 
-#: libyaml's loader is ten times as fast, but PyYAML may be built without it.
+#: libyaml's loader, which is ten times as fast as PyYAML's. PyYAML can be built without libyaml.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_BaseLoader):  # type: ignore[misc]
-    """PyYAML's safe loader with three changes: it reads 3e-4 as a number, rejects duplicate keys,
-    and limits the number of keys."""
+    """PyYAML's safe loader with three changes: 3e-4 is read as a number, duplicate keys are
+    rejected, and the number of keys is limited."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # `<<` merges may grow exponentially: each mapping can merge two others, each of which
-        # merges two more.
+        # The number of keys can grow exponentially with `<<`: a mapping can merge two mappings that
+        # each merge two more.
         super().flatten_mapping(node)
         if len(node.value) > _MAX_VALUES:
             raise yaml.MarkedYAMLError(problem="too many keys", problem_mark=node.start_mark)
@@ -362,14 +373,14 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[Hashable, int] = {}
         for key, _ in node.value:
-            # `<<: *anchor` merges another mapping, and may occur several times.
+            # `<<: *anchor`, which merges another mapping, is allowed to occur several times.
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             name = self.construct_object(key, deep=True)
             if isinstance(name, Hashable) and name in seen:
                 lines = f"in lines {seen[name]} and {key.start_mark.line + 1}"
                 raise yaml.MarkedYAMLError(problem=f"key '{name}' is given twice, {lines}")
-            # A key that is not hashable is rejected below.
+            # The base class rejects keys that are not hashable.
             if isinstance(name, Hashable):
                 seen[name] = key.start_mark.line + 1
         found: dict[Hashable, Any] = super().construct_mapping(node, deep)
@@ -377,8 +388,8 @@ class _Loader(_BaseLoader):  # type: ignore[misc]
 
 
 def _require_shallow(text: str) -> None:
-    """Reject deeply nested YAML before it is loaded: libyaml's loader is recursive and would crash
-    the process.
+    """Reject deeply nested YAML before it is loaded, because libyaml's loader is recursive and
+    would crash the process.
 
     Raises:
         yaml.YAMLError: the nesting is too deep, or the text is not YAML.
@@ -397,7 +408,7 @@ def _require_small(values: object) -> None:
     """Reject YAML whose anchors expand to a huge number of values, or contain themselves.
 
     Raises:
-        ValueError: there are too many values, or one is a number of more than 64 bits.
+        ValueError: there are too many values, or a number has more than 64 bits.
     """
     rest, count = [values], 0
     while rest:
@@ -433,7 +444,7 @@ def parse_yaml(content: bytes | str) -> Any:
         _require_small(values)
     # ValueError comes from bytes that are not UTF-8, and from invalid dates such as 2001-99-99.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # PyYAML's name for text that was not read from a file.
+        # "<unicode string>" is PyYAML's name for text that was not read from a file.
         message = str(error).replace('in "<unicode string>", line', "in line")
         raise ValueError(" ".join(message.split())) from error
     return values
@@ -450,12 +461,12 @@ def yaml_text(values: object) -> str:
 
 
 def with_deepspeed_file(recipe: Recipe, processes: int) -> Recipe:
-    """Fill the recipe's open keys with values from the file at `distributed.deepspeed_config`.
+    """Set open keys of the recipe to the values in the file at `distributed.deepspeed_config`.
 
-    Applying it to its result changes nothing, so a resumed run gets the same recipe.
+    Applying this function to its own result has no effect, so a resumed run gets the same recipe.
 
     Args:
-        recipe: the recipe as the user wrote it.
+        recipe: the recipe as written by the user.
         processes: number of processes that share each optimizer step.
 
     Raises:
@@ -502,7 +513,12 @@ def _is_open(recipe: Recipe, section: str, key: str) -> bool:
 
 
 def _with(recipe: Recipe, values: dict[str, dict[str, Any]], path: Path) -> Recipe:
-    """Return the recipe with new values for some keys (section -> key -> value), validated.
+    """Return the recipe with new, validated values for some keys.
+
+    Args:
+        recipe: the recipe.
+        values: new values, keyed by section and key.
+        path: path of the DeepSpeed file, for messages.
 
     Raises:
         ConfigError: a value is invalid; the message contains `path` and the key.
@@ -528,7 +544,7 @@ def _with_whole_batch(recipe: Recipe, found: DeepSpeedFile, processes: int, path
     """Return the recipe with a global batch of the file's `train_batch_size` sequences.
 
     Raises:
-        ConfigError: `train_batch_size` contradicts the recipe's other keys of the batch.
+        ConfigError: `train_batch_size` contradicts other keys in the recipe's `batch` section.
     """
     rows = found.train_batch_size
     batch = recipe.batch

@@ -1,4 +1,4 @@
-"""The `batch` section of a recipe, and the choice of a micro-batch size that it leaves open."""
+"""The `batch` section of a recipe, and the choice of the micro-batch size if it is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from firstlight.section import Section
 #: Default micro-batch size, in sequences.
 DEFAULT_ROWS = 8
 
-#: Tokens per forward pass from which a CPU computes matrix products at its full rate.
+#: Number of tokens per forward pass with which a CPU reaches its full rate of matrix products.
 _BUSY_TOKENS = 1024
 
 
@@ -34,11 +34,11 @@ class BatchConfig(Section):
         None
     )
     """number of sequences per forward pass on one device: larger values use the hardware better but
-    need more memory for activations. "auto" is the largest number that fits in memory. It is found
-    before the run by trials in a separate process, which start with all of global_batch_tokens and
-    halve it until it fits. null is 8. With global_batch_tokens, null is the largest number up to 8
-    that divides a step evenly, and on a CPU at most about 1,024 tokens, which are enough to keep it
-    busy."""
+    need more memory for activations. "auto" is the largest number that fits in memory. It is
+    determined before the run by trials in a separate process, which start with all sequences of a
+    step and halve the number until it fits. null is 8. If global_batch_tokens is set, null is the
+    largest number up to 8 that divides a step evenly; on a CPU, a micro-batch then also has at most
+    about 1,024 tokens, which are enough to keep the CPU busy."""
     divide_micro_batch: bool = False
     """true lowers micro_batch_size to the largest number that divides a step's sequences evenly
     among the processes, for example from 8 to 4 if two processes share a step of 8. firstlight sets
@@ -80,16 +80,15 @@ class BatchConfig(Section):
 
     @property
     def rows(self) -> int:
-        """The micro-batch size in sequences, which must have been chosen ("auto" is not
-        allowed)."""
+        """The micro-batch size in sequences. It must not be "auto"."""
         assert self.micro_batch_size != "auto"
         return self.micro_batch_size or DEFAULT_ROWS
 
     def global_rows(self, seq_len: int) -> int:
-        """Return the number of sequences per step for a micro-batch size of "auto".
+        """Return the number of sequences per step if the micro-batch size is "auto".
 
         Args:
-            seq_len: tokens of a sequence.
+            seq_len: number of tokens per sequence.
 
         Raises:
             ConfigError: `global_batch_tokens` is null or not a multiple of `seq_len`, or
@@ -136,7 +135,7 @@ class BatchConfig(Section):
         steps, rest = divmod(tokens, self.rows * seq_len * processes)
         if not rest:
             return steps
-        # A chosen micro-batch size adapts to the number of tokens.
+        # A micro-batch size that firstlight has chosen adapts to the number of tokens.
         unit = (1 if self.divide_micro_batch else self.rows) * seq_len * processes
         name = "seq_len" if self.divide_micro_batch else "micro_batch_size x seq_len"
         share = f" x {processes} processes" if processes > 1 else ""
@@ -148,8 +147,8 @@ class BatchConfig(Section):
         )
 
     def _same_tokens(self, seq_len: int, processes: int) -> str:
-        """Return advice on how to divide a step without changing its tokens, as the start of a
-        sentence, or "" if there is none."""
+        """Return advice on how to divide a step evenly without changing its number of tokens. The
+        advice is the start of a sentence, or "" if there is none."""
         assert self.global_batch_tokens is not None
         if rows := self.dividing_rows(seq_len, processes, self.rows):
             return f"set batch.micro_batch_size to {rows}, or "
@@ -162,11 +161,14 @@ class BatchConfig(Section):
         return f"start {' or '.join(map(str, near))} processes, or "
 
     def dividing_rows(self, seq_len: int, processes: int, most: int) -> int | None:
-        """Return the largest micro-batch size up to `most` that divides each step evenly among the
-        processes, or the size that gives `gradient_accumulation_steps`, or None if there is none.
+        """Return a micro-batch size that divides each step evenly among the processes, or None if
+        there is none.
+
+        This is the size that results in `gradient_accumulation_steps`, if that key is set and such
+        a size exists, and otherwise the largest size up to `most`.
 
         Args:
-            seq_len: tokens of a sequence.
+            seq_len: number of tokens per sequence.
             processes: number of processes that share a step.
             most: maximum micro-batch size in sequences.
         """
@@ -183,7 +185,8 @@ class BatchConfig(Section):
         return next(rows for rows in range(min(most, total), 0, -1) if total % rows == 0)
 
     def schedule(self, seq_len: int, processes: int = 1) -> BatchSchedule:
-        """Return the number of sequences of each optimizer step, over all `processes` processes.
+        """Return the schedule of the number of sequences per optimizer step, summed over all
+        `processes` processes.
 
         Raises:
             ConfigError: see `accumulation`.
@@ -203,21 +206,22 @@ def resolve_micro_batch(
     is_tried: bool,
     tell: Callable[[str], None],
 ) -> BatchConfig:
-    """Return the section with a micro-batch size. It stays "auto" only if it must be found by
-    trials (`training/micro_batch_trials.py`).
+    """Return the section with a resolved micro-batch size. The size remains "auto" only if it must
+    be determined by trials (`training/micro_batch_trials.py`).
 
     The default is the largest size up to a limit that divides the global batch evenly. The limit is
-    8 sequences, and on a CPU also about 1,024 tokens, which keep it busy: more sequences would not
-    be faster but would need more memory for activations. A size chosen by firstlight, for example
-    in an earlier run, is lowered if necessary to divide a step evenly among the processes.
+    8 sequences and, on a CPU, also about 1,024 tokens. These keep a CPU busy: more sequences would
+    need more memory for activations without being faster. A size chosen by firstlight, for example
+    in an earlier run, is lowered if this is necessary to divide a step evenly among the processes.
 
     Args:
-        batch: the section as written.
-        seq_len: tokens of a sequence.
+        batch: the section as written by the user.
+        seq_len: number of tokens per sequence.
         device: type of the device: "cpu", "cuda" or "mps".
         processes: number of processes that share each step.
         earlier: size of the run that is resumed; None for a new run.
-        is_tried: True if trials will find the size for "auto"; False uses the default instead.
+        is_tried: True if trials will determine the size for "auto", False to use the default
+            instead.
         tell: called with a message if a chosen size is lowered.
     """
     rows, is_chosen = batch.micro_batch_size, batch.divide_micro_batch
@@ -242,8 +246,8 @@ def _default_size(batch: BatchConfig, seq_len: int, device: str, processes: int)
 def _divided(
     batch: BatchConfig, seq_len: int, rows: int, processes: int, *, tell: Callable[[str], None]
 ) -> int:
-    """Return a chosen micro-batch size, lowered so that the processes share a step evenly. It is
-    unchanged if the recipe's batch is derived from it, or if no size divides the step."""
+    """Lower a chosen micro-batch size so that the processes share a step evenly, and return it. The
+    size is not changed if the recipe derives the batch from it, or if no size divides the step."""
     if batch.global_batch_tokens is None:
         return rows
     fitting = batch.dividing_rows(seq_len, processes, rows) or rows

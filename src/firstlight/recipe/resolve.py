@@ -1,10 +1,10 @@
-"""Resolves a recipe, once and in the same way for train, plan and bench: every key that it leaves
-open is set from facts about the machine, the data and the run.
+"""Resolve a recipe: set every open key from facts about the machine, the data and the run. This is
+done once per run, and in the same way for train, plan and bench.
 
-The facts are collected first: the kind of data, the config of the model to be trained, the number
-of processes, and the rates of the device. From these, `resolve` sets document masking and the
-`preference` section, the settings of new models, the row length, the micro-batch size, precision,
-attention, compilation, and the optimizer variant.
+The facts are collected first. They include the kind of data, the config of the model to be trained,
+the number of processes and the rates of the device. From these facts, `resolve` sets document
+masking, the `preference` section, the settings of new models, the row length, the micro-batch size,
+precision, attention, compilation and the variant of the optimizer.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from firstlight.parallel.engine_choice import named_engine
 from firstlight.recipe.micro_batch import resolve_micro_batch
 from firstlight.recipe.schema import PreferenceConfig, Recipe, ResolvedRecipe
 
-#: Fraction of the peak rate usually reached in training (model FLOPs utilization).
+#: Fraction of the peak rate that training usually reaches (model FLOPs utilization).
 USUAL_MFU = 0.4
 
-#: Assumed duration in seconds of a run of unknown length: most runs are long.
+#: Assumed duration in seconds of a run of unknown length, because most runs are long.
 _LONG_SECONDS = 1e6
 
 #: Minimum seconds per step and layer for launching kernels on a GPU.
 _LAUNCH_SECONDS = 2e-3
 
-#: Vocabulary size from which computing the loss in chunks saves much memory.
+#: Minimum vocabulary size for which computing the loss in chunks saves much memory.
 _LARGE_VOCABULARY = 16384
 
 
@@ -64,24 +64,24 @@ AutoPrecision = Literal["bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine, data and run that determine how a recipe is resolved.
+    """Facts about the machine, the data and the run that determine how a recipe is resolved.
 
     Attributes:
         device: type of the device: "cpu", "cuda" or "mps".
         precision: the precision to which "auto" is resolved.
         compiler: torch.compile for the device; None if it does not work there.
-        flops: function from a dtype to the peak rate of matrix products in FLOP/s; None if unknown.
+        flops: function that returns the peak rate of matrix products in FLOP/s for a dtype, or None
+            if the rate is unknown.
         processes: number of processes that share each optimizer step.
-        epoch_tokens: number of tokens of the training split; None if the data is not on this
+        epoch_tokens: number of tokens in the training split; None if the data is not on this
             machine.
-        kind: kind of the data, which is "chat" for a mix that contains conversations; None if
-            unknown.
-        model: config of the model to be trained; None for the recipe's `model` section.
+        kind: kind of the data; "chat" for a mix that contains conversations, and None if unknown.
+        model: config of the model to be trained; None to use the recipe's `model` section.
         new_model: True if training starts from random weights.
-        run_folder: the run folder; None keeps the recipe's `run.dir`.
+        run_folder: the run folder; None to keep the recipe's `run.dir`.
         earlier: resolved recipe of the run that is resumed; {} for a new run.
-        largest_micro_batch: function that finds the largest micro-batch size that fits in memory,
-            by trial; None uses the default size.
+        largest_micro_batch: function that determines the largest micro-batch size that fits in
+            memory by trials; None to use the default size.
     """
 
     device: str
@@ -119,18 +119,18 @@ def facts_here(hardware: Hardware, **more: Any) -> Facts:
 def for_new_model(
     recipe: Recipe, earlier: Mapping[str, Any], tell: Callable[[str], None] = lambda _: None
 ) -> Recipe:
-    """Apply the `NEW_MODEL` settings for optimizer, schedule and initial weights to a recipe that
-    sets none of these.
+    """Apply the `NEW_MODEL` settings to a recipe that does not set the optimizer, the schedule or
+    the initial weights.
 
-    These settings were tuned together. A recipe that sets any key of the optimizer, the schedule's
-    shape or the initial weights therefore gets none of them, and its unset keys have their usual
-    defaults.
+    The `NEW_MODEL` settings were tuned together. They are therefore not applied if the recipe sets
+    any key of the optimizer, the shape of the schedule or the initial weights. The unset keys of
+    such a recipe have their usual defaults.
 
     Args:
         recipe: recipe of a run that starts from random weights.
-        earlier: resolved recipe of the run that is resumed, whose settings are kept; {} for a new
+        earlier: resolved recipe of the run that is resumed. Its settings are kept. {} for a new
             run.
-        tell: function that is called with a message if a new run gets these settings.
+        tell: function that is called with a message if the settings are applied to a new run.
     """
     if not _names_no_settings(recipe):
         return recipe
@@ -154,9 +154,12 @@ def for_new_model(
 
 
 def _names_no_settings(recipe: Recipe) -> bool:
-    """Return True if the model has the layout for which `NEW_MODEL` was tuned, the recipe sets no
-    key of the optimizer, the schedule's shape or the initial weights, and its engine supports the
-    optimizer of `NEW_MODEL`."""
+    """Return True if the `NEW_MODEL` settings apply to the recipe.
+
+    This requires that the model has the layout for which `NEW_MODEL` was tuned, that the recipe
+    sets no key of the optimizer, the shape of the schedule or the initial weights, and that the
+    engine supports the optimizer of `NEW_MODEL`.
+    """
     model, parts = recipe.model, recipe.distributed
     return (
         model is not None
@@ -177,14 +180,14 @@ def require_fitting_data(recipe: Recipe, kind: Kind, *, from_weights: bool) -> N
     """Reject a recipe that contradicts its data.
 
     Args:
-        recipe: the recipe as written.
+        recipe: the recipe as written by the user.
         kind: see `Facts`.
         from_weights: True if the run starts from an existing model or a checkpoint.
 
     Raises:
-        ConfigError: document masking is off although the data is conversations or preference pairs;
-            there is a `preference` section but the data is not preference pairs; or the data is
-            preference pairs but the run starts from new weights.
+        ConfigError: document masking is disabled for conversations or preference pairs; the recipe
+            has a `preference` section, but the data does not consist of preference pairs; or the
+            data consists of preference pairs, but the run starts from random weights.
     """
     is_off = "document_masking" in recipe.data.model_fields_set and not recipe.data.document_masking
     if kind in ("chat", "preference") and is_off:
@@ -208,12 +211,12 @@ def resolve(
     """Return the recipe with every open key resolved.
 
     A resumed run must continue with the same choices, but choices that depend on the machine or on
-    a measurement could turn out differently. The earlier choices (`facts.earlier`) therefore take
-    precedence.
+    a measurement can be different the next time. The choices of the earlier run (`facts.earlier`)
+    therefore take precedence.
 
     Args:
-        recipe: the recipe as written.
-        facts: see `Facts`. The vocabulary size of the model is known.
+        recipe: the recipe as written by the user.
+        facts: see `Facts`. The vocabulary size of the model must be known.
         tell: function called with a message about each important choice.
 
     Raises:
@@ -250,7 +253,7 @@ def resolve(
             "data": dict(known.data),
             "efficiency": dict(efficiency),
             "optimizer": _resolve_optimizer(optimizer, facts.earlier.get("optimizer", {}), tell),
-            # 1 is a placeholder until trials find the size.
+            # 1 is a placeholder until the size is determined by trials.
             "batch": {**dict(batch), **({"micro_batch_size": 1} if is_tried else {})},
         }
     )
@@ -263,15 +266,19 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """Return the recipe with the values implied by its data and its run, and with the settings of
-    new models.
+    """Return the recipe with the values that follow from the data and the run and, for a new model,
+    with the settings of new models.
 
     Args:
-        data: further values of the `data` section.
+        recipe: the recipe as written by the user.
+        facts: see `Facts`.
+        data: additional values for the `data` section.
+        tell: see `resolve`.
     """
     sections: dict[str, Any] = {}
     if facts.kind in ("chat", "preference"):
-        data = {**data, "document_masking": True}  # examples must not see each other
+        # Tokens must not attend to other examples.
+        data = {**data, "document_masking": True}
     if facts.kind == "preference":
         data = {**data, "kind": "preference"}
         sections["preference"] = recipe.preference or PreferenceConfig()
@@ -283,8 +290,8 @@ def _with_known(
 
 
 def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
-    """Return the tokens of a training sequence: `data.seq_len`, or the model's context if it is
-    null.
+    """Return the number of tokens per training sequence, which is `data.seq_len` or, if that key is
+    null, the model's context length.
 
     Raises:
         ConfigError: `data.seq_len` is longer than the model's context.
@@ -302,7 +309,7 @@ def sequence_length(recipe: Recipe, model: ModelConfig) -> int:
 def attention_backend(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts, precision: str
 ) -> str:
-    """Resolve the attention backend "auto" of a recipe for a precision."""
+    """Return the attention backend that "auto" selects for a recipe and a precision."""
     return resolve_attention(
         EfficiencyConfig(),
         facts.device,
@@ -317,13 +324,13 @@ def attention_backend(
 def _resolve_efficiency(
     recipe: Recipe, model: ModelConfig, seq_len: int, facts: Facts
 ) -> EfficiencyConfig:
-    """Return the `efficiency` section with precision, compile, loss_chunk_tokens and attention
-    resolved."""
+    """Return the `efficiency` section with resolved precision, compile, loss_chunk_tokens and
+    attention."""
     config, earlier = recipe.efficiency, facts.earlier.get("efficiency", {})
     chosen: dict[str, Any] = {}
     if config.precision == "auto":
-        # In the backward pass, parameters are updated before it is known if fp16 gradients
-        # overflow.
+        # With optimizer_in_backward, parameters are updated before it is known whether the fp16
+        # gradients have overflowed, so use fp32.
         overflows = facts.precision == "fp16" and config.optimizer_in_backward
         own = "fp32" if overflows else facts.precision
         chosen["precision"] = earlier.get("precision", own)
@@ -345,8 +352,8 @@ def _resolve_efficiency(
     config = config.model_copy(update=chosen)
     if config.attention != "auto":
         return config
-    # The earlier run's backend is kept only for the same precision and compilation, and if this
-    # device supports it.
+    # Keep the backend of the earlier run only if precision and compilation are the same and this
+    # device supports the backend.
     same = all(earlier.get(key) == getattr(config, key) for key in ("precision", "compile"))
     kept = earlier.get("attention") if same else None
     if kept == "auto" or kept in (("blockwise",) if facts.device == "cuda" else GPU_BACKENDS):
@@ -358,19 +365,19 @@ def _resolve_efficiency(
 def _resolve_optimizer(
     config: OptimizerConfig, earlier: Mapping[str, Any], tell: Callable[[str], None]
 ) -> OptimizerConfig:
-    """Return the `optimizer` section with the 8-bit library, the precision of the embeddings'
-    state, and the Adafactor variant resolved."""
+    """Return the `optimizer` section with a resolved 8-bit library, precision of the embeddings'
+    state and Adafactor variant."""
     chosen: dict[str, Any] = {}
     has_choice = "embeddings_in_32_bits" in OPTIMIZERS[config.name].options
     if has_choice and config.embeddings_in_32_bits is None:
-        # Runs of older versions continue in 8 bits.
+        # Runs that were started with an older version continue in 8 bits.
         before = earlier.get("embeddings_in_32_bits", False) if earlier else None
         chosen["embeddings_in_32_bits"] = before is not False
     if config.name == "adamw8bit" and config.eight_bit_library == "auto":
         library = earlier.get("eight_bit_library", "auto")
         chosen["eight_bit_library"] = installed_library(library) if library == "auto" else library
     if config.name == "adafactor" and config.adafactor_variant == "auto":
-        # Recipes of older versions do not have this key: their runs used torch's Adafactor.
+        # Recipes of older versions do not have this key. Their runs used torch's Adafactor.
         variant = earlier.get("adafactor_variant", "torch") if earlier else "paper"
         chosen["adafactor_variant"] = "paper" if variant == "auto" else variant
         if chosen["adafactor_variant"] == "torch":
@@ -383,8 +390,8 @@ def _resolve_optimizer(
 
 
 def _is_whole(parts: DistributedConfig) -> bool:
-    """Return True if neither tensor nor pipeline parallelism is used, so that each process computes
-    the whole model."""
+    """Return True if each process computes the full model, without tensor or pipeline
+    parallelism."""
     return parts.tensor_parallel * parts.pipeline == 1
 
 
@@ -396,15 +403,15 @@ def open_compile_modes(
     *,
     is_busy: bool = False,
 ) -> list[Compiling]:
-    """Return the compilation modes, including no compilation, that a recipe allows.
+    """Return the compilation modes that a recipe allows. "Not compiled" is one of these modes.
 
     Args:
-        config, parts: the recipe's sections `efficiency` and `distributed`.
-        compiler: torch.compile for the device; None if it does not work there.
+        config, parts: the sections `efficiency` and `distributed` of the recipe.
+        compiler: torch.compile for the device; None if it does not work on the device.
         size: hidden size and number of layers of the model.
-        is_busy: True if other programs use the cores.
+        is_busy: True if other programs keep the cores busy.
     """
-    # `conflicts.py` rejects compilation with other engines and with split layers.
+    # In these cases, `conflicts.py` rejects compilation.
     is_refused = (
         not _is_whole(parts)
         or named_engine(parts).updates_itself
@@ -421,10 +428,11 @@ def open_compile_modes(
 
 
 def _loss_chunk_tokens(recipe: Recipe, model: ModelConfig, device: str, precision: str) -> int:
-    """Return the value of `efficiency.loss_chunk_tokens` if it is null: 512, or 0 for no chunks.
+    """Return the value to which a null `efficiency.loss_chunk_tokens` is resolved: 512, or 0 to
+    disable chunks.
 
-    In fp32 on a CPU, chunks cost no time and save the memory of all logits. In bf16, torch.compile
-    fuses head and loss, which is faster than chunks.
+    In fp32 on a CPU, chunks take no additional time and save most of the memory for logits. In
+    bf16, torch.compile fuses head and loss, which is faster than chunks.
     """
     worth_it = (
         device == "cpu"
@@ -454,11 +462,12 @@ def _largest_micro_batch(recipe: ResolvedRecipe, find: Callable[[ResolvedRecipe]
 def usual_seconds(
     recipe: Recipe, model: ModelConfig, seq_len: int, precision: str, *, facts: Facts
 ) -> float:
-    """Return the usual duration of the run's steps in seconds, without torch.compile."""
+    """Return the expected duration of all steps of a run in seconds, at the usual MFU and without
+    torch.compile."""
     batch, schedule = recipe.batch, recipe.schedule
     minutes = schedule.max_minutes
     rows = 1 if batch.micro_batch_size == "auto" else batch.rows
-    # Per process.
+    # Number of tokens per step on each process.
     tokens: float = rows * (batch.gradient_accumulation_steps or 1) * seq_len
     if batch.global_batch_tokens is not None:
         tokens = batch.global_batch_tokens / facts.processes

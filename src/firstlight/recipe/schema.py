@@ -1,7 +1,7 @@
-"""The schema of a recipe: all settings of a run, in sections that are checked strictly.
+"""The schema of a recipe: all settings of a run, in strictly validated sections.
 
-A section that configures one part of firstlight is defined in that part's module; the other
-sections are here.
+The section for a specific part of firstlight is defined in the module of that part. All other
+sections are defined here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class RunConfig(Section):
     """device to run on: "auto" (a CUDA GPU if there is one, otherwise the CPU), "cpu", "cuda",
     "cuda:1", "mps"."""
     check_device: bool = True
-    """true compares the results of a GPU with the CPU before a run, unless the GPU has passed
-    `firstlight info --check`. This takes a second or two, and wrong results stop the run. A GPU
-    that has passed is checked again if the driver, torch version, precision or attention backend
-    changes."""
+    """true compares the results of a GPU with those of the CPU before a run, unless the GPU has
+    passed `firstlight info --check`. The check takes a second or two, and wrong results stop the
+    run. A GPU that has passed is checked again if the driver, torch version, precision or attention
+    backend changes."""
     deterministic: bool = False
     """true gives bit-identical results on a CUDA GPU, so that a resumed run equals an uninterrupted
     run. It is slower, especially in attention's backward pass. On a CPU, results are always
@@ -49,15 +49,15 @@ class RunConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
     """experiment trackers that also receive metrics, samples, recipe and reports: tensorboard (in
     the run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio
-    (in their local stores). Nothing leaves the machine unless the tracker's environment variables
-    say so."""
+    (in their local stores). No data leaves the machine unless the environment variables of a
+    tracker enable uploads."""
     tracker_checkpoints: bool = False
     """true lets wandb, mlflow and trackio also store the run's last checkpoint."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_tensorboard(cls, values: object) -> object:
-        """Convert `tensorboard: true` in older recipes to an entry of `trackers`."""
+        """Convert the key `tensorboard: true` of older recipes to an entry in `trackers`."""
         if not isinstance(values, dict) or type(values.get("tensorboard")) is not bool:
             return values
         others = {key: value for key, value in values.items() if key != "tensorboard"}
@@ -111,7 +111,7 @@ class EvaluationConfig(Section):
     """folder with further tasks for lm-evaluation-harness."""
 
 
-#: Minimum number of earlier steps for a z-score: with fewer, the standard deviation is too
+#: Minimum number of earlier steps for a z-score. With fewer steps, the standard deviation is too
 #: uncertain.
 FEWEST_STEPS = 16
 
@@ -165,15 +165,15 @@ class PlanningConfig(Section):
     vocab_size: int | None = Field(None, ge=1)
     """vocabulary size of the tokenizer that will be used to prepare the data."""
     model: AnyModelConfig | None = None
-    """model configuration of the weights that --init-from will name, for a recipe without a `model`
-    section."""
+    """model configuration of the weights that will be passed with --init-from, for a recipe without
+    a `model` section."""
 
 
 class Recipe(Section):
-    """All settings of a run as the user wrote them.
+    """All settings of a run, as written by the user.
 
-    `model` may be null if the run starts from existing weights; `lora` is null if all weights are
-    trained; `preference` applies only to data of kind preference.
+    `model` can be null if the run starts from existing weights. `lora` is null if all weights are
+    trained. `preference` applies only to data of kind "preference".
     """
 
     run: RunConfig = RunConfig()
@@ -203,7 +203,8 @@ class Recipe(Section):
         return self
 
     def with_keys(self, section: str, **values: Any) -> Self:
-        """Return the recipe with new values for some keys of a section, which are not validated."""
+        """Return the recipe with new values for some keys of a section. The values are not
+        validated."""
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 
@@ -245,7 +246,8 @@ class ResolvedEfficiency(EfficiencyConfig):
 
 
 class ResolvedRecipe(Recipe):
-    """All settings of a run without open keys: no key that `resolve` sets is null or "auto"."""
+    """All settings of a run, without open keys. None of the keys that `resolve` sets is null or
+    "auto"."""
 
     model: AnyModelConfig
     data: ResolvedData

@@ -1,1 +1,1 @@
-"""Serving a model over HTTP: the OpenAI-compatible server and the chat page."""
+"""Model serving over HTTP: the OpenAI-compatible server and the chat page."""

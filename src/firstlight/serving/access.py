@@ -1,5 +1,5 @@
 """Access control for the server and the chat page: checks of a request's host, origin and API key,
-error responses in OpenAI's format, and headers that prevent a page from using other hosts.
+error responses in OpenAI's format, and headers that prevent a page from contacting other hosts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PAGE_HEADERS = {
 }
 
 
-# The docstrings of these classes are descriptions in the OpenAPI document.
+# The docstrings of these classes appear as descriptions in the OpenAPI document.
 
 
 class ErrorDetails(BaseModel):
@@ -64,7 +64,7 @@ class ErrorDetails(BaseModel):
 
 
 class Error(BaseModel):
-    """A refused or failed request."""
+    """Response to a rejected or failed request."""
 
     error: ErrorDetails
 
@@ -74,7 +74,7 @@ class RequestError(HTTPException):
 
     Args:
         status: HTTP status.
-        message: the problem and the remedy, for the client.
+        message: message to the client that describes the problem and its solution.
         param: name of the invalid request field.
         code: machine-readable error code.
         headers: additional headers of the response.
@@ -104,15 +104,15 @@ class RequestError(HTTPException):
 
 
 class ClientGoneError(RequestError):
-    """Raised when the client has closed the connection, so that a response would not be read."""
+    """Raised when the client has closed the connection and would not receive a response."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_GONE, "the client closed the connection")
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of a header, None if it is missing, or "" if it occurs several times. `name`
-    must be lowercase.
+    """Return the value of a header. Return None if the header is missing, and "" if it occurs more
+    than once. `name` must be lowercase.
     """
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == name]
     if not values:
@@ -170,7 +170,7 @@ class Access:
                 code="host_not_allowed",
             )
         origin = header(scope, b"origin")
-        # Origin is the page's origin, even for WebSockets.
+        # WebSocket requests also contain the origin of the page, with the scheme http or https.
         scheme = scope["scheme"].replace("ws", "http")
         if origin is not None and origin.lower() not in {f"{scheme}://{host}", *self.origins}:
             raise RequestError(
@@ -201,8 +201,8 @@ class Access:
 
 
 class RequestGuard:
-    """ASGI middleware that rejects requests without access or with an oversized head, responds to
-    CORS preflight requests, adds headers to responses and counts requests.
+    """ASGI middleware that rejects unauthorised requests and requests with an oversized head,
+    responds to CORS preflight requests, adds headers to responses and counts requests.
 
     Args:
         app: application that receives the accepted requests.
@@ -222,8 +222,8 @@ class RequestGuard:
         self._max_header_bytes, self._count = max_header_bytes, count
         self._answer: ASGIApp = self._answer_with_key
         if access.origins:
-            # CORS handling precedes the key check: browsers do not send a key with a preflight
-            # request, and a page can then read the error for a wrong key.
+            # CORS is handled before the key is checked, because browsers do not send a key with a
+            # preflight request. With this order, a page can also read the error for a wrong key.
             self._answer = CORSMiddleware(
                 self._answer_with_key,
                 allow_origins=sorted(access.origins),
@@ -281,8 +281,8 @@ class RequestGuard:
 
 class LoopbackGuard:
     """ASGI middleware that accepts only requests from the local machine and from the page itself
-    (see `Access`). It adds response headers that prevent the page from using other hosts, and
-    removes tags that refer to other hosts from HTML.
+    (see `Access`). It adds response headers that prevent the page from contacting other hosts, and
+    removes HTML tags that refer to other hosts.
 
     Args:
         app: application that responds to accepted requests.
@@ -320,8 +320,8 @@ async def _add_page_headers(
 
 
 def content_security_policy(host: str, html: str = "") -> str:
-    """Return the value of the Content-Security-Policy header, which allows resources of this host
-    and the inline scripts of the page.
+    """Return the value of the Content-Security-Policy header. It allows only resources from this
+    host and the inline scripts of the page.
 
     Args:
         host: the request's Host header.

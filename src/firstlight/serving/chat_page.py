@@ -36,7 +36,7 @@ _FOREIGN_VARIABLES = re.compile(
     r"(CHAINLIT|OAUTH|SLACK|TEAMS|DISCORD|LITERAL)_\w+|DATABASE_URL|BUCKET_NAME"
 )
 
-#: Time in seconds for running answers to finish when the server shuts down.
+#: Time limit in seconds for running answers to finish when the server shuts down.
 _GRACE_SECONDS = 2
 
 
@@ -54,7 +54,8 @@ class Address:
 
 
 def require_web(host: str, port: int) -> Address:
-    """Check that the page can be served before a model is loaded. Return its address.
+    """Check that the page can be served, and return its address. Call this before loading a model,
+    which takes longer.
 
     Raises:
         ConfigError: other machines could reach the host, or the port is invalid.
@@ -81,7 +82,7 @@ def serve_chat(
     compile: bool = False,
     **options: Any,
 ) -> None:
-    """Serve the page until Ctrl-C. Each browser tab has a separate conversation.
+    """Serve the page until Ctrl-C is pressed. Each browser tab has a separate conversation.
 
     Call this only once per process, because Chainlit's application is a global object.
 
@@ -130,7 +131,7 @@ def _app_folder(folder: Path) -> Path:
 @contextlib.contextmanager
 def _environment(folder: Path) -> Iterator[None]:
     """Set the environment variables for Chainlit: remove `_FOREIGN_VARIABLES` and set Chainlit's
-    folder. Restore them on exit.
+    folder. The previous environment is restored on exit.
     """
     before = dict(os.environ)
     for name in before:
@@ -243,8 +244,8 @@ class _Page:
             task.cancel()
 
 
-#: Label, description, and slider minimum and maximum of each `SamplingConfig` field shown on the
-#: page; a range of None means an input field for an integer.
+#: Label, description and range of each `SamplingConfig` field shown on the page. A field with a
+#: range (minimum, maximum) is shown as a slider, a field without one as an input for integers.
 _SETTINGS: Mapping[str, tuple[str, str, tuple[float, float] | None]] = {
     "temperature": (
         "Temperature",
@@ -301,8 +302,8 @@ def changed_settings(settings: SamplingConfig, values: Mapping[str, Any]) -> Sam
 
 
 class Answers:
-    """Generates answers with one model, one at a time, in a thread that does not block the event
-    loop.
+    """Generates answers with one model, one at a time, in a separate thread. The event loop is not
+    blocked.
     """
 
     def __init__(self) -> None:
@@ -332,8 +333,9 @@ class Answers:
 
 
 async def _in_thread(session: ChatSession, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread. Cancellation stops the session but still waits for the call to
-    end, even if cancelled repeatedly, because the model is in use until then.
+    """Call a function in a thread. If this coroutine is cancelled, it stops the session and still
+    waits for the call to end, because the model is in use until then. Repeated cancellation does
+    not end this wait.
     """
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:

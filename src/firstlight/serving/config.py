@@ -47,18 +47,18 @@ BACKLOG = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on requests and connections that can be changed by the server's options.
+    """Limits on requests and connections, which can be changed by the server's options.
 
     Attributes:
         request_timeout: maximum time from a request's arrival in the queue to the end of its
             response, in seconds.
         header_timeout: maximum time for the headers of a request to arrive, in seconds.
         body_timeout: maximum time for the body of a request to arrive, in seconds.
-        write_timeout: maximum time that a client may leave sent bytes unread, in seconds.
+        write_timeout: maximum time for which a client may leave sent bytes unread, in seconds.
         max_body_bytes: maximum size of a request's body, in bytes.
         max_header_bytes: maximum size of a request's headers, in bytes.
-        max_connections: maximum number of simultaneous connections; a new connection replaces one
-            that is waiting for a request, or is refused with status 503.
+        max_connections: maximum number of simultaneous connections; a further connection replaces
+            one that is waiting for a request or, if there is none, is refused with status 503.
     """
 
     request_timeout: float = 600.0
@@ -101,11 +101,11 @@ class ServerOptions:
             header); can be repeated.
         allowed_origins: origin of another web page that may send requests (value of the Origin
             header); can be repeated.
-        max_batch_size: maximum number of texts that are generated at a time.
-        max_queue: maximum number of waiting texts; more are refused with status 429.
+        max_batch_size: maximum number of texts that are generated simultaneously.
+        max_queue: maximum number of waiting texts; further texts are refused with status 429.
         compile: decode with torch.compile, which takes one or two minutes before the first request.
-        max_context_tokens: maximum number of tokens of a text, prompt and answer together; defaults
-            to the model's limit.
+        max_context_tokens: maximum number of tokens in a text, including prompt and answer;
+            defaults to the model's limit.
         template_options: default values for variables of the chat template, which requests can
             override.
         shutdown_timeout: time for running answers to finish after a signal, in seconds.

@@ -1,8 +1,8 @@
-"""Request models, with OpenAI's fields and additional ones, and the encoder that converts requests
-to token sequences. Limits are in `config.py`.
+"""Request models with OpenAI's fields and additional fields, and the encoder that converts requests
+to token sequences. The limits are in `config.py`.
 
-Each OpenAI field is either implemented or, if it would change the response, rejected by name.
-Fields added by other vendors have no effect, as in vLLM and llama.cpp; they are counted in the log.
+Each OpenAI field that would change the response is either implemented or rejected by name. Fields
+added by other vendors have no effect, as in vLLM and llama.cpp. Their use is counted in the log.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ _Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 def _needs(name: str, switch: str) -> dict[str, Any]:
-    """Return a JSON Schema rule: the `name` field is null or missing unless the `switch` field is
-    true.
+    """Return a JSON Schema rule that allows the field `name` to have a value only if the field
+    `switch` is true.
     """
     switched = {"properties": {switch: {"const": True}}, "required": [switch]}
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
-#: JSON Schema rules for messages: only messages of the assistant may have no content.
+#: JSON Schema rules for messages. A message must satisfy one of these rules, because only the
+#: assistant's messages may have no content.
 _BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
 _WITH_CONTENT: dict[str, Any] = {
     "properties": {"content": {"not": {"type": "null"}}},
@@ -98,7 +99,7 @@ _CALL_SCHEMA = {
     "additionalProperties": False,
 }
 
-# The docstrings of these classes are descriptions in the OpenAPI document.
+# The docstrings of these classes appear as descriptions in the OpenAPI document.
 
 
 class _Body(BaseModel):
@@ -117,7 +118,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """`stream_options`.
+    """The value of `stream_options`.
 
     Attributes:
         include_usage: send an additional last chunk with the token counts.
@@ -129,7 +130,7 @@ class StreamOptions(_Body):
 
 
 class _Format(_Body):
-    # An unknown key might be a rule, which would not be enforced.
+    # Unknown keys are rejected, because they might be rules that the server does not enforce.
     model_config = ConfigDict(extra="forbid")
 
 
@@ -179,11 +180,11 @@ class UnsupportedFields(_Body):
 
 
 class GenerationRequest(UnsupportedFields):
-    """The fields that completions and chats have in common.
+    """Fields that completion requests and chat requests have in common.
 
     Attributes:
         model: name of the model, as returned by `/v1/models`; optional.
-        stream: send chunks while the answer is generated, as server-sent events.
+        stream: send chunks as server-sent events while the answer is generated.
         stream_options: options of a stream.
         max_tokens: maximum number of new tokens per choice; also limited by the context.
         n: number of choices per prompt, with the seeds `seed`, `seed + 1`, ...
@@ -193,10 +194,10 @@ class GenerationRequest(UnsupportedFields):
         stop: texts that end an answer; they are not included in it.
         seed: random seed; the same seed gives the same answer.
         frequency_penalty, presence_penalty: see `SamplingConfig`.
-        logit_bias: token id -> number that is added to its logit.
+        logit_bias: mapping from token id to a number that is added to the token's logit.
         response_format: request for JSON, with or without a schema.
         user ... prompt_cache_retention: OpenAI's fields that do not change the answer; they are
-            accepted without effect.
+            accepted but have no effect.
     """
 
     model: _Text | None = None
@@ -255,7 +256,8 @@ class CompletionRequest(GenerationRequest):
         max_tokens: see `GenerationRequest`; 0 generates no tokens and is useful with `echo`.
         logprobs: number of most likely tokens whose log-probabilities are returned for each token,
             in addition to the log-probability of that token.
-        echo: true starts each choice with the prompt and, with `logprobs`, its log-probabilities.
+        echo: true begins each choice with the prompt. With `logprobs`, the log-probabilities of the
+            prompt's tokens are also returned.
     """
 
     model_config = ConfigDict(json_schema_extra={"allOf": [_needs("stream_options", "stream")]})
@@ -272,7 +274,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """The prompts as a list; a single prompt becomes a list of one."""
+        """The prompts as a list; a single prompt becomes a list with one element."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         # A list of token ids is a single prompt.
@@ -294,7 +296,7 @@ class CalledFunction(_Body):
 
 
 class CalledTool(_Body):
-    """A tool call that an assistant's message has made."""
+    """A tool call in a message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -313,7 +315,7 @@ class Message(_Body):
         tool_call_id: id of the call that a tool message answers.
         reasoning_content, reasoning: the assistant's reasoning; both names are in use.
         id: no effect.
-        audio, function_call: empty fields in responses, which clients send back.
+        audio, function_call: empty fields of responses, accepted because clients send them back.
     """
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [_BY_ASSISTANT, _WITH_CONTENT]})
@@ -382,13 +384,13 @@ class ChatRequest(GenerationRequest):
         logprobs: return the log-probabilities of the chosen tokens.
         top_logprobs: number of most likely tokens whose log-probabilities are also returned.
         tools: tools that the model may call, if its chat template supports tools.
-        tool_choice: "auto" lets the model decide; "none" hides the tools from the model; "required"
-            or a specific tool forces the answer to be a call, by means of a grammar.
+        tool_choice: "auto" lets the model decide; "none" hides the tools from the model. With
+            "required" or a specific tool, a grammar forces the answer to be a tool call.
         parallel_tool_calls: no effect; a forced answer is a single call.
         reasoning_effort: variable of the chat template; "none" sets `enable_thinking` to false.
         chat_template_kwargs: additional variables of the chat template, such as `enable_thinking`.
-        add_generation_prompt: false renders the messages without the beginning of an answer; by
-            default true, unless the last message is continued.
+        add_generation_prompt: false renders the messages without the beginning of an answer. The
+            default is true, unless the last message is continued.
         continue_final_message: true continues the last message, as vLLM does.
     """
 
@@ -438,7 +440,8 @@ class ChatRequest(GenerationRequest):
             raise _invalid("tool_choice", f"tool_choice needs a tool{named}: add it to tools")
         calls = []
         for number, one in enumerate(functions):
-            # References are relative to the root. JSON strings can't contain such unescaped quotes.
+            # References are relative to the root, which has changed. The replaced text can't occur
+            # inside a JSON string, because it contains unescaped quotes.
             root = f'"$ref": "#/anyOf/{number}/properties/arguments'
             parameters = json.loads(json.dumps(one.parameters or {}).replace('"$ref": "#', root))
             arguments = {"type": "object", **parameters}
@@ -447,8 +450,8 @@ class ChatRequest(GenerationRequest):
         return {"anyOf": calls}
 
 
-#: Minimum similarity between an unknown field name and a known one for the field to be rejected as
-#: a typo.
+#: An unknown field is rejected as a typo if the similarity between its name and that of a known
+#: field is at least this number.
 _LIKENESS = 0.9
 #: Maximum number of different ignored fields that are counted by name.
 _MAX_IGNORED = 100
@@ -468,8 +471,9 @@ _MESSAGES = {
 
 
 class LimitedRequest(Request):
-    """Request whose body is read within the limits of `app.state.service` and parsed in one of its
-    threads."""
+    """Request whose body is read within the limits of `app.state.service` and parsed in one of the
+    service's threads.
+    """
 
     async def body(self) -> bytes:
         """Read the body of a JSON request.
@@ -524,7 +528,7 @@ class LimitedRequest(Request):
 def _parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
     try:
         # Both parsers are needed. json reports repeated names and keeps all digits of large
-        # integers. It runs first because it counts names while reading.
+        # integers. It runs first, because its hook limits the number of names while it reads.
         value = json.loads(body, object_pairs_hook=_object_maker(), parse_float=_number)
         # pydantic's parser limits the nesting depth, and rejects NaN and lone surrogates.
         pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="none")
@@ -591,7 +595,7 @@ def _invalid_request(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
     parts = list(first["loc"])
     if parts[0] == "response_format":
-        del parts[1:2]  # Drop the name of the model that `type` selects.
+        del parts[1:2]  # Drop the name of the pydantic model that `type` selects.
     where = ""
     for part in parts:
         if isinstance(part, int):
@@ -774,8 +778,8 @@ class RequestEncoder:
         except TokenizerError:
             if not any("tool_calls" in message for message in messages):
                 raise
-            # Some templates, such as DeepSeek's, expect the arguments of calls as text and output
-            # it unchanged.
+            # Some templates, such as DeepSeek's, expect the arguments of tool calls as text, which
+            # they output unchanged.
             prompt_ids = self._prompt_ids(request, messages, options, text_arguments=True)
         functions = [tool["function"] for tool in tools]
         schemas = {one["name"]: one.get("parameters") or {} for one in functions}
@@ -878,7 +882,7 @@ class RequestEncoder:
             schema, source = request.forced_schema, "tools"
         make_constraint = self._constraints(schema, source)
         if schema is not None:
-            end_ids = self._chat_ends  # The tokens that end the grammar's text.
+            end_ids = self._chat_ends  # The grammar was created with these end tokens.
         settings = {"temperature": 1.0, **self._loaded.sampling, **wanted}
         samplings = [_sampling(request, n, settings) for n in range(choices)]
         try:
@@ -954,8 +958,8 @@ def fingerprint_of(model: Model) -> str:
     """Return the `system_fingerprint` of a model: a short hash of its config, the versions of
     firstlight and torch, and a few of the first and last elements of every tensor.
 
-    These elements suffice because training changes them, too. Reading all weights would take as
-    long as loading them.
+    A few elements are sufficient, because training changes them along with all others. Reading all
+    weights would take as long as loading them.
     """
     found = hashlib.sha256(f"{own_version()} {torch.__version__} {model.config}".encode())
     for name, tensor in model.state_dict().items():
@@ -964,14 +968,14 @@ def fingerprint_of(model: Model) -> str:
             row = tensor
             while row.ndim > 1:
                 row = row[end]
-            # On the CPU, because Apple's GPUs do not support fp64.
+            # Convert on the CPU, because Apple's GPUs do not support fp64.
             found.update(row.reshape(-1)[:16].cpu().double().numpy().tobytes())
     return f"fp_{found.hexdigest()[:12]}"
 
 
 def _sampling(request: GenerationRequest, choice: int, settings: dict[str, Any]) -> SamplingConfig:
-    """Return the sampling settings for choice number `choice`. Settings that the request does not
-    contain are taken from `settings`.
+    """Return the sampling settings for one choice. Settings that the request does not contain are
+    taken from `settings`.
     """
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     penalties = ("frequency_penalty", "presence_penalty")

@@ -1,6 +1,6 @@
-"""Response models, from which FastAPI generates the OpenAPI document, and the formats that write
-responses, either as a single body or as server-sent events, with the log-probabilities of their
-tokens.
+"""Response models and response formats. FastAPI generates the OpenAPI document from the models. The
+formats write responses, with the log-probabilities of their tokens, either as a single body or as
+server-sent events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from firstlight.serving.scheduler import Update
 from firstlight.tokenizer import Tokenizer
 from firstlight.tokenizer.formats import byte_characters
 
-#: Minimum log-probability in responses, as in OpenAI's API, because JSON has no infinity.
+#: Minimum log-probability in responses, as in OpenAI's API. JSON can't represent infinity.
 _MIN_LOGPROB = -9999.0
 _BYTES = {char: byte for byte, char in enumerate(byte_characters())}
 
@@ -34,7 +34,7 @@ _FinishReason = Literal["stop", "length"]
 _ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
-# The docstrings of these classes are descriptions in the OpenAPI document.
+# The docstrings of these classes appear as descriptions in the OpenAPI document.
 
 
 class Usage(BaseModel):
@@ -170,7 +170,7 @@ class ResponseFormat:
         model: name of the model.
         fingerprint: `system_fingerprint`, which changes with the weights and the software.
         texts: bytes of the tokens; None if the request does not ask for log-probabilities.
-            prompt_tokens: total number of tokens in all prompts.
+        prompt_tokens: total number of tokens in all prompts.
         choices: number of choices.
         includes_usage: True if the last event contains the token counts; the `usage` field of the
             other events is then null.
@@ -197,7 +197,8 @@ class ResponseFormat:
     ) -> None:
         self._texts, self.prompt_tokens = texts, prompt_tokens
         self._completion_tokens = 0
-        #: Updates of each choice that have not been written yet, or None before its first event.
+        #: For each choice, the updates that have not been written yet, or None before its first
+        #: event.
         self._updates: list[list[Update] | None] = [None] * choices
         self._tail = {"usage": None} if includes_usage else {}
         self._head: dict[str, Any] = {
@@ -277,7 +278,8 @@ class Echo:
 
     Attributes:
         prompt: text of the prompt.
-        text: continuation of the prompt, which contains the prompt's tokens and log-probabilities.
+        text: continuation of the prompt. It also contains the tokens and log-probabilities of the
+            prompt itself.
     """
 
     prompt: str
@@ -324,7 +326,7 @@ class ChatFormat(ResponseFormat):
     """The `chat.completion` and `chat.completion.chunk` formats.
 
     Args:
-        answers: format of the answers' parts.
+        answers: format in which the model writes the parts of its answers.
         arguments: see `ResponseFormat`.
     """
 
@@ -389,8 +391,7 @@ class ChatFormat(ResponseFormat):
 
 
 def _called(call: ToolCall) -> ChatToolCall:
-    # Mistral's templates require ids of 9 letters and digits when the client sends the message
-    # back.
+    # When a client sends the message back, Mistral's templates require ids of 9 letters and digits.
     function = ChatFunctionCall(name=call.name, arguments=call.arguments)
     return ChatToolCall(id=secrets.token_hex(5)[:9], function=function)
 
@@ -430,7 +431,8 @@ class TokenTexts:
             ends: ids of tokens that end a text.
 
         Raises:
-            SchemaError: the tokenizer's text is not the concatenation of its tokens' bytes.
+            SchemaError: the tokenizer does not decode a text by concatenating the bytes of its
+                tokens.
         """
         if not (self._byte_level or self._spaces):
             raise SchemaError(
@@ -494,7 +496,7 @@ class LogprobsWriter:
             self._offset = -(content.decode(errors="replace") == f" {echo.prompt}")
 
     def write(self, entries: Iterable[TokenLogprob]) -> CompletionLogprobs:
-        """Return the field for the next tokens."""
+        """Return the `logprobs` field for the next tokens."""
         rows: list[tuple[int, float | None, dict[str, float] | None]] = []
         if self._echo is not None:
             text = self._echo.text

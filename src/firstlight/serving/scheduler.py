@@ -1,7 +1,7 @@
 """Scheduler for continuous batching: a thread that decodes all texts with one `BatchDecoder`.
 
-Texts join and leave the batch between steps, first come, first served. This module does not depend
-on HTTP or event loops.
+Texts join and leave the batch between steps. Waiting texts join in the order of their arrival. This
+module does not depend on HTTP or event loops.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class ScheduledSequence:
     """One text to continue.
 
     Attributes:
-        text: a new continuation; after `Scheduler.submit` only the scheduler's thread uses it.
-        receive: callback for the sequence's updates, called by the callback that was passed as
-            `deliver`.
+        text: a new continuation. After `Scheduler.submit`, it must be used only by the scheduler's
+            thread.
+        receive: callback for the sequence's updates. It is not called by the scheduler, but by the
+            callback that was passed to the scheduler as `deliver`.
         cancelled: True if the text is no longer needed.
     """
 
@@ -49,10 +50,10 @@ class Update:
 
     Attributes:
         sequence: the sequence.
-        piece: newly final text; often empty.
+        piece: text that became final in this step; often empty.
         tokens: number of chosen tokens, 0 or 1, not counting an end token.
         logprobs: log-probabilities of these tokens, if the sampling config asks for them.
-        finish_reason: "stop" or "length" in the last update, None before.
+        finish_reason: "stop" or "length" in the last update; None in earlier updates.
         error: exception in the last update of a failed sequence; otherwise None.
     """
 
@@ -82,7 +83,7 @@ class Scheduler:
     Attributes:
         max_tokens: maximum length of a text, including prompt and new tokens; set by `start`.
         max_sequences: maximum number of texts in the batch; set by `start`.
-        failure: exception raised by the decoder's last call, or None if the call succeeded.
+        failure: exception raised by the last call to the decoder, or None if the call succeeded.
     """
 
     def __init__(
@@ -170,8 +171,8 @@ class Scheduler:
     def try_again(self) -> None:
         """Compute one token after a failure, if no text is running.
 
-        A server that reports a failure may not get any more requests, and would then never notice
-        that the cause is gone.
+        A server that reports a failure may not receive any more requests. Without this method, it
+        would then never notice that the cause of the failure has disappeared.
         """
         with self._changed:
             self._trying = self.failure is not None
@@ -213,7 +214,7 @@ class Scheduler:
             self._decoder.add([0])
             self._decoder.remove(len(self._decoder) - 1)
             self.failure = None
-        except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
+        except Exception as error:  # noqa: BLE001 - any error fails the affected texts
             self.failure = error
 
     def _end(self) -> None:
@@ -231,9 +232,9 @@ class Scheduler:
                 self._remove(row)
 
     def _join(self) -> list[Update]:
-        """Move waiting texts to the batch and choose the first token of each. At least one text can
-        join, but once the joining prompts reach `pass_tokens` tokens no more can, because the
-        running texts have to wait.
+        """Move waiting texts to the batch and choose the first token of each. No more texts join
+        once the prompts of the joining texts have `pass_tokens` tokens or more, because the running
+        texts have to wait for these prompts. One text can join regardless of its length.
         """
         joining: list[ScheduledSequence] = []
         tokens = 0
@@ -252,7 +253,7 @@ class Scheduler:
         first = len(self._decoder)
         try:
             chosen = first_tokens([sequence.text for sequence in joining], self._decoder)
-        except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
+        except Exception as error:  # noqa: BLE001 - any error fails the affected texts
             while len(self._decoder) > first:
                 self._decoder.remove(len(self._decoder) - 1)
             with self._changed:
@@ -260,7 +261,7 @@ class Scheduler:
             if len(joining) == 1:
                 self.failure = error
                 return [Update(joining[0], error=error)]
-            # Compute them one by one, so that only the texts that cause an error fail.
+            # Compute the prompts one by one, so that only the texts that cause an error fail.
             updates: list[Update] = []
             for sequence in joining:
                 with self._changed:
@@ -279,7 +280,7 @@ class Scheduler:
             return []
         try:
             chosen = next_tokens([sequence.text for sequence in running], self._decoder)
-        except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
+        except Exception as error:  # noqa: BLE001 - any error fails the affected texts
             # All texts fail, because any of them may have caused the error.
             self.failure = error
             updates = [Update(sequence, error=error) for sequence in running]
@@ -310,7 +311,7 @@ def _pushed(sequence: ScheduledSequence, chosen: Chosen | Exception) -> Update:
     before = len(text.token_ids)
     try:
         piece = text.push(chosen)
-    except Exception as error:  # noqa: BLE001 - of the model or a library; it fails its texts
+    except Exception as error:  # noqa: BLE001 - any error fails the affected texts
         return Update(sequence, error=error)
     logprobs = () if text.logprobs is None else tuple(text.logprobs[before:])
     return Update(

@@ -76,10 +76,11 @@ _LINGER_SECONDS = 5.0
 #: Maximum number of bytes of a rejected request's body that are discarded before the connection is
 #: closed.
 _LINGER_BYTES = 4 * 2**20
-#: Time in seconds until the second probe of a client that has closed its sending side.
+#: Time in seconds between the first and the second probe of a client that has closed its sending
+#: side.
 _PROBE_SECONDS = 0.05
-#: Delay in seconds during shutdown between closing connections whose clients do not read and
-#: cancelling the other requests.
+#: Delay in seconds before the remaining requests are cancelled during shutdown, after the
+#: connections of clients that do not read have been closed.
 _CANCEL_SECONDS = 0.05
 #: Number of files that the process keeps open in addition to connections.
 _OTHER_FILES = 128
@@ -95,7 +96,7 @@ class Health(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model."""
+    """Description of a model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -140,7 +141,8 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
         loop = service.loop = asyncio.get_running_loop()
         on_ready()
         yield
-        # Run in a thread, because the scheduler sends its last updates to this event loop.
+        # Stop the service in a thread, because this event loop has to handle the scheduler's last
+        # updates in the meantime.
         await loop.run_in_executor(ending, service.stop)
 
     app = FastAPI(
@@ -193,7 +195,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     page = _PAGE.read_bytes()
 
-    # Support HEAD as well, which browsers and monitoring tools use to check a page.
+    # HEAD is also supported, because browsers and monitoring tools use it to check a page.
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def start() -> Response:
         """Return a page for people who open the server's address in a browser."""
@@ -218,7 +220,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Health:
-        """Check that the server can answer requests. Needs no API key."""
+        """Check that the server can answer requests. An API key is not required."""
         service.require_able()
         return Health()
 
@@ -232,7 +234,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    # The data of an event is a chunk as JSON; that of the last event is "[DONE]".
+    # Each event contains a chunk as JSON, except the last one, which contains "[DONE]".
     data = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
     streamed: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": data}}}}
 
@@ -271,7 +273,7 @@ def _add_bounds(fields: dict[str, Any], encoder: RequestEncoder) -> None:
     if "tools" in fields and not encoder.has_tools:
         fields["tools"]["anyOf"][0]["maxItems"] = 0
         fields["tool_choice"] = {"enum": ["none", "auto", None]}
-    # Otherwise the schema would not cover names that are not token ids.
+    # Without this line, the schema would accept names that are not token ids.
     fields["logit_bias"]["anyOf"][0]["additionalProperties"] = False
     kinds = fields["prompt"]["anyOf"] if "prompt" in fields else []
     for kind in (*kinds, *(kind.get("items", {}) for kind in kinds)):
@@ -293,8 +295,8 @@ async def _respond(
         encoded = await service.in_thread(request, partial(service.encoder.encode, body))
         updates = service.generate(encoded, request)
         if body.stream:
-            # The response starts with the first token, so that an earlier failure can still set an
-            # error status.
+            # Wait for the first token before starting the response, so that an earlier failure can
+            # still be reported with an error status.
             first = encoded.response.events(await anext(updates))
             return EventStream(_events(encoded, first, updates))
         async with aclosing(updates):
@@ -343,7 +345,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
+        """Send the response (ASGI)."""
         start = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **start})
         async with aclosing(self._events) as events:
@@ -380,8 +382,9 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a head. If there is none, all other
-        connections have a request, and uvicorn rejects this connection's request with status 503.
+        """Close the connection that has waited longest for a head. If all other connections have a
+        request, none is closed, and uvicorn rejects the request of the new connection with status
+        503.
         """
         waiting = [
             connection
@@ -403,9 +406,9 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Called by asyncio when bytes have arrived."""
         if self._is_answering():
-            # A second request arrived before the first was answered (pipelining). uvicorn would
-            # stop reading and not notice a disconnect, so the connection is closed after the
-            # response.
+            # A second request arrived before the response to the first was complete (pipelining).
+            # uvicorn would stop reading and not notice a disconnect, so the connection is closed
+            # after the response.
             self.cycle.keep_alive = False
             return
         if self._phase == "discarded":
@@ -436,7 +439,7 @@ class LimitedProtocol(H11Protocol):
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
         """Periodically write bytes that clients ignore until the response is complete. Writing to a
-        client that has disconnected closes the connection, which ends its texts.
+        client that has disconnected closes the connection, which ends the generation of its texts.
 
         Args:
             delay: time until the next write in seconds; it doubles each time.
@@ -444,8 +447,8 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing() or not self._is_answering():
             return
         if self.cycle.response_started:
-            # After its start, only a response of server-sent events can last long. In such a
-            # response, this is a comment.
+            # Once a response has started, it can take long only if it consists of server-sent
+            # events. In such a response, these bytes are a comment.
             self.transport.write(self.conn.send(h11.Data(data=b":\n\n")) or b"")
         elif self.conn.their_http_version != b"1.0":
             # Interim responses require HTTP/1.1 (RFC 9110, 15.2).
@@ -466,13 +469,14 @@ class LimitedProtocol(H11Protocol):
         if not self.transport.is_closing():
             self._watch()
         else:
-            # Data that the client does not read within the write timeout is lost.
+            # Close the connection after the write timeout, even if the client has not read all
+            # data.
             self._set_deadline(self.limits.write_timeout)
 
     def _watch(self) -> None:
-        """Set the deadline for what the connection is waiting for, either the head of a request or
-        the rest of a body to be discarded. `LimitedRequest` and `Service` limit the time for a body
-        and a response.
+        """Set a deadline if the connection is waiting for the head of a request, or for the rest of
+        a body that is discarded. The times for other bodies and for responses are limited by
+        `LimitedRequest` and `Service`.
         """
         if self.conn.their_state is h11.IDLE:
             phase, seconds = "head", self.limits.header_timeout
@@ -529,9 +533,9 @@ class LimitedProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn server that exits with code 0 after a signal. Requests that are unfinished after the
-    shutdown timeout, or on a second SIGINT, are cancelled and respond with an error. uvicorn's own
-    limit would log tracebacks and respond with "Internal Server Error".
+    """uvicorn server that exits with code 0 after a signal. When the shutdown timeout expires or a
+    second SIGINT arrives, unfinished requests are cancelled and answered with an error. uvicorn's
+    own timeout would log tracebacks and respond with "Internal Server Error".
 
     Args:
         config: the uvicorn configuration.
@@ -547,9 +551,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections and wait for running answers."""
         loop = asyncio.get_running_loop()
-        # Thread-safe, so that a signal handler wakes the event loop.
+        # Use the thread-safe method, because it wakes the event loop when it is called by a signal
+        # handler.
         self._end_requests_soon = lambda: loop.call_soon_threadsafe(self._end_requests)
-        # A second SIGINT may have come before this method was called.
+        # A second SIGINT may have arrived before this method was called.
         seconds = 0 if self._is_hurried else self._shutdown_timeout
         timer = loop.call_later(seconds, self._end_requests)
         await super().shutdown(sockets)
@@ -559,8 +564,8 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, LimitedProtocol) and connection.flow.write_paused:
                 connection.transport.abort()  # The client is not reading.
-        # Cancel the rest a moment later, once the requests of these connections, which can't
-        # respond, have ended.
+        # Cancel the other requests a moment later. By then, the requests of the aborted
+        # connections, which can't respond, have ended.
         asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self._cancel_requests)
 
     def _cancel_requests(self) -> None:
@@ -569,9 +574,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server; restore the handlers
-        on exit. Unlike in uvicorn, ignored signals remain ignored (`nohup`, `serve ... &` in a
-        script).
+        """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) end the server, and restore their
+        handlers on exit. Unlike uvicorn's method, this method does not change signals that are
+        ignored (with `nohup`, or with `serve ... &` in a script).
         """
         before = {}
         if threading.current_thread() is threading.main_thread():
@@ -585,8 +590,9 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. Because uvicorn's method is not called, signals are not raised again at
-        the end."""
+        """Handle a signal. uvicorn's method is not called, because it records signals that uvicorn
+        would raise again after the shutdown.
+        """
         if self.should_exit and sig == signal.SIGINT:
             self._is_hurried = True
             self._end_requests_soon()
@@ -603,7 +609,7 @@ def new_server(service: Service, on_ready: Callable[[], None]) -> Server:
     """
     options = service.options
     access = Access(options.host, options.api_key, options.allowed_hosts, options.allowed_origins)
-    # uvicorn's warnings about clients are not logged; tracebacks of internal errors are.
+    # Log tracebacks of internal errors, but not uvicorn's warnings about clients.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         create_app(service, access, on_ready),

@@ -108,11 +108,12 @@ class Service:
             deliver=self._deliver,
         )
         self.metrics = ServerMetrics(self.scheduler)
-        # A large body takes seconds to parse and encode, so small ones must not wait for it.
+        # A large body takes seconds to parse and encode, and small bodies must not wait for it.
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
-            executor.submit(int)  # start its thread now: later there may be no memory for it
+            # Start its thread now, because there may not be enough memory later.
+            executor.submit(int)
 
     def _make_decoder(self) -> BatchDecoder:
         options, model = self.options, self._loaded.model
@@ -148,7 +149,7 @@ class Service:
 
     def require_able(self) -> None:
         """Raise an error if requests can't be served. If the last step failed, the scheduler's
-        thread tries another step; the next call reports its result.
+        thread tries another step, and the next call of this method reports the result.
 
         Raises:
             RequestError: with status 503 and the reason.
@@ -297,8 +298,8 @@ async def _until_gone(receive: Receive) -> None:
 def _before_failure(
     items: list[tuple[int, Update] | RequestError], request_id: str
 ) -> tuple[list[tuple[int, Update]], RequestError | None]:
-    """Return the updates before the first failure, and the error to send to the client for that
-    failure.
+    """Return the updates before the first failure, and the error that reports this failure to the
+    client.
     """
     updates: list[tuple[int, Update]] = []
     for item in items:
@@ -311,7 +312,7 @@ def _before_failure(
 
 
 def _failure(error: Exception, request_id: str) -> RequestError:
-    """Return the error to send to the client for a failed text. Log `error` if it is unexpected."""
+    """Return the error that reports a failed text to the client. Log unexpected errors."""
     if isinstance(error, StoppedError):
         return stopping()
     if isinstance(error, SchemaError):

@@ -1,8 +1,10 @@
-"""Cards (README.md) of models and prepared corpora: metadata for the hub, and a description based
-on the facts in their files. The templates are in the folder cards/.
+"""Cards (README.md) of models and prepared corpora.
 
-A fact that is not in any file is None or empty and is omitted from the card. Local paths are
-reduced to their last part ("neutral" paths), because a card is public.
+A card consists of metadata for the hub and a description that is generated from facts in the files.
+The templates are in the folder cards/.
+
+Facts that are not in any file are None or empty, and are omitted from the card. Because cards are
+public, local paths are reduced to their last part ("neutral" paths).
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 _URL_OF_DATASETS = "hf://datasets/"
-#: Name in the card's training table for each recipe key (section, key).
+#: Names of recipe keys (section, key) in the card's table about training.
 _RECIPE_ROWS = {
     ("data", "seq_len"): "tokens per sequence",
     ("batch", "global_batch_tokens"): "tokens per step",
@@ -64,7 +66,7 @@ _RECIPE_ROWS = {
     ("schedule", "kind"): "schedule",
     ("efficiency", "precision"): "precision",
 }
-#: Name in the card for each key of an evaluation or a metrics line.
+#: Names in the card of the losses in an evaluation or a line of metrics.
 _LOSSES = {"loss": "loss", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
 #: File in the run folder with the results of `firstlight eval`.
 EVALUATIONS_NAME = "evaluations.jsonl"
@@ -75,11 +77,12 @@ class DataFacts:
     """A corpus on which a run was trained.
 
     Attributes:
-        name: last part of the folder's path, the URL, or the name of a file of conversations.
+        name: last part of the folder's path, the URL, or the name of a file with conversations.
         sources: names of the inputs from which the corpus was prepared.
-        splits: manifest entries of the splits, keyed by name; empty if the folder is missing or has
-            changed since training.
-        options: options of `firstlight prepare` for this corpus, except inputs and tokenizer.
+        splits: manifest entries of the splits, keyed by name; empty if the folder is missing or was
+            changed after training.
+        options: options of `firstlight prepare` for this corpus, except the inputs and the
+            tokenizer.
         weight: weight of the corpus in a mix, or None.
     """
 
@@ -102,11 +105,12 @@ class ModelFacts:
         run: record of the run up to the step of the checkpoint; None for a model without a run.
         step: step of the checkpoint; None for a model without a run.
         max_steps: total number of steps in the run, or None if unknown.
-        numbers: `final_numbers` of the run up to `step`; empty for a model without a run.
+        numbers: result of `final_numbers` for the run up to `step`; empty for a model without a
+            run.
         data: corpora on which the run was trained.
-        init_from: model from which the run was initialised, as a hub id or the last part of a path;
+        init_from: model with which the run was initialised, as a hub id or the last part of a path;
             None for random weights.
-        request: options and inputs of the call if `firstlight train TEXTS` created the run;
+        request: options and inputs of the command, if `firstlight train TEXTS` created the run;
             otherwise empty.
         evaluations: results of `firstlight eval` for exactly these weights, newest last.
     """
@@ -146,7 +150,8 @@ def read_facts(source: str | Path, *, best: bool = False) -> ModelFacts:
 
 
 def facts_of(folder: Path) -> ModelFacts:
-    """Return the facts about a model folder. If it is a checkpoint, it must already be verified.
+    """Return the facts about a model folder. If the folder is a checkpoint, it must have been
+    verified before.
 
     Raises:
         ModelError, CheckpointError, TokenizerError: see `read_facts`.
@@ -207,8 +212,8 @@ def _until(metrics: Metrics, step: int) -> Metrics:
 
 
 def _request_of(run_folder: Path) -> Mapping[str, Any]:
-    """Return the options of the `firstlight train TEXTS` call that created a run, including
-    "inputs" and "overrides" with neutral paths, or an empty mapping for other runs.
+    """Return the options of the `firstlight train TEXTS` command that created a run, or an empty
+    mapping for other runs. The "inputs" and "overrides" are included with neutral paths.
     """
     state = read_state(run_folder)
     request, inputs = state.get("request"), state.get("inputs")
@@ -224,7 +229,7 @@ def _request_of(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _neutral_override(key: str, text: str) -> str:
-    """Return an override's value as command-line text with neutral paths."""
+    """Return the value of an override as command-line text, with neutral paths."""
     if key.endswith("sample_prompts"):
         return text
     try:
@@ -238,9 +243,10 @@ def _neutral_override(key: str, text: str) -> str:
 
 
 def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
-    """Return the corpora in a run's recipe. Facts are read from a corpus's folder only if its
-    manifest is still the one on which the run was trained (for a mix, if its tokenizer is still the
-    run's tokenizer).
+    """Return the facts about the corpora in a run's recipe.
+
+    Facts are read from the folder of a corpus only if its manifest has not changed since the run
+    was trained. For a corpus of a mix, the tokenizer must still be the tokenizer of the run.
     """
     data = run.recipe.get("data")
     if not isinstance(data, dict):
@@ -273,8 +279,8 @@ def _data_of(run: RunRecord, checkpoint: Path) -> list[DataFacts]:
 
 
 def _corpus(location: str, is_the_same: Any) -> DataFacts:
-    """Return the facts about a corpus, or only its name if it is a URL, can't be read or has
-    changed.
+    """Return the facts about a corpus. If the corpus is a URL, can't be read or has changed, return
+    only its name.
 
     Args:
         location: folder or URL of the corpus.
@@ -293,7 +299,7 @@ def _corpus(location: str, is_the_same: Any) -> DataFacts:
 
 
 def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
-    """Return the facts in a prepared corpus's manifest and list of inputs.
+    """Return the facts in the manifest and in the list of inputs of a prepared corpus.
 
     Args:
         folder: folder of the corpus.
@@ -308,7 +314,8 @@ def corpus_facts(folder: Path, manifest: Mapping[str, Any]) -> DataFacts:
 
 
 def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]:
-    """Return those options of `firstlight prepare` for a corpus that differ from the defaults.
+    """Return the options of `firstlight prepare` with which a corpus was prepared, except options
+    with default values.
 
     Args:
         manifest: manifest of the corpus.
@@ -329,7 +336,8 @@ def _prepare_options(manifest: Mapping[str, Any], *, own_val: bool) -> list[str]
 
 
 def neutral_recipe(values: Any) -> Any:
-    """Return a recipe's values with neutral paths. Sample prompts are texts and are not changed."""
+    """Return the values of a recipe with neutral paths. Sample prompts are not changed, because
+    they are texts."""
     if isinstance(values, Mapping):
         return {
             key: value if key == "sample_prompts" else neutral_recipe(value)
@@ -339,15 +347,17 @@ def neutral_recipe(values: Any) -> Any:
         return [neutral_recipe(value) for value in values]
     if not isinstance(values, str):
         return values
-    # Split at commas, because evaluation tasks are written as NAME,FILE.
+    # Split the text at commas, because evaluation tasks have the form NAME,FILE.
     return ",".join(
         neutral_name(part.strip()) if "/" in part else part for part in values.split(",")
     )
 
 
 def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
-    """Append a result of `firstlight eval`, with the SHA-256 of the checkpoint, to
-    evaluations.jsonl of the checkpoint's run. Do nothing for a model without a run.
+    """Append a result of `firstlight eval` to the file evaluations.jsonl in the run folder. Do
+    nothing for a model without a run.
+
+    The SHA-256 of the checkpoint is stored with the result.
 
     Args:
         checkpoint: folder of the evaluated model.
@@ -363,8 +373,8 @@ def record_evaluation(checkpoint: Path, result: Mapping[str, Any]) -> None:
     manifest, path = read_manifest(checkpoint), run / EVALUATIONS_NAME
     opened = os.open(run, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Without the lock, two evaluations that end at the same time could overwrite each other's
-        # line.
+        # Lock the folder: otherwise, two evaluations that end at the same time could overwrite each
+        # other's results.
         fcntl.flock(opened, fcntl.LOCK_EX)
         lines = [
             *read_json_lines(path),
@@ -390,8 +400,8 @@ def model_card(
 
     Args:
         facts: facts about the model.
-        repository: USER/NAME on the hub; None uses the name of the run folder or model folder.
-        licence: the hub's id of the licence, such as "apache-2.0", or None if no licence was
+        repository: USER/NAME on the hub; None to use the name of the run folder or model folder.
+        licence: licence as an id of the hub, such as "apache-2.0", or None if no licence was
             specified.
         gguf: name of a GGUF file in the same folder; None if there is none.
     """
@@ -437,10 +447,11 @@ def corpus_card(
     """Return the text of a corpus card.
 
     Args:
-        facts: names of the corpus's inputs, its splits, and the options used to prepare it.
+        facts: facts about the corpus: the names of its inputs, its splits, and the options with
+            which it was prepared.
         manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
-        licence: the hub's id of the licence, such as "cc-by-4.0", or None if no licence was
+        licence: licence as an id of the hub, such as "cc-by-4.0", or None if no licence was
             specified.
     """
     from huggingface_hub import DatasetCard, DatasetCardData
@@ -453,7 +464,7 @@ def corpus_card(
         size_categories=next((text for most, text in _SIZES.items() if documents < most), "n>1B"),
         source_datasets=hub_datasets([facts]) or None,
         tags=["firstlight", "tokenized"],
-        # The hub's viewer supports only tables, not shards.
+        # Disable the hub's viewer, because it supports only tables and not shards.
         viewer=False,
     )
     rejected = manifest["documents"].get("rejected") or {}
@@ -474,7 +485,7 @@ def corpus_card(
     return _tidied(str(card))
 
 
-#: The hub's size categories, keyed by exclusive upper bound in documents.
+#: Size categories of the hub, keyed by their exclusive upper limits in documents.
 _SIZES = {
     1_000: "n<1K",
     10_000: "1K<n<10K",
@@ -491,7 +502,7 @@ def _template(name: str) -> str:
 
 
 def _tidied(card: str) -> str:
-    """Remove the empty lines left in a card by omitted parts of the template."""
+    """Remove the superfluous empty lines that omitted parts of the template leave in a card."""
     return re.sub(r"\n{3,}", "\n\n", card).strip() + "\n"
 
 
@@ -510,7 +521,7 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
         for dataset, metric, value, error in _measured(facts)
     ]
     base = facts.init_from if facts.init_from and is_hub_id(facts.init_from) else None
-    # Repositories in the hub's metadata do not include a revision.
+    # Remove the revision, which the hub's metadata does not support.
     base = None if base is None else base.partition("@")[0]
     return ModelCardData(
         license=licence,
@@ -525,8 +536,8 @@ def _metadata(facts: ModelFacts, name: str, licence: str | None) -> ModelCardDat
 
 
 def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
-    """Return OWNER/NAME of each hub dataset that is an input or the location of a corpus in `data`,
-    without duplicates.
+    """Return the names (OWNER/NAME) of the hub datasets in `data`, without duplicates. A hub
+    dataset can be an input or the location of a corpus.
     """
     names = [source for one in data for source in one.sources if source.startswith("hf:")]
     found = [name[3:].partition(":")[0] for name in names]
@@ -538,8 +549,8 @@ def hub_datasets(data: Sequence[DataFacts]) -> list[str]:
 def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None]]:
     """Yield all results as (dataset or task, metric, value, standard error or None).
 
-    A result comes from the newest `firstlight eval` that measured the metric or, if there is none,
-    from the run's own evaluation at or before this step.
+    The value of a metric is taken from the newest `firstlight eval` that measured it. If there is
+    none, it is taken from the run's own evaluation at or before the step of the checkpoint.
     """
     corpus = "all data"
     if len(facts.data) == 1:
@@ -553,7 +564,7 @@ def _measured(facts: ModelFacts) -> Iterator[tuple[str, str, float, float | None
             yield place, metric, value, error
 
 
-#: (value, standard error or None) for each (dataset or task, metric).
+#: Results as (value, standard error or None), keyed by (dataset or task, metric).
 _Results = dict[tuple[str, str], tuple[float, float | None]]
 
 
@@ -653,8 +664,8 @@ def _data_blocks(facts: ModelFacts) -> Iterator[str]:
 
 
 def split_lines(splits: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown list item for each split in a manifest, with its numbers of tokens,
-    documents and text bytes.
+    """Return a Markdown list item for each split in a manifest, with the numbers of tokens,
+    documents and bytes of text.
 
     Args:
         splits: manifest entries, keyed by split name.
@@ -696,7 +707,7 @@ def _training_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
 
 
 def _run_evaluation(facts: ModelFacts) -> str | None:
-    """Return a sentence about the run's own evaluation, or None if there is no evaluation."""
+    """Return a sentence about the run's own evaluation, or None if there was no evaluation."""
     if facts.numbers.get("val/loss") is None or facts.run is None:
         return None
     metrics = facts.run.metrics.series("val/loss")
@@ -736,8 +747,8 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
             lines.append(f"firstlight prepare {sources} --tokenizer {name} --out {folder}{more}")
         options += ["--data.dir", folder]
     if facts.run.length.get("max_steps"):
-        # A run with a time budget is reproduced with its number of steps, because the same minutes
-        # give a different number of steps on another machine.
+        # Specify the number of steps even if the run had a time budget, because another machine
+        # would make a different number of steps in the same time.
         steps = facts.run.length["max_steps"]
         options += ["--schedule.max_steps", str(steps), "--schedule.max_minutes", "null"]
         options += ["--schedule.epochs", "null"]
@@ -749,7 +760,7 @@ def _commands(facts: ModelFacts, repository: str) -> list[str]:
 
 
 def _call_on_texts(facts: ModelFacts) -> str:
-    """Return the `firstlight train TEXTS` call that created the run, as a shell command."""
+    """Return the shell command `firstlight train TEXTS` that created the run."""
     request = facts.request
     words = ["firstlight", "train", *request["inputs"]]
     for key, option in (("tokens", "--tokens"), ("steps", "--steps"), ("size", "--size")):

@@ -1,5 +1,7 @@
-"""`push` and `push_data`: write the folder of a model or corpus to share, and upload it to the
-Hugging Face hub with huggingface_hub. No other module uploads anything.
+"""Upload models and prepared corpora to the Hugging Face hub.
+
+`push` and `push_data` write a folder with the files to share, and upload it with huggingface_hub.
+No other module uploads files.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from firstlight.sharing.card import (
 )
 from firstlight.tokenizer import Tokenizer
 
-#: Files in which other programs may have stored the path from which a model was read.
+#: Files in which other programs may have stored the local path of a model.
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_CARD_BYTES = 1 << 20
@@ -89,28 +91,28 @@ def push(
 ) -> Pushed:
     """Upload a model to the Hugging Face hub: weights, tokenizer, recipe and a card.
 
-    `convert` writes the weights, so that neither the optimizer state nor any other training state
-    in a checkpoint is uploaded. Files that the hub already has are not sent again.
+    The weights are written by `convert`, so the optimizer state and other training state in a
+    checkpoint are not uploaded. Files that are already on the hub are not uploaded again.
 
     Args:
         source: a run folder, a checkpoint, a Hugging Face model folder or a hub id.
         repository: USER/NAME; the repository is created if it does not exist.
         private: True to create a private repository; an existing repository must be private.
         gguf: format of a GGUF file to add, such as "q4_k_m" or "q8_0", or None.
-        licence: the hub's id of the licence for the card, such as "apache-2.0".
-        card: file to upload as the card; None generates the card.
+        licence: licence for the card, as an id of the hub such as "apache-2.0".
+        card: file to upload as the card; None to generate the card.
         best: True to use a run folder's checkpoint with the lowest validation loss instead of the
             newest.
-        out: folder to write and keep. None writes a temporary folder or, if `upload` is False, the
-            folder NAME in the current folder.
-        upload: False to only write the folder.
+        out: folder to write and keep. None to write a temporary folder or, if `upload` is False,
+            the folder NAME in the current folder.
+        upload: False to write the folder without uploading it.
 
     Raises:
         ConfigError: an argument is invalid, or `private` is True for a public repository.
         InputError: `out` is not empty, or `card` can't be read.
         ModelError, CheckpointError, TokenizerError: the model can't be read.
         HubError: the hub rejects the upload or can't be reached, or the connection is lost.
-        MissingDependencyError: a package that the GGUF format needs is not installed.
+        MissingDependencyError: a package that the GGUF format requires is not installed.
         StorageError: a file can't be written.
     """
     _require_repository(repository, upload=upload)
@@ -153,10 +155,10 @@ def push_data(
         folder: a folder written by `prepare`.
         repository: USER/NAME; the repository is created if it does not exist.
         private: True to create a private repository; an existing repository must be private.
-        licence: the hub's id of the licence for the card, such as "cc-by-4.0".
-        out: folder to write and keep. None writes a temporary folder with links to the shards or,
+        licence: licence for the card, as an id of the hub such as "cc-by-4.0".
+        out: folder to write and keep. None to write a temporary folder with links to the shards or,
             if `upload` is False, the folder NAME in the current folder.
-        upload: False to only write the folder.
+        upload: False to write the folder without uploading it.
 
     Raises:
         ConfigError: an argument is invalid, or `private` is True for a public repository.
@@ -186,7 +188,8 @@ def push_data(
 def _place(
     repository: str, out: str | Path | None, *, upload: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """Yield (folder to write, the same folder if it is kept or None if it is temporary)."""
+    """Context manager that yields the folder to write, and then either the same folder, if it is
+    kept, or None, if it is temporary."""
     name = repository.rpartition("/")[2]
     if out is None and upload:
         with tempfile.TemporaryDirectory(prefix="firstlight-push-") as temporary:
@@ -210,9 +213,10 @@ def _write_model(
     licence: str | None,
     card: str | Path | None,
 ) -> tuple[str, ...]:
-    """Write all files of a model to share into a folder. Return notes for the user."""
-    # `convert` uses the folder's name as the model's name in a GGUF file, so `plain` is named after
-    # the repository. Repository names never begin with a dot, so `.model` can't conflict with it.
+    """Write all files of a model that are shared to a folder. Return notes for the user."""
+    # `convert` uses the name of the folder as the name of the model in a GGUF file, so `plain` is
+    # named after the repository. Its parent folder can't conflict with a repository name, because
+    # repository names never begin with a dot.
     staging = folder / ".model"
     plain = staging / repository.rpartition("/")[2]
     notes = list(convert(facts.folder, plain).notes)
@@ -258,8 +262,8 @@ def _forget_folders(path: Path) -> None:
 
 
 def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of the shards, after checking that each shard matches its SHA-256 in the
-    manifest and that they were made with the tokenizer in the folder.
+    """Return the names of the shards after checking that each shard matches its SHA-256 in the
+    manifest, and that the shards were prepared with the tokenizer in the folder.
 
     Raises:
         DataError: a shard is missing or damaged, or the tokenizer differs.
@@ -288,14 +292,14 @@ def _verified_shards(folder: Path, manifest: dict[str, Any]) -> list[str]:
 #: or "." in NAME.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/\w+(?:[.-]\w+)*", re.ASCII)
 _MAX_NAME = 96
-#: Patterns for weights of an earlier upload. If they are not in the new folder they are deleted,
-#: because programs would load them together with the new ones.
+#: Patterns for the weights of an earlier upload. Weights that are not in the new folder are deleted
+#: from the hub, because programs would load them together with the new weights.
 _REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin"]
 
 
 def _require_repository(repository: str, *, upload: bool) -> None:
-    """Check, before any work is done, that a repository's name is valid and that an upload to it is
-    possible.
+    """Check that the name of a repository is valid and that uploads are possible. This is called
+    before any work is done.
 
     Raises:
         ConfigError: the name is not USER/NAME, or is not allowed on the hub.
@@ -329,18 +333,19 @@ def _require_repository(repository: str, *, upload: bool) -> None:
 def upload_folder(
     folder: Path, repository: str, *, kind: Literal["model", "dataset"], private: bool
 ) -> str:
-    """Upload a folder. Return the repository's URL. The repository is created if it does not exist.
+    """Upload a folder to a repository, which is created if it does not exist. Return the URL of the
+    repository.
 
-    Files that the hub already has with the same content are not sent again, so a second call
+    Files that are already on the hub with the same content are not uploaded again, so a second call
     resumes an interrupted upload. For models, weights of an earlier upload that are not in the
-    folder are deleted; all other files in the repository are kept.
+    folder are deleted. All other files in the repository are kept.
 
     Args:
-        folder: folder to upload; links in it are followed.
+        folder: folder to upload. Symbolic links in the folder are followed.
         repository: USER/NAME.
         kind: kind of the repository.
-        private: True to create a private repository and reject a public one. False uses the hub's
-            default for a new repository.
+        private: True to create a private repository, and to reject an existing public repository.
+            False to use the hub's default for a new repository.
 
     Raises:
         ConfigError: `private` is True, and the repository is public.
@@ -358,8 +363,8 @@ def upload_folder(
                 "the hub, or omit --private"
             )
         with warnings.catch_warnings():
-            # huggingface_hub warns about a card without a licence, but the user has chosen not to
-            # specify one, and the card says so.
+            # huggingface_hub warns about a card without a licence. The user has chosen not to
+            # specify a licence, and the card states this.
             warnings.filterwarnings("ignore", message="Warnings while validating metadata")
             api.upload_folder(
                 repo_id=repository,
@@ -378,7 +383,7 @@ def upload_folder(
 
 
 def _reason(error: BaseException, repository: str) -> str:
-    """Return one line that explains why an upload failed, with a remedy."""
+    """Return one line with the reason why an upload failed, and a remedy."""
     from huggingface_hub import errors
 
     owner = repository.partition("/")[0]
@@ -406,7 +411,8 @@ def _reason(error: BaseException, repository: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause (or the error during whose handling it was raised), and so on."""
+    """Yield an error and all errors that led to it: its cause or, if it has no cause, the error
+    that was being handled when it was raised, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

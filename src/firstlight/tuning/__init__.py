@@ -1,1 +1,1 @@
-"""Search over a recipe's keys by short training runs with different values."""
+"""Search over keys of a recipe, using short training runs with different values."""

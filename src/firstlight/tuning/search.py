@@ -1,13 +1,13 @@
-"""`firstlight tune`: hyperparameter search over keys of a recipe by means of short training runs.
+"""`firstlight tune`: hyperparameter search over keys of a recipe, using short training runs.
 
-Every trial is a shortened run of the recipe (see `space`) in a separate process, with the same seed
-and number of tokens. The objective is its loss on the held-out text. Optuna proposes the values and
-prunes the worst trials.
+Each trial is a shortened run of the recipe (see `space`) in a separate process. All trials have the
+same seed and number of tokens. The objective is the loss on held-out text. Optuna proposes the
+values and prunes the worst trials.
 
-A study is a folder: study.json contains its settings (`Study`), and trials.jsonl has a line for
-each trial that has ended. A later call needs nothing else, because the values of a trial are a
-function of the seed and the preceding lines. If the process is killed, only the running trial is
-lost.
+A study is stored in a folder: study.json contains the settings (`Study`), and trials.jsonl contains
+one line for each finished trial. A later call can continue from these two files, because the values
+of a trial depend only on the seed and the lines before it. If the process is killed, only the
+running trial is lost.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ STUDY_NAME = "study.json"
 BEST_NAME = "best.yaml"
 PICTURE_NAME = "tuning.png"
 
-#: Number of steps in the run that measures the time of steps and evaluations ("pace").
+#: Number of steps in the pace run, which measures the time of steps and evaluations.
 _PACE_STEPS = 12
-#: Number of steps between the evaluations of this run.
+#: Number of steps between evaluations in the pace run.
 PACE_EVERY = 3
-#: Time limit of this run in seconds; it does not end before its first evaluation.
+#: Time limit of the pace run in seconds. The run does not end before its first evaluation.
 _PACE_SECONDS = 20.0
 
-#: Minimum number of steps in a trial whose length is derived from the budget: two steps between
-#: evaluations.
+#: Minimum number of steps in a trial whose length is derived from the budget. This is two steps per
+#: evaluation.
 _FEWEST_STEPS = 2 * POINTS
 
-#: Safety factor for expected times, because other programs may slow the machine down.
+#: Safety factor for expected times, because other programs can slow down the machine.
 _RESERVE = 1.1
 
 
@@ -87,13 +87,13 @@ class TuneResult:
     Attributes:
         folder: folder of the study, with study.json and trials.jsonl.
         study: searched keys, objective and length of a trial.
-        trials: lines of trials.jsonl: "trial" (number), "values", "state" ("complete", "pruned" or
-            "failed"), "objective" (the last loss; None if it failed), "step" (last evaluated
-            step), "steps", "curve" (see `measure`), "seconds", "message".
+        trials: lines of trials.jsonl, each with "trial" (number), "values", "state" ("complete",
+            "pruned" or "failed"), "objective" (the last loss, or None for a failed trial), "step"
+            (the last evaluated step), "steps", "curve" (see `measure`), "seconds" and "message".
         best: line of the best complete trial; None if no trial is complete.
         best_recipe: recipe file with the best values; None if no trial is complete.
-        importance: importance of each key for the loss, as fractions, most important first; empty
-            if there are few trials.
+        importance: importance of each key for the loss, as a fraction, starting with the most
+            important key; empty if there are too few trials.
         picture: PNG of the loss against each key; None if no trial is complete.
     """
 
@@ -123,22 +123,24 @@ def tune(
     Args:
         recipe: a recipe, its values, or its file.
         folder: folder of the study; None uses the recipe's run.dir with "-tune" appended.
-        search: keys with their values: "optimizer.learning_rate=1e-4..1e-2:log" or
+        search: keys with their values, such as "optimizer.learning_rate=1e-4..1e-2:log" or
             "batch.micro_batch_size=4,8,16". If empty, learning rates, warm-up and weight decay are
             searched around the recipe's own values.
-        trials: total number of trials in the study, including earlier calls.
-        budget_minutes: duration of this call; a trial that would not finish in time is not started.
-        trial_steps: length of a trial in steps. If neither this nor `trial_minutes` is set, the
-            budget is divided by `trials`. A later call keeps the length of the first call.
+        trials: total number of trials in the study, including trials of earlier calls.
+        budget_minutes: time limit of this call. A trial that would not finish in time is not
+            started.
+        trial_steps: length of a trial in steps. If neither `trial_steps` nor `trial_minutes` is
+            set, each trial gets an equal part of the budget. Later calls keep the length of the
+            first call.
         trial_minutes: length of a trial in minutes, instead of `trial_steps`.
         init_from: model folder, run or hub id with the initial weights of each trial.
-        on_trial: function that is called with the line of each trial that has ended.
+        on_trial: function that is called with the line of each finished trial.
 
     Raises:
         MissingDependencyError: optuna is not installed.
         ConfigError: the recipe, the search or an option is invalid, the folder has another study,
             the recipe has no held-out text, or the budget is too short.
-        CheckpointError: another process works in the folder, or its files are damaged.
+        CheckpointError: another process is using the folder, or its files are damaged.
         TrainingError, DataError, ModelError: the recipe with its own values does not train.
         StorageError: a file system error.
     """
@@ -147,8 +149,8 @@ def tune(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(recipe)
     if init_from is None:
-        # Must be done now, because a recipe that sets searched rates no longer counts as one
-        # without settings.
+        # Apply the settings of new models now: the recipe of a trial sets searched keys, and these
+        # settings apply only to recipes that set none of them.
         recipe = for_new_model(recipe, {})
     _require_options(recipe, trials, budget_minutes, trial_steps, trial_minutes=trial_minutes)
     if folder is None and recipe.run.dir is None:
@@ -170,7 +172,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Question:
-    """Arguments of `tune` that must be the same in all calls for a study."""
+    """The arguments of `tune` that must be the same in all calls for a study."""
 
     recipe: Recipe
     keys: tuple[SearchKey, ...]
@@ -213,7 +215,7 @@ def _require_options(
 def _open_study(
     folder: Path, question: _Question, trials: int, ends: float, *, asker: Asker
 ) -> Study:
-    """Open the study in the folder, or create a new one if there is none (see `_begin_study`)."""
+    """Open the study in the folder. If there is none, create it (see `_begin_study`)."""
     path = folder / STUDY_NAME
     recipe = question.recipe.model_dump(mode="json", exclude_unset=True)
     if not path.exists():
@@ -246,7 +248,7 @@ def _begin_study(
     ends: float,
     asker: Asker,
 ) -> Study:
-    """Measure the time of the recipe's steps, and choose the length of a trial.
+    """Create a study: measure the time of the recipe's steps, and choose the length of a trial.
 
     Raises:
         ConfigError: there is no held-out text, or the budget is too short.
@@ -294,7 +296,7 @@ def _begin_study(
 
 
 def _refuse(error: Mapping[str, Any]) -> None:
-    """Raise an error for a failure of the run that measures the time of a step."""
+    """Raise an error after a failure of the pace run, which measures the time of a step."""
     if error["type"] == "TimeoutError":
         raise ConfigError("the budget is too short for a few steps of the recipe: raise --budget")
     kinds = {"ConfigError": ConfigError, "InputError": InputError}
@@ -315,8 +317,8 @@ def _run_trials(
     asker: Asker,
     on_trial: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Run trials and add their lines until there are `trials` of them or the time (`ends`) is
-    up."""
+    """Run trials, and append their lines to `lines`, until there are `trials` lines or the time
+    `ends` is reached."""
     say(
         f"tune: each trial has {study.trial_steps:,} of the recipe's {study.full_steps:,} steps "
         f"and takes about {_expected(study, lines):.0f} s; {len(lines)} of {trials} trials are "
@@ -349,7 +351,7 @@ def _run_trials(
 
 
 def _expected(study: Study, lines: Sequence[Mapping[str, Any]]) -> float:
-    """Return the expected seconds of the next trial."""
+    """Return the expected duration of the next trial in seconds."""
     walls = [line["wall_seconds"] for line in lines if line["state"] == "complete"]
     return _RESERVE * max(walls) if walls else study.seconds
 
@@ -363,7 +365,8 @@ def _run_trial(
     ends: float,
     asker: Asker,
 ) -> dict[str, Any] | None:
-    """Run a trial; return its line, or None if the end of the budget stopped it."""
+    """Run a trial. Return its line, or None if the trial was stopped because the budget was used
+    up."""
     number, begun = len(lines) + 1, time.monotonic()
     curves = [line["curve"] for line in lines if line["state"] == "complete"]
     found: dict[str, Any]
@@ -402,7 +405,7 @@ def _run_trial(
 
 
 def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> TuneResult:
-    """Write best.yaml and the picture, and return the result."""
+    """Write best.yaml and the picture. Return the result of `tune`."""
     complete = [line for line in lines if line["state"] == "complete"]
     best = min(complete, key=lambda line: line["objective"], default=None)
     best_recipe = picture = None
@@ -417,9 +420,12 @@ def _result(folder: Path, study: Study, lines: Sequence[Mapping[str, Any]]) -> T
 
 
 def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int) -> str:
-    """Return the full run's recipe with the best values, as YAML. Its run.dir is in the study's
-    folder, since the recipe's run.dir may already contain a run."""
-    # The first trial uses the unchanged recipe, in which unset keys stay unset.
+    """Return the recipe of the full run with the best values, as YAML text.
+
+    Its run.dir is a folder inside the study's folder, because the original run.dir may already
+    contain a run.
+    """
+    # The first trial used the unchanged recipe, so keys that are not set must remain unset.
     values = {} if best["trial"] == 1 else best["values"]
     found = with_values(study.parsed, values, study.seq_len)
     content = found.model_dump(mode="json", exclude_unset=True)
@@ -432,17 +438,17 @@ def _best_recipe(folder: Path, study: Study, best: Mapping[str, Any], count: int
     return head + yaml_text(content)
 
 
-#: Function from a request and a time limit in seconds to the result of a trial: see
+#: Function that runs a trial. Its arguments are a request and a time limit in seconds; see
 #: `fresh_process.ask`.
 Asker = Callable[[Mapping[str, Any], float | None], dict[str, Any]]
 
 
 @contextlib.contextmanager
 def trial_processes(device: torch.device) -> Iterator[Asker]:
-    """Context manager that provides the function to run trials, each in a separate process.
+    """Context manager that yields a function which runs each trial in a separate process.
 
-    On a CPU, the processes are forked from a process that has imported everything, because the
-    imports take as long as a small trial.
+    On a CPU, the processes are forked from a process that has already imported all modules, because
+    the imports take as long as a small trial.
     """
     module, environment = "firstlight.tuning.search", training_environment()
     if device.type == "cpu":
@@ -462,19 +468,20 @@ def ask_trial(
     pace: bool = False,
     curves: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Run a trial; return the result of `measure`, or {"error": {"type", "message"}}.
+    """Run a trial. Return the result of `measure`, or {"error": {"type", "message"}}.
 
     Args:
-        asker: function of `trial_processes`.
-        place: folder of the trial's run.
+        asker: function from `trial_processes`.
+        place: folder for the trial's run.
         values: values of the trial's recipe.
         init_from: initial weights; see `tune`.
-        ends: time (of `time.monotonic`) at which the trial is stopped.
-        pace: True only measures the time of steps and evaluations.
+        ends: value of `time.monotonic` at which the trial is stopped.
+        pace: True to only measure the time of steps and evaluations.
         curves: curves of complete trials.
     """
     if place.exists():
-        # Folder of a killed call. If its process is still running, it ends without the folder.
+        # The folder was left by a killed call. If the process of its trial is still running, it
+        # fails once the folder is removed.
         remove_folder(place)
     make_folder(place.parent)
     request = {
@@ -490,25 +497,28 @@ def ask_trial(
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a trial, or only the first steps of the recipe, in this process and without checkpoints.
+    """Run a trial or only the first steps of the recipe, in this process and without checkpoints.
 
     Args:
-        request: "recipe", values of the recipe; "init_from"; "threads" of torch; "parent", process
-            id of the caller; "pace", True to time only the first steps; "curves" of complete
-            trials.
+        request: a dict with "recipe" (the values of the recipe), "init_from", "threads" (the number
+            of torch threads), "parent" (the process id of the caller), "pace" (True to time only
+            the first steps) and "curves" (the curves of complete trials).
 
     Returns:
-        Of a trial:
+        For a trial:
 
-        - "curve": [number of the evaluation from 1, step, tokens, loss] of each evaluation
-        - "pruned": True if the trial was ended early; "seconds": duration of its steps
+        - "curve": a list [number of the evaluation, step, tokens, loss] for each evaluation, where
+          the first evaluation has the number 1
+        - "pruned": True if the trial was ended early
+        - "seconds": total duration of the steps
 
         With "pace":
 
-        - "step_seconds", "evaluation_seconds", "start_seconds": time of a step, of an evaluation,
-          and from the start of the process to the end of the first step
+        - "step_seconds": duration of a step
+        - "evaluation_seconds": duration of an evaluation
+        - "start_seconds": time from the start of the process to the end of the first step
         - "objective": name of the loss, "bits_per_byte" or "val/loss"
-        - "max_steps", "warmup_steps", "seq_len": of the recipe's whole run
+        - "max_steps", "warmup_steps" and "seq_len": values of the recipe's full run
 
     Raises:
         FirstlightError: the run fails (see `train`), or its data has no held-out text.
@@ -518,7 +528,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     watch = _Pace(recipe) if request["pace"] else _Trial(recipe, request["curves"])
 
     def on_step(record: Mapping[str, Any]) -> None:
-        # If the calling process has ended, no one would read the result.
+        # Also stop if the calling process has ended, because nothing would read the result.
         if watch.is_done_with(record) or not psutil.pid_exists(request["parent"]):
             raise _Done
 
@@ -532,7 +542,7 @@ class _Done(Exception):  # noqa: N818 - no error
 
 
 class _Trial:
-    """Records the evaluations of a trial and decides whether to prune it.
+    """Recorder of the evaluations of a trial, which also decides whether the trial is pruned.
 
     Args:
         recipe: the trial's recipe.
@@ -546,7 +556,8 @@ class _Trial:
         self.trial = pruning_trial(curves)
 
     def is_done_with(self, record: Mapping[str, Any]) -> bool:
-        """Process a step's metrics; return True if it is the last step or the trial is pruned."""
+        """Process the metrics of a step. Return True after the last step or if the trial is
+        pruned."""
         self.seconds += record["seconds"]
         step, is_last = record["step"], record["step"] == self.recipe.schedule.max_steps
         if "val/loss" in record:
@@ -563,7 +574,7 @@ class _Trial:
 
 
 class _Pace:
-    """Measures the time of the recipe's steps and evaluations.
+    """Measurement of the time of the recipe's steps and evaluations.
 
     Args:
         recipe: the recipe.
@@ -575,7 +586,7 @@ class _Pace:
         self.objective = ""
 
     def is_done_with(self, record: Mapping[str, Any]) -> bool:
-        """Process a step's metrics; return True once enough steps have been timed.
+        """Process the metrics of a step. Return True once enough steps have been timed.
 
         Raises:
             ConfigError: there is no held-out text.

@@ -1,9 +1,9 @@
-"""Keys of a recipe that `firstlight tune` searches, and the recipe of a trial.
+"""The search space of `firstlight tune`, and the recipe of a trial.
 
-A trial is a shortened run of the recipe. Its schedule and all other values that count steps are
-scaled down to the trial's length, so that the learning rate decays to the same value as at the end
-of the full run. The searched values are those of the full run, and all trials see the same number
-of tokens.
+A trial is a shortened run of the recipe. The schedule and all other values that count steps are
+scaled to the length of the trial, so that the learning rate decays to the same value as at the end
+of the full run. Values in the search space are those of the full run. All trials see the same
+number of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from firstlight.optim.schedule import ALTERNATIVES
 from firstlight.recipe import Recipe, known_keys, parse_recipe, recipe_fields
 from firstlight.recipe.load import changed_recipe, parse_yaml
 
-#: Number of evaluations in a trial; the last is at its end.
+#: Number of evaluations in a trial. The last evaluation is at the end of the trial.
 POINTS = 6
 
 #: Sections whose keys can be searched because they affect the training result.
@@ -38,8 +38,7 @@ _SECTIONS = (
     "preference",
 )
 
-#: Keys that can't be searched because they set the length of a run, and longer runs are always
-#: better.
+#: Keys that set the length of a run. They can't be searched, because longer runs are always better.
 _LENGTHS = (
     "schedule.max_steps",
     "schedule.epochs",
@@ -47,7 +46,7 @@ _LENGTHS = (
     "schedule.resume",
 )
 
-#: Keys that count steps or tokens of the full run; they are scaled to the length of a trial.
+#: Keys that count steps or tokens of the full run. They are scaled to the length of a trial.
 _SCALED = (
     "schedule.warmup_steps",
     "schedule.warmup_tokens",
@@ -58,11 +57,11 @@ _SCALED = (
     "optimizer.muon_momentum_warmup_steps",
 )
 
-#: Without --search, learning rates and weight decay are searched from the recipe's value divided by
-#: this factor to the value times this factor.
+#: Factor for the default ranges of learning rates and weight decay. A range extends from the
+#: recipe's value divided by this factor to the value multiplied by it.
 _FACTOR = 5.0
 
-#: Range of schedule.warmup_ratio without --search.
+#: Default range of schedule.warmup_ratio.
 _WARMUP = (0.005, 0.2)
 
 #: A value of a trial: a number from a range, or the YAML text of a choice.
@@ -78,8 +77,8 @@ class SearchKey:
         choices: YAML texts of the values; empty for a range.
         low: lower end of the range, inclusive.
         high: upper end of the range, inclusive.
-        log: True samples the range on a logarithmic scale.
-        whole: True for integers only.
+        log: True to sample the range on a logarithmic scale.
+        whole: True if the range contains only integers.
     """
 
     key: str
@@ -97,8 +96,8 @@ class SearchKey:
         return f"{self.key}={self.low:g}..{self.high:g}{':log' if self.log else ''}"
 
     def rounded(self, value: Value) -> Value:
-        """Round a sampled value to three significant digits, for readability, and clamp it to the
-        range."""
+        """Round a sampled number to three significant digits for readability, and clamp it to the
+        range. Return texts and integers unchanged."""
         if isinstance(value, str) or self.whole:
             return value
         return min(max(float(f"{value:.3g}"), self.low), self.high)
@@ -187,10 +186,10 @@ def _plain(annotation: Any) -> set[Any]:
 
 
 def default_search(recipe: Recipe) -> list[SearchKey]:
-    """Return the default search space: learning rates, warm-up and weight decay around the recipe's
-    values.
+    """Return the default search space, which consists of learning rates, weight decay and warm-up.
+    The ranges of learning rates and weight decay are around the recipe's values.
 
-    The batch size is not searched because short trials favour smaller batches than long runs.
+    The batch size is not included, because short trials favour smaller batches than long runs.
     """
     own = recipe.optimizer
     values = {"learning_rate": own.learning_rate, "weight_decay": own.weight_decay}
@@ -205,13 +204,13 @@ def default_search(recipe: Recipe) -> list[SearchKey]:
 
 
 def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -> dict[str, Value]:
-    """Return the recipe's values of the keys, excluding those that are unset or outside the search
-    space.
+    """Return the recipe's own values of the searched keys, except keys that are not set and values
+    outside the search space.
 
     Args:
-        keys: the keys.
+        keys: the searched keys.
         recipe: the recipe.
-        warmup_ratio: warm-up of the full run, as a fraction of the run's steps.
+        warmup_ratio: warm-up of the full run as a fraction of the run's steps.
     """
     found: dict[str, Value] = {}
     for one in keys:
@@ -230,15 +229,15 @@ def own_values(keys: Sequence[SearchKey], recipe: Recipe, warmup_ratio: float) -
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Recipe:
-    """Return the full run's recipe with the values of a trial.
+    """Return the recipe of the full run with the values of a trial.
 
-    A searched key replaces alternative keys (`warmup_ratio` replaces `warmup_steps`). With a
-    different batch size, the number of steps is adjusted so that the number of tokens stays the
-    same.
+    A searched key replaces its alternatives; for example, `warmup_ratio` replaces `warmup_steps`.
+    If the batch size changes, the number of steps is adjusted so that the number of tokens stays
+    the same.
 
     Args:
-        recipe: the recipe as written.
-        values: values by `section.key`; {} keeps the recipe's values.
+        recipe: the recipe as written by the user.
+        values: values, keyed by `section.key`; {} to keep the recipe's own values.
         seq_len: number of tokens per sequence.
 
     Raises:
@@ -262,7 +261,7 @@ def with_values(recipe: Recipe, values: Mapping[str, Value], seq_len: int) -> Re
 
 
 def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
-    """Check each value of the searched keys together with the recipe's other values.
+    """Check that each value of the searched keys is valid together with the recipe's other values.
 
     Raises:
         ConfigError: a key is repeated, or the recipe is invalid with one of the values.
@@ -278,8 +277,8 @@ def require_keys(keys: Sequence[SearchKey], recipe: Recipe) -> None:
 
 
 def describe(values: Mapping[str, Value]) -> str:
-    """Describe values as text, such as "optimizer.learning_rate 0.003", or "its own values" if
-    there are none."""
+    """Describe values as text, such as "optimizer.learning_rate 0.003". Return "its own values" if
+    there are no values."""
     parts = (f"{key} {show_value(value)}" for key, value in values.items())
     return ", ".join(parts) or "its own values"
 
@@ -305,14 +304,17 @@ def step_tokens(recipe: Recipe, seq_len: int) -> int:
 def trial_recipe(
     recipe: Recipe, values: Mapping[str, Value], trial_steps: int, full_steps: int, seq_len: int
 ) -> tuple[dict[str, Any], int]:
-    """Return (values of a trial's recipe without `run.dir`, number of steps of the trial).
+    """Create the recipe of a trial.
 
     Args:
-        recipe: the recipe as written.
+        recipe: the recipe as written by the user.
         values: see `with_values`.
         trial_steps: number of steps in a trial with the recipe's batch size.
         full_steps: number of steps in the full run with the recipe's batch size.
         seq_len: number of tokens per sequence.
+
+    Returns:
+        The values of the trial's recipe without `run.dir`, and the number of steps of the trial.
 
     Raises:
         ConfigError: the recipe with these values is invalid.
@@ -329,7 +331,7 @@ def trial_recipe(
     evaluation = {"every_steps": -(-steps // POINTS), "max_rows": found.evaluation.max_rows}
     changes |= {
         "evaluation": {**evaluation, "sample_prompts": []},
-        # A trial needs no checkpoints because no run continues from it.
+        # Don't save checkpoints, because no run continues from a trial.
         "checkpoint": {"every_steps": 0, "keep_best": 0},
         "run.max_minutes": None,
         "run.trackers": [],

@@ -1,7 +1,8 @@
-"""A study of `firstlight tune`: its settings, the decisions made by Optuna (values of trials,
-pruning, importance of keys), and its results as a table and a picture.
+"""A study of `firstlight tune`. This module contains the settings of a study, the decisions made by
+Optuna (values of trials, pruning, importance of keys), and the results as a table and a picture.
 
-Optuna stores nothing: its study is recreated in memory each time from the lines of trials.jsonl.
+Optuna does not store any files. Its study is recreated in memory from the lines of trials.jsonl
+each time it is used.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ _RANDOM_TRIALS = 8
 #: Minimum number of complete trials for estimating the importance of keys.
 _TRIALS_TO_WEIGH = 8
 
-#: A trial is pruned if its lowest loss so far is above this percentile of the complete trials'
-#: losses at the same evaluation.
+#: Percentile of the losses of complete trials at the same evaluation. A trial is pruned if its
+#: lowest loss so far is above this percentile.
 _KEPT_PERCENT = 75.0
 
 #: Minimum number of complete trials before any trial is pruned.
 _UNPRUNED_TRIALS = 5
 
-#: Minimum number of evaluations, a third of a trial, before a trial is pruned.
+#: Minimum number of evaluations before a trial is pruned. This is a third of a trial.
 _UNPRUNED_POINTS = 2
 
-#: Number of proposals for a trial after which all combinations are considered tried.
+#: Number of attempts to propose a new combination of values. If all of them fail, every combination
+#: is assumed to have been tried.
 _ATTEMPTS = 50
 
 
@@ -50,7 +52,7 @@ class Study:
     Attributes:
         recipe: values of the recipe.
         search: the searched keys with their values.
-        init_from: initial weights of each trial, see `tune`.
+        init_from: initial weights of each trial; see `tune`.
         objective: metric to minimise, "bits_per_byte" or "val/loss".
         seq_len: number of tokens per sequence.
         full_steps: number of steps in the recipe's full run.
@@ -78,7 +80,11 @@ class Study:
 
 
 def require_optuna() -> None:
-    """Raise a MissingDependencyError if Optuna is not installed."""
+    """Check that Optuna is installed.
+
+    Raises:
+        MissingDependencyError: Optuna is not installed.
+    """
     try:
         import optuna
     except ImportError as error:
@@ -118,14 +124,16 @@ def read_trials(folder: Path, study: Study) -> list[dict[str, Any]]:
 
 
 def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value] | None:
-    """Propose the values of the next trial by key; return None if all combinations have been tried.
+    """Propose the values of the next trial, keyed by `section.key`. Return None if all combinations
+    have been tried.
 
-    The first trial uses the recipe's own values where they are inside the search space.
+    The first trial uses the recipe's own values that are inside the search space.
     """
     if not lines:
         return own_values(study.search, study.parsed, study.warmup_ratio)
     tried = [line["values"] for line in lines]
-    # The sampler may propose values that have already been tried, which would give the same loss.
+    # The sampler can propose values that have already been tried. Trying them again would result in
+    # the same loss.
     for attempt in range(_ATTEMPTS):
         values = _sample(study, lines, attempt)
         if values not in tried:
@@ -134,11 +142,12 @@ def propose(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, Value
 
 
 def _sample(study: Study, lines: Sequence[Mapping[str, Any]], attempt: int) -> dict[str, Value]:
-    """Sample the values of the next trial with Optuna's TPE sampler (Bergstra et al. 2011), as a
-    function of the seed, the lines and the attempt."""
+    """Sample the values of the next trial with Optuna's TPE sampler (Bergstra et al. 2011). The
+    values depend only on the seed, the lines and the attempt."""
     import optuna
 
-    # Use a new sampler for each trial, because its state would be missing when a study is resumed.
+    # Use a new sampler for each trial, because the state of a sampler is lost when a study is
+    # resumed.
     seed = (study.parsed.run.seed * 1_000_003 + len(lines) * _ATTEMPTS + attempt) % 2**32
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_RANDOM_TRIALS)
     with _quiet():
@@ -172,14 +181,14 @@ def _replayed(study: Study, lines: Sequence[Mapping[str, Any]], sampler: Any = N
     distributions = _distributions(study)
     for line in lines:
         if set(line["values"]) != set(distributions):
-            continue  # The recipe's own values may be outside the search space.
+            continue  # In the first trial, some of the recipe's values can be outside the space.
         is_complete = line["state"] == "complete"
         try:
             trial = create_trial(
                 params=line["values"],
                 distributions=distributions,
-                # This includes failed trials: the sampler ranks a pruned trial without intermediate
-                # values below all others.
+                # Failed trials are also marked as pruned, because the sampler ranks pruned trials
+                # without intermediate values below all others.
                 state=TrialState.COMPLETE if is_complete else TrialState.PRUNED,
                 value=line["objective"] if is_complete else None,
                 intermediate_values={point: value for point, _, _, value in line["curve"]},
@@ -204,10 +213,12 @@ def _quiet() -> Iterator[None]:
 
 
 def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
-    """Return an Optuna trial whose `should_prune` compares it with the curves of complete trials.
+    """Return an Optuna trial with a `should_prune` method that compares the trial with the curves
+    of complete trials.
 
     Args:
-        curves: lists [number of the evaluation, step, tokens, loss] of the evaluations, by trial.
+        curves: for each complete trial, a list [number of the evaluation, step, tokens, loss] for
+            each evaluation.
     """
     import optuna
     from optuna.trial import create_trial
@@ -224,8 +235,8 @@ def pruning_trial(curves: Sequence[Sequence[Sequence[float]]]) -> Any:
 
 
 def importance(study: Study, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Estimate the importance of each key for the loss, as a fraction, with PED-ANOVA (Watanabe et
-    al. 2023, arXiv 2304.10255). Empty if too few trials are complete."""
+    """Estimate the importance of each key for the loss with PED-ANOVA (Watanabe et al. 2023, arXiv
+    2304.10255). Return fractions, keyed by `section.key`, or {} if too few trials are complete."""
     import optuna
 
     if sum(line["state"] == "complete" for line in lines) < _TRIALS_TO_WEIGH:
@@ -254,16 +265,16 @@ _COLUMNS = 3
 #: Maximum number of ticks on the x axis of a panel.
 _TICKS = 5
 
-#: The y axis ends at the best loss plus this multiple of the median's distance from it; higher
-#: losses are drawn at this edge.
+#: Length of the y axis above the best loss, as a multiple of the difference between the median loss
+#: and the best loss. Higher losses are drawn at the upper edge.
 _SPAN = 2.5
 
 Line = Mapping[str, Any]
 
 
 def in_order(lines: Sequence[Line]) -> list[Line]:
-    """Sort trials, best first: complete trials by loss, then pruned trials by the fraction of
-    completed steps, then failed trials."""
+    """Sort trials from best to worst. Complete trials come first, sorted by loss. Then come pruned
+    trials, sorted by the fraction of completed steps, and then failed trials."""
     ranks = {"complete": 0, "pruned": 1, "failed": 2}
 
     def place(line: Line) -> tuple[Any, ...]:
@@ -274,7 +285,8 @@ def in_order(lines: Sequence[Line]) -> list[Line]:
 
 
 def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> list[list[str]]:
-    """Return the table of trials, best first, as rows of cells starting with the header."""
+    """Return the table of trials, sorted from best to worst, as rows of cells. The first row is the
+    header."""
     names = [one.key.partition(".")[2] for one in keys]
     rows = [["trial", objective, *names, "steps", ""]]
     for line in in_order(lines):
@@ -290,12 +302,12 @@ def table(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> l
 
 
 def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> bytes:
-    """Return a PNG of the loss against each key, and of the loss curves of all trials.
+    """Draw the loss against each key, and the loss curves of all trials, as a PNG.
 
     Args:
         keys: the searched keys.
         objective: name of the loss.
-        lines: lines of the trials; at least one trial is complete.
+        lines: lines of the trials; at least one trial must be complete.
     """
     from matplotlib.figure import Figure
 
@@ -306,7 +318,7 @@ def draw(keys: Sequence[SearchKey], objective: str, lines: Sequence[Line]) -> by
     top = lowest + max(_SPAN * (statistics.median(ends) - lowest), 0.01 * lowest)
     columns = min(len(keys) + 1, _COLUMNS)
     rows = -(-(len(keys) + 1) // columns)
-    # Does not use pyplot, which would look for a window system and keep global state.
+    # Don't use pyplot, which would look for a window system and keep global state.
     figure = Figure(figsize=(4.4 * columns, 3.4 * rows + 0.4), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for place, key in zip(axes, keys, strict=False):
@@ -350,7 +362,7 @@ def _draw_key(place: Any, key: SearchKey, lines: Sequence[Line], best: Line, *, 
         elif line["state"] == "pruned":
             place.scatter(x, min(loss, top), marker="x", color="tab:gray", s=28)
         else:
-            # Later trials are darker, which shows where the sampler narrowed the search.
+            # Draw later trials darker, to show where the sampler narrowed the search.
             shade = 0.35 + 0.65 * line["trial"] / max(one["trial"] for one in lines)
             marker = "^" if loss > top else "o"
             place.scatter(x, min(loss, top), marker=marker, color="tab:blue", s=28, alpha=shade)
@@ -370,8 +382,8 @@ def _draw_curves(place: Any, lines: Sequence[Line], best: Line) -> None:
             alpha=1.0 if is_best else 0.45,
             linewidth=1.2,
         )
-    # Scale the y-axis to the second point of each curve: the first losses are much higher and would
-    # flatten the rest.
+    # Scale the y axis to the second point of each curve, because the first losses are so high that
+    # they would flatten the rest of the curves.
     second = [line["curve"][1][3] for line in lines if len(line["curve"]) > 1]
     if second:
         lowest, highest = best["objective"], statistics.median(second)

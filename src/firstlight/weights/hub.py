@@ -23,7 +23,7 @@ _DOWNLOADED = ["*.json", _WEIGHTS, "*.jinja", "tokenizer.model", "merges.txt"]
 #: Patterns of pickled weights, which are downloaded only to convert a model without safetensors.
 _PICKLED = ["pytorch_model*.bin"]
 
-#: Patterns of files that are not downloaded: copies of the weights for other programs.
+#: Patterns of files that are never downloaded: copies of the weights for other programs.
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
@@ -44,8 +44,10 @@ _DISK_ERRORS = (
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True for a GGUF file, recognised by its name or, because Ollama's files have no
-    suffix, by its first bytes.
+    """Return True if `path` is a GGUF file.
+
+    The file is recognised by its suffix or by its first bytes, because Ollama's files have no
+    suffix.
     """
     if not path.is_file() or path.suffix.lower() == ".gguf":
         return path.is_file()
@@ -58,22 +60,23 @@ def find_model_folder(
     name: str | Path, *, pickled: bool = False, weights: bool = True, typed: bool = True
 ) -> Path:
     """Return the folder of a local model, of a GGUF file's model (see `gguf_folder`) or of a hub
-    model, which is downloaded if necessary.
+    model. A hub model is downloaded if necessary.
 
-    A hub id is OWNER/NAME (`openai-community/gpt2`), or OWNER/NAME@REVISION for a branch, tag or
-    commit other than the newest commit of `main`. The revision follows the first "@", which
-    repository names can't contain; it may itself contain "@" and "/" (`OWNER/NAME@refs/pr/1`).
+    A hub id is OWNER/NAME (`openai-community/gpt2`) for the newest commit of `main`, or
+    OWNER/NAME@REVISION for another branch, tag or commit. The revision starts after the first "@",
+    because repository names can't contain "@". The revision itself can contain "@" and "/"
+    (`OWNER/NAME@refs/pr/1`).
 
-    huggingface_hub downloads with its cache (`HF_HOME`), its token (`HF_TOKEN` or `hf auth login`)
-    and its other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
-    again. If the hub can't be reached, the cached files are silently used.
+    Downloads use huggingface_hub with its cache (`HF_HOME`), token (`HF_TOKEN` or `hf auth login`)
+    and other settings (`HF_ENDPOINT`, `HF_HUB_OFFLINE`). Files in the cache are not downloaded
+    again. If the hub can't be reached, the cached files are used without a message.
 
     Args:
         name: a folder, a GGUF file or a hub id.
         pickled: True to download `pytorch_model*.bin` if the model has no safetensors.
         weights: False to download only config.json, the tokenizer and other small files.
-        typed: True if the user typed the name. It is then not looked up on the hub if it looks like
-            a mistyped path (see `_is_mistyped_path`), unless it includes a revision
+        typed: True if the user typed the name. A typed name that looks like a mistyped path is not
+            looked up on the hub (see `_is_mistyped_path`), unless it includes a revision
             (`OWNER/NAME@main`).
 
     Raises:
@@ -123,7 +126,7 @@ def find_model_folder(
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True if `name`, with or without @REVISION, refers to a hub model rather than a local
+    """Return True if `name` refers to a hub model, with or without @REVISION, and not to a local
     path.
     """
     repository, at, _ = name.partition("@")
@@ -152,9 +155,12 @@ def _near(path: Path) -> str:
 
 
 def _is_mistyped_path(path: Path, hint: str) -> bool:
-    """Return True if OWNER/NAME, which does not exist locally, is a mistyped path rather than a hub
-    id: its parent folder exists, `hint` suggests a similar path, or it begins with a common folder
-    name for runs."""
+    """Return True if a path OWNER/NAME that does not exist is probably a mistyped path and not a
+    hub id.
+
+    This is the case if its parent folder exists, if `hint` suggests a similar path, or if OWNER is
+    a common name for a folder of runs.
+    """
     return bool(hint) or path.parent.is_dir() or path.parts[0] in _LOCAL_FOLDERS
 
 
@@ -173,7 +179,8 @@ def _failure(error: Exception, text: str) -> FirstlightError:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """Return one line that explains why the download of the hub id `text` failed, with a remedy."""
+    """Return one line with the reason why the download of the hub id `text` failed, and a
+    remedy."""
     from huggingface_hub import constants, errors
 
     repository, _, revision = text.partition("@")

@@ -1,7 +1,6 @@
-"""Files of Hugging Face model folders other than the weights, and models built from them without
-weights.
+"""Read and write the files of Hugging Face model folders, except the weights.
 
-`firstlight.lora.loading` reads complete folders, including those of adapters.
+Complete folders, including those of adapters, are loaded by `firstlight.lora.loading`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 
 
-#: Number of layers, and total number of experts, that are always allowed, because a model of that
-#: size is built quickly on the meta device.
+#: Numbers of layers and of experts in all layers that are always accepted, because a model of this
+#: size can be built quickly on the meta device.
 _FEW_LAYERS, _FEW_EXPERTS = 200, 20_000
 #: Minimum number of tensors per layer and per expert.
 _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
@@ -38,15 +37,17 @@ _LAYER_TENSORS, _EXPERT_TENSORS = 5, 1
 def unloaded_model(
     config: ModelConfig, folder: Path, vocab_multiple: int = 1, *, tensors: int | None = None
 ) -> Model:
-    """Build the model of a config on the meta device. First check its size against the number of
-    tensors in the files, because a damaged config.json can contain any number.
+    """Build a model on the meta device from its config.
+
+    The numbers of layers and experts are first compared with the number of tensors in the files,
+    because a damaged config.json can contain any numbers.
 
     Args:
         config: config from the folder's config.json.
         folder: the model folder.
         vocab_multiple: the embedding's rows are padded to a multiple of this number.
-        tensors: number of tensors in the folder's files, counting each expert of a stack; None
-            counts them.
+        tensors: number of tensors in the folder's files, where each expert of a stack is one
+            tensor; None to count them.
 
     Raises:
         ModelError: the files contain too few tensors for the config's layers or experts, or are
@@ -75,7 +76,7 @@ def unloaded_model(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer | None:
-    """Load the tokenizer of a model folder, or return None if it has none.
+    """Load the tokenizer of a model folder, or return None if the folder has none.
 
     Raises:
         TokenizerError: the folder's tokenizer is damaged.
@@ -106,7 +107,7 @@ def require_not_trainer(folder: Path) -> None:
     """Raise an error for a folder without config.json that was written by transformers' Trainer.
 
     Raises:
-        ModelError: this is such a folder; the message names the model in it.
+        ModelError: the Trainer wrote this folder; the message explains which folder to use.
     """
     numbers = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.iterdir())
     if steps := [int(found[1]) for found in numbers if found]:
@@ -130,7 +131,8 @@ _UNDO = {
 
 
 def _require_plain(content: Mapping[str, Any], where: str) -> None:
-    """Raise an error for the config.json of quantised weights, except MXFP4, which is supported."""
+    """Raise an error if config.json describes quantised weights, except MXFP4, which is
+    supported."""
     packed = content.get("quantization_config") or content.get("quantization")
     values = packed if isinstance(packed, Mapping) else {}
     program = values.get("quant_method") or (
@@ -181,9 +183,10 @@ def config_from_hf(content: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def eos_ids_of(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end a text: from generation_config.json or, if it does not specify any,
-    from config.json, or else from the tokenizer. Return an empty tuple if none of them specifies
-    any.
+    """Return the ids of the tokens that end a text, or () if there are none.
+
+    The ids are read from generation_config.json, config.json or the tokenizer, whichever is the
+    first to specify any.
     """
     for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
         if ends := end_ids(_read_optional(folder / name)):
@@ -198,8 +201,8 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def end_ids(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end a text in config.json or generation_config.json, or () if there are
-    none."""
+    """Return the ids that end a text, or () if there are none, from the content of config.json or
+    generation_config.json."""
     value: Any = content.get("eos_token_id")
     ids: list[Any] = value if isinstance(value, list) else [value]
     return tuple(ids) if all(isinstance(item, int) for item in ids) else ()
@@ -222,8 +225,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def sampling_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a generation_config.json that replace defaults of `SamplingConfig`.
 
-    As in transformers, a model that samples uses temperature 1 unless the file specifies another,
-    and a model with `do_sample` false always chooses the most likely token.
+    As in transformers, the default temperature is 1 if `do_sample` is true. If `do_sample` is
+    false, the most likely token is always chosen.
     """
     found = {"temperature": 1.0} if generation.get("do_sample") is True else {}
     for name in _SAMPLING:
@@ -260,13 +263,13 @@ def model_files(
 def generation_config(
     tokenizer: Tokenizer, generation: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the content of `generation_config.json` for a model with this tokenizer. Ids that end
-    a turn in the tokenizer's chat template also end a generation.
+    """Return the content of `generation_config.json` for a model with this tokenizer. Tokens that
+    end a turn in the tokenizer's chat template also end a generation.
 
     Args:
         tokenizer: tokenizer of the model.
-        generation: the file of the model from which it was derived, whose settings and end tokens
-            are kept.
+        generation: content of the `generation_config.json` of the original model. Its settings and
+            end tokens are kept.
     """
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = list(dict.fromkeys((*ends, *turn_end_ids(tokenizer), *end_ids(generation))))
@@ -285,7 +288,7 @@ def training_notes(folder: Path) -> list[str]:
     path = folder / CONFIG_NAME
     content = read_json_object(path, ModelError)
     family = FAMILIES.get(str(content.get("model_type")))
-    # Of the keys below, GPT-2 uses resid_pdrop and embd_pdrop.
+    # For GPT-2, resid_pdrop and embd_pdrop are applied and therefore not reported.
     applied = {} if family is None else family.config.model_fields
     names = ("attention_dropout", "hidden_dropout", "router_jitter_noise")
     return [
@@ -296,8 +299,8 @@ def training_notes(folder: Path) -> list[str]:
 
 
 def export_notes(config: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user about differences between how transformers and firstlight read a
-    model folder.
+    """Return notes for the user about a model folder that transformers reads differently from
+    firstlight.
 
     Args:
         config: the folder's config.json.

@@ -2,17 +2,18 @@
 
 Weights are loaded into a model on the meta device in one of these modes:
 
-    sequential  memory for the model is allocated once, and each tensor is read from its file
-                directly into its parameter, on any device and in any dtype
-    mmap        the parameters *are* the memory-mapped file: nothing is read until it is used, and
-                processes share it. The file must not change while the model exists
-    straight    all tensors are read, then copied into the model, as most programs do: this takes
-                twice the memory, and is only a baseline for benchmarks
+    sequential  The memory of the model is allocated once, and each tensor is read from its file
+                directly into its parameter. Supports all devices and dtypes.
+    mmap        The parameters are views of the memory-mapped file. Weights are read when they are
+                first used, and several processes share the memory. The file must not change while
+                the model exists.
+    straight    All tensors are read and then copied into the model, as in most programs. This takes
+                twice the memory and is only a baseline for benchmarks.
 
-The default, `auto`, selects mmap if all parameters can be mapped, so that a model on the CPU is
-ready immediately. Otherwise it selects sequential: for other devices, other dtypes, stacked
-experts, experts in MXFP4 and padded vocabularies. Training overwrites all weights and therefore
-loads them sequentially.
+The default, `auto`, selects mmap if all parameters can be mapped, and a model on the CPU is then
+ready immediately. Other devices, other dtypes, stacked experts, experts in MXFP4 and padded
+vocabularies can't be mapped; for these, `auto` selects sequential. Training overwrites all weights
+and therefore loads them sequentially.
 
 `file_tensors` maps names in the file to parameters of the model, both for loading and for saving.
 """
@@ -75,15 +76,18 @@ _STACKED = ".mlp.experts.gate_up_proj"
 
 
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Return True if files with tensors of these names store all experts of a layer in one tensor,
-    as the model does. transformers 5 writes such files with `save_original_format=False`.
+    """Return True if the names are those of files that store all experts of a layer in one tensor,
+    as the model does.
+
+    transformers 5 writes such files with `save_original_format=False`.
     """
     return any(name.endswith(_STACKED) for name in names)
 
 
 def count_tensors(stored: Mapping[str, _Described]) -> int:
-    """Return the number of tensors in a model's files, counting each expert of a stack."""
-    # Empty tensors are ignored, because their header can claim any number of experts.
+    """Return the number of tensors in a model's files, counting each expert of a stack
+    separately."""
+    # Empty tensors are ignored, because a damaged header could give them any number of experts.
     return sum(
         t.shape[0] if ".experts." in n and len(t.shape) == 3 else 1
         for n, t in stored.items()
@@ -92,10 +96,10 @@ def count_tensors(stored: Mapping[str, _Described]) -> int:
 
 
 def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a model's file, keyed by their names in the file, as views of the
-    model's parameters.
+    """Return the tensors that a model's file contains, keyed by their names in the file.
 
-    A tied head and the padding rows of the vocabulary are omitted.
+    The tensors are views of the model's parameters. A tied head and the padding rows of the
+    vocabulary are omitted.
 
     Args:
         model: the model.
@@ -114,9 +118,11 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return the tensors, with stacked experts ([E, 2F, C] for gate and up, [E, C, F] for down)
-    replaced by views of each expert's matrices, under their names in the family's files. Shape
-    letters are as in `models/moe.py`.
+    """Split stacked experts into views of each expert's matrices. Return all tensors, keyed by the
+    names in the family's files.
+
+    Stacks have the shape [E, 2F, C] for the gate and up matrices and [E, C, F] for the down
+    matrices. The shape letters are explained in `models/moe.py`.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -207,8 +213,8 @@ def fitting_tensors(model: Model, folder: Path) -> dict[str, AnyStored]:
 def require_fit(
     model: Model, folder: Path, stored: Mapping[str, _AnyTensor]
 ) -> dict[str, _AnyTensor]:
-    """Like `fitting_tensors`, but given all tensors in the folder's files, keyed by name
-    (`stored`).
+    """Check tensors against a model as in `fitting_tensors`, and return those that belong to the
+    model. `stored` contains all tensors in the folder's files, keyed by name.
 
     Raises:
         ModelError: the tensors do not match the model; see `load_weights`.
@@ -217,7 +223,7 @@ def require_fit(
     prefix, _, short = embedding_name(model).partition(".")
     head_name = model.head_file_name
     heads = (HEAD_WEIGHT, head_name)
-    if short in stored:  # The base model was saved without a head, so the prefix is missing.
+    if short in stored:  # A base model that was saved without a head has names without the prefix.
         stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
     if HEAD_WEIGHT in stored:  # Name of the head in transformers 5, for all families.
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}
@@ -293,15 +299,15 @@ def _load_sequentially(
         with torch.inference_mode(inference):
             tensor.read_into(place)
 
-    # Threads help because reading releases the GIL and one core can't saturate the memory
-    # bandwidth.
+    # Several threads are faster, because reading releases the GIL and a single core can't use the
+    # full memory bandwidth.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda name: read(stored[name], places[name]), stored))
     return ()
 
 
 def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
-    """Return the (name, buffer) pairs of those buffers of a model that its files contain."""
+    """Return the names and values of the buffers that are saved in a model's files."""
     saved = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
 
@@ -309,7 +315,7 @@ def _saved_buffers(model: Model) -> list[tuple[str, Tensor]]:
 def _load_mapped(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Changes to the file can't affect packed tensors, which are unpacked into memory.
+    # Packed tensors are unpacked into memory, so later changes to the file don't affect them.
     plain = [tensor for tensor in stored.values() if isinstance(tensor, StoredTensor)]
     files = tuple({tensor.file for tensor in plain})
     mapped = open_tensors(stored)
@@ -338,7 +344,7 @@ def _load_mapped(
 def _load_straight(
     model: Model, stored: Mapping[str, AnyStored], device: torch.device
 ) -> tuple[FileState, ...]:
-    # Cloned so that all tensors are actually in memory and not just memory-mapped.
+    # Clone the tensors to read them into memory, because `open_tensors` only maps them.
     read = {name: tensor.clone() for name, tensor in open_tensors(stored).items()}
     allocate(model, device)
     for name, place in file_tensors(model, stacked=has_stacked_experts(stored)).items():
@@ -403,13 +409,14 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.itemsize == 1:  # torch does not support aminmax for fp8.
         tensor = tensor.float()
-    # NaN propagates through both extremes, and no second tensor of this size is created.
+    # The minimum and maximum are NaN if any element is NaN. Unlike `isfinite` on the full tensor,
+    # they need no second tensor of the same size.
     return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def stored_values(stored: Mapping[str, AnyStored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of the tensors from `fitting_tensors`, holding only one in memory
-    at a time.
+    """Yield the names and values of the tensors from `fitting_tensors`. Only one tensor is in
+    memory at a time.
     """
     for name, tensor in stored.items():
         yield name, tensor.read()
@@ -427,18 +434,21 @@ def grow_vocabulary(
     copied_from: int | None = None,
     vocab_multiple: int = 1,
 ) -> None:
-    """Add rows to the embedding and the head for the tokens from `tokens_before` up to
-    `tokens_now`.
+    """Add rows for new tokens, with ids from `tokens_before` to `tokens_now` - 1, to the embedding
+    and the head.
 
-    A new token's rows are the mean of the old tokens' rows (Hewitt 2021: the new token is then
-    about as likely as the average token and takes little probability from the others) or a copy of
-    one old token's rows. The old rows do not change, and neither do their logits, except for
-    rounding in a matrix product of a different size (none at most sizes, up to 2e-8 observed). A
+    The rows of a new token are the mean of the old tokens' rows or a copy of one old token's rows.
+    With the mean (Hewitt 2021), a new token is about as likely as the average token and takes
+    little probability from the others.
+
+    The old rows do not change. Their logits differ only by rounding, because the matrix product has
+    a different size: at most sizes there is no difference, and the largest observed one is 2e-8. A
     tied head stays tied.
 
     Args:
-        model: the model, modified in place including its `config`. If it already has rows beyond
-            `tokens_before`, as in padded vocabularies, the rows of new tokens are overwritten.
+        model: the model, modified in place including its `config`. If the model already has rows
+            beyond `tokens_before`, as in padded vocabularies, the rows of new tokens are
+            overwritten.
         tokens_before: number of token ids in the old tokenizer.
         tokens_now: number of token ids in the new tokenizer.
         copied_from: id of the old token whose rows are copied; None uses the mean.
@@ -465,7 +475,7 @@ def grow_vocabulary(
 
 @torch.no_grad()
 def cut_vocabulary(model: Model, tokens: int, *, vocab_multiple: int = 1) -> None:
-    """Drop the rows of all token ids from `tokens` on from the embedding and the head, in place.
+    """Remove the rows of token id `tokens` and of all higher ids from the embedding and the head.
 
     Args:
         model: the model, modified in place including its `config`.

@@ -1,5 +1,7 @@
-"""Safetensors files: read headers, read tensors directly into parameters, and write files. Experts
-stored in MXFP4 are read as bf16.
+"""Read and write safetensors files.
+
+Tensors can be read directly into the parameters of a model. Experts stored in MXFP4 are unpacked to
+bf16.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ FLOAT_FORMATS = {
     "BF16": torch.bfloat16,
 }
 
-#: Maximum number of tensors in a file. Each takes 1.5 KB of memory while the header is read; models
-#: have up to 100,000 in all their files.
+#: Maximum number of tensors in a file. Each tensor takes 1.5 KB of memory while the header is read.
+#: Models have up to 100,000 tensors in all their files together.
 _MOST_TENSORS = 100_000
-#: Number of bytes that are read and converted at a time; small enough for the cache, even with
-#: several threads.
+#: Number of bytes that are read and converted at a time. Chunks of this size fit in the cache, even
+#: with several threads.
 _CHUNK_BYTES = 1 << 20
-#: The same for a GPU. It is larger because the host waits for each copy, but not much larger
-#: because each thread's chunk is on the GPU twice during conversion.
+#: Number of bytes that are read and converted at a time for a GPU. The chunk is larger than on the
+#: CPU because the host waits for each copy, but not much larger because the GPU stores each
+#: thread's chunk twice during conversion.
 _GPU_CHUNK_BYTES = 1 << 21
 
 
@@ -64,8 +67,7 @@ class FileState:
 
     Attributes:
         path: path of the file.
-        identity: (device, inode). A different file that is renamed to the path has a different
-            identity.
+        identity: (device, inode). If another file is renamed to `path`, the identity changes.
         state: (size in bytes, time of the last change in nanoseconds).
     """
 
@@ -75,7 +77,8 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path, file: io.FileIO | None = None) -> FileState:
-        """Return the current state of the file at `path`, which may be open as `file`."""
+        """Return the current state of `file` if it is specified, otherwise of the file at
+        `path`."""
         found = os.stat(path) if file is None else os.fstat(file.fileno())
         return cls(path, (found.st_dev, found.st_ino), (found.st_size, found.st_mtime_ns))
 
@@ -103,7 +106,7 @@ class StoredTensor:
     Attributes:
         file: state of the file when its header was read.
         name: name of the tensor in the file.
-        kind: safetensors name of the number format (F32, BF16).
+        kind: safetensors name of the number format, such as F32 or BF16.
         shape: sizes of the tensor.
         offset: position of the tensor's first byte in the file.
     """
@@ -155,8 +158,8 @@ class StoredTensor:
         return result
 
     def has_values_of(self, other: StoredTensor) -> bool:
-        """Return True if a tensor of the same shape and any dtype has equal values. NaN equals
-        NaN.
+        """Return True if `other`, a tensor of the same shape and any dtype, has equal values. NaN
+        is considered equal to NaN.
         """
         # Use chunks with the same number of elements, even if the dtypes differ.
         count = _CHUNK_BYTES // 8
@@ -193,7 +196,7 @@ class StoredTensor:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[io.FileIO]:
-        """Open the file at the tensor's first byte.
+        """Open the file, positioned at the tensor's first byte.
 
         Raises:
             ModelError: the file can't be read, or was replaced after its header was read.
@@ -208,8 +211,8 @@ class StoredTensor:
             raise ModelError(f"{self.path} can't be read: {describe_os_error(error)}") from error
 
     def _parts(self, chunk_bytes: int) -> Iterator[Tensor]:
-        """Yield the values in order, in 1-D chunks of up to `chunk_bytes`. All chunks share one
-        buffer.
+        """Yield the values in order, in 1-D chunks of up to `chunk_bytes`. A chunk is valid only
+        until the next one is yielded, because all chunks share one buffer.
         """
         count = torch.Size(self.shape).numel()
         size = max(1, min(count, chunk_bytes // self.dtype.itemsize))
@@ -233,8 +236,8 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a model folder, keyed by name, from `model.safetensors` or from all
-    files in its index.
+    """Return all tensors of a model folder, keyed by name. They are stored in `model.safetensors`
+    or in the files listed in its index.
 
     Raises:
         ModelError: the folder contains no weights, a file is missing or damaged, or the index does
@@ -280,7 +283,7 @@ def indexed_tensors(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, keyed by name, from its header alone.
+    """Return the tensors of a safetensors file, keyed by name. Only the header is read.
 
     Raises:
         ModelError: the file is missing or damaged.
@@ -294,7 +297,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} has a header of {length:,} bytes, more than the limit of "
                     f"{MAX_JSON_BYTES:,}"
                 )
-            # safetensors maps the entire file before checking its header.
+            # Check the length here, because safetensors maps the entire file before it checks the
+            # header.
             if not 0 < length <= state.state[0] - 8:
                 raise ModelError(
                     f"{path} is damaged or truncated, copy it again: its header would be "
@@ -382,8 +386,8 @@ def _read_index(folder: Path, index_name: str) -> dict[str, str]:
 
 
 def open_mapped(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Memory-map tensors. Return them keyed as in `stored`. The files must not change while the
-    tensors are in use.
+    """Memory-map tensors, and return them with the same keys as `stored`. The files must not change
+    while the tensors are in use.
 
     Raises:
         ModelError: a file was replaced or changed after its header was read.
@@ -413,8 +417,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def save_weights(
     tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int = 5 * 10**9
 ) -> None:
-    """Write the weights of a model folder: as one file or, if the tensors take more than
-    `max_shard_bytes` in total, as several files with an index.
+    """Write the weights of a model folder. If the tensors take more than `max_shard_bytes`, they
+    are split into several files with an index.
 
     Raises:
         StorageError: a file can't be written.
@@ -444,7 +448,7 @@ def save_weights(
 
 # Experts in MXFP4
 
-#: Name suffixes of a stack's packed numbers and of their scales.
+#: Suffixes of the names of a stack's packed numbers and of its scales.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 #: Size of a block in bytes: 32 numbers of 4 bits each.
 _BLOCK_BYTES = 16
@@ -466,7 +470,7 @@ class PackedTensor:
         NAME_blocks   [E, out, in / 32, 16]: two numbers per byte, the first in the low four bits
         NAME_scales   [E, out, in / 32]: exponents of the scales, plus 127
 
-    MXFP4 is never written, because training needs numbers that a small update can change.
+    MXFP4 is never written, because its numbers are too coarse for the small updates of training.
 
     Attributes:
         blocks: the packed numbers, uint8 [E, out, in / 32, 16].
@@ -545,8 +549,8 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
-    # ldexp is used instead of multiplying by the scale, because the largest scale, 2^128, overflows
-    # bf16 although its product with a small number may not.
+    # Use ldexp instead of multiplying by the scale: the largest scale, 2^128, overflows bf16, but
+    # its product with a small number may not.
     return torch.ldexp(numbers, scales.int()[..., None] - 127, out=numbers).flatten(-2)
 
 
@@ -578,8 +582,8 @@ def with_packed(stored: Mapping[str, StoredTensor]) -> dict[str, AnyStored]:
 
 
 def open_tensors(stored: Mapping[str, AnyStored]) -> dict[str, Tensor]:
-    """Open tensors. Return them keyed as in `stored`. They are memory-mapped, except packed
-    tensors, which are unpacked into memory.
+    """Open tensors, and return them with the same keys as `stored`. Packed tensors are unpacked
+    into memory; all others are memory-mapped.
 
     Raises:
         ModelError: a file can't be read, or was replaced after its header was read.

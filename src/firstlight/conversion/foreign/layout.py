@@ -1,8 +1,8 @@
-"""Code shared by the readers for all programs: names and shapes of tensors, settings and their
-checks.
+"""Code shared by the readers of all programs: tensor names, tensor shapes and settings.
 
-A layout maps each Hugging Face name to the names of the program's tensors from which it is built;
-"{}" is the layer number. Shapes describe Hugging Face's tensors, in letters:
+A layout maps the name of each Hugging Face tensor to the names of the program's tensors from which
+the tensor is built. In these names, "{}" is the layer number. The shapes of the Hugging Face
+tensors are written in letters:
 
     V  vocabulary    P  positions    C  hidden size    F  MLP size    D  head dimension
     Q  query heads x head dimension    K  kv heads x head dimension
@@ -54,7 +54,7 @@ GPT2_SHAPES = {
     if shape
 }
 _LLAMA_SHAPES = {f"{module}.weight": shape for module, shape in LLAMA_MODULES.items()}
-#: (Hugging Face tensor, dimension) that determines the size of each letter, for each family.
+#: The (Hugging Face tensor, dimension) from which the size of each letter is read, for each family.
 SIZES = {
     "gpt2": {
         "V": ("transformer.wte.weight", 0),
@@ -85,15 +85,16 @@ class Layout:
     Attributes:
         program: name of the program.
         kind: Hugging Face family whose tensor names are used: "gpt2", "nanochat" or "llama" (also
-            for Mistral, Qwen2 and Qwen3, whose names are Llama's).
+            for Mistral, Qwen2 and Qwen3, which use Llama's names).
         mark: tensor name suffix that identifies the layout.
         names: the program's tensors from which each Hugging Face tensor is built; if there are
-            several, they are stacked along the outputs.
+            several, they are stacked along the output dimension.
         shapes: shapes of the Hugging Face tensors, in letters.
-        optional: Hugging Face names of biases that a file may lack; either all or none are missing.
-        rotates_pairs: True if rotary positions rotate pairs (2i, 2i + 1) of a head's rows; False
-            for Hugging Face's pairs (i, i + D/2).
-        is_transposed: True if the weights in `TRANSPOSED` are [out, in], unlike Hugging Face's.
+        optional: Hugging Face names of optional biases. A file contains either all or none of them.
+        rotates_pairs: True if the rotary embedding rotates rows (2i, 2i + 1) of a head as a pair,
+            False if it rotates rows (i, i + D/2), as in Hugging Face.
+        is_transposed: True if the weights in `TRANSPOSED` are stored as [out, in], unlike in
+            Hugging Face.
     """
 
     program: str
@@ -160,13 +161,13 @@ class Settings:
             config.json.
         assumed: default values in the program's code, keyed in the same way. The caller may
             override them.
-        notes: sentences to the user about assumed settings, keyed by setting.
+        notes: sentences for the user about assumed settings, keyed by setting.
         choices: values that the program's code supports, keyed by setting.
         model_args: settings under the program's own names. For a GPT, they are checked against the
             tensors.
         where: source of `model_args`, for messages.
-        sines: table of sines [positions, head dimension] that older Llamas of LLMs-from-scratch
-            save, or None.
+        sines: table of sines, [positions, head dimension], which older Llama checkpoints of
+            LLMs-from-scratch contain, or None.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -202,7 +203,7 @@ def without_buffers(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tie(weights: dict[str, Any]) -> None:
-    """Use the embedding as the head if there is none (with the names of Meta and torchtune)."""
+    """Use the embedding as the head if a model of Meta or torchtune has no separate head."""
     if "tok_embeddings.weight" in weights:
         weights.setdefault("output.weight", weights["tok_embeddings.weight"])
 
@@ -217,8 +218,8 @@ def optimizer_states(content: Mapping[str, Any]) -> list[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for integers, floats and, as in Python, booleans, because some keys have boolean
-    values.
+    """Return True for integers, floats and booleans. Booleans are numbers in Python, and some keys
+    have boolean values.
     """
     return isinstance(value, (int, float))
 

@@ -57,8 +57,8 @@ _NORMS = {
     f"model.layers.{{}}.self_attn.{x}_norm.weight": (f"transformer.h.{{}}.attn.norm_{x}.weight",)
     for x in "qk"
 }
-#: Keys of litgpt's model_config.yaml for which only certain values are supported: (litgpt's
-#: default, used if the file lacks the key; the accepted values).
+#: Keys of litgpt's model_config.yaml for which only certain values are supported. For each key:
+#: litgpt's default, which applies if the file lacks the key, and the supported values.
 _FIXED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "norm_class_name": ("LayerNorm", ("RMSNorm",)),
     "mlp_class_name": ("GptNeoxMLP", ("LLaMAMLP",)),
@@ -108,8 +108,8 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _cut_qkv(path: Path, weights: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Split litgpt's fused matrix `attn.qkv` into `attn.qkv[q]`, `[k]` and `[v]`, with the numbers
-    of rows in `rows`."""
+    """Split litgpt's fused matrix `attn.qkv` into `attn.qkv[q]`, `attn.qkv[k]` and `attn.qkv[v]`.
+    `rows` contains the number of rows of each part."""
     cut: dict[str, Any] = {}
     for name, value in weights.items():
         match = re.fullmatch(r"(.*\.attn\.qkv)\.(weight|bias)", name)

@@ -46,13 +46,13 @@ LAYOUT = llama_layout(
     },
     rotates_pairs=True,
 )
-#: Dimension along which the files shard each module's matrix (tensor parallelism).
+#: Dimension along which each module's matrix is sharded across the files (tensor parallelism).
 _CUT = {
     **dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0),
     **dict.fromkeys(("wo", "w2"), 1),
 }
-#: Known keys of params.json: settings of the model, and keys that have no effect on it or whose
-#: effect is visible in the shapes of the tensors.
+#: Known keys of params.json. Some are settings of the model; the others do not affect the model, or
+#: affect only the shapes of its tensors.
 _KEYS = {
     "dim",
     "n_layers",
@@ -99,7 +99,7 @@ def open_folder(folder: Path) -> Opened:
 
 
 def _joined(files: Sequence[Path], shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Join the shards in the files to full tensors. Tensors from a single file are returned
+    """Join the shards in the files into full tensors. If there is only one file, return its tensors
     unchanged.
     """
     if len(shards) == 1:
@@ -173,8 +173,9 @@ def _settings(path: Path, params: Any) -> Settings:
             f"in Llama 3.{2 if usual == 32 else 1} (set rope_parameters in --config if that is "
             "wrong)."
         )
-    # Llama 3.1 and 3.2 have scaled frequencies, Llama 3 a base of 500,000, Code Llama 1,000,000.
-    # Llama 1 and 2 share the base of 10,000; Llama 1 has an epsilon of 1e-6.
+    # Llama 3.1 and 3.2 scale the rotary frequencies. The rotary base is 500,000 in Llama 3,
+    # 1,000,000 in Code Llama and 10,000 in Llama 1 and 2. Of these two, only Llama 1 has an epsilon
+    # of 1e-6.
     context = 131_072 if scaled else {5e5: 8192, 1e6: 16_384}.get(theta, 4096)
     if theta == 10_000.0 and params.get("norm_eps") == 1e-6:
         context = 2048
@@ -182,7 +183,7 @@ def _settings(path: Path, params: Any) -> Settings:
         f"The context is assumed to be {context:,}, as in Meta's models with such settings (set "
         "max_position_embeddings in --config if that is wrong)."
     )
-    # Llama 1 and 2 store -1, which means the size of the tokenizer.
+    # Llama 1 and 2 store -1, which means that the tokenizer determines the vocabulary size.
     vocabulary = params.get("vocab_size", -1)
     return Settings(
         found={

@@ -1,17 +1,17 @@
-"""Checkpoints of other programs: nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's
-Llama, litgpt, torchtune.
+"""Read checkpoints of nanoGPT, nanochat, LLMs-from-scratch, OpenAI's GPT-2, Meta's Llama, litgpt
+and torchtune.
 
-The tensors are converted to Hugging Face's names and layout. Settings that the files lack are
-specified by the caller or assumed to have the program's defaults, with a note. Each program has a
-separate module with its names, files and settings.
+The tensors are converted to Hugging Face's names and layout. The tensor names, files and settings
+of each program are described in a separate module.
 
-Names and shapes of tensors do not fully determine a model: a GPT of LLMs-from-scratch with sliding
-windows (`ch04/06_swa`) has the same tensors as a GPT without them.
+The config.json of the result combines the settings in the program's files, the caller's settings
+and the program's defaults. The caller's settings must not contradict the files. If neither the
+files nor the caller specify a setting, the program's default is used, and a note is added. If there
+is no default, the model is rejected with a message that asks for the setting.
 
-The config.json of a model combines settings from its file, from the caller and from the program's
-defaults. The caller can't contradict the file. A setting that is in neither gets the program's
-default, with a note; if there is no default, the model is rejected with a message that asks for the
-setting.
+The names and shapes of the tensors do not fully determine a model. For example, a GPT of
+LLMs-from-scratch with sliding windows (`ch04/06_swa`) has the same tensors as a GPT without sliding
+windows.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class ForeignModel:
     Attributes:
         config: config.json object of a GPT-2, nanochat or Llama-like model.
         tensors: tensors, keyed by their names in model.safetensors, without a tied head. Tensors
-            that need no rearranging are memory-mapped and change if the file changes.
+            whose values did not have to be rearranged are memory-mapped, so they change if the file
+            changes.
         program: name of the program.
-        notes: settings that were assumed, one sentence per setting.
+        notes: sentences for the user, for example about settings that were assumed.
     """
 
     config: dict[str, Any]
@@ -139,7 +140,7 @@ def read_foreign(path: Path, *, config: Mapping[str, Any] | None = None) -> Fore
 
 
 def foreign_folder(path: Path) -> Path | None:
-    """Return the folder of another program's model that consists of several files, or None.
+    """Return the folder of a model that another program stores in several files, or None.
 
     Args:
         path: the folder or, for litgpt, Meta and OpenAI, its weights file.
@@ -159,7 +160,7 @@ def foreign_folder(path: Path) -> Path | None:
         return folder
     if (folder / meta.CONFIG).is_file() and meta.files_in(folder):
         return folder
-    # A folder without meta_STEP.json is accepted here, so that the later error names the missing
+    # A folder without meta_STEP.json is accepted here; the error raised later names the missing
     # file.
     if path.is_dir() and nanochat.files_in(folder) and not (folder / CONFIG_NAME).is_file():
         return folder
@@ -237,8 +238,8 @@ def _config(
 
 
 def _turn_halves(tensors: dict[str, Tensor], head_dim: int) -> None:
-    """Reorder the rows of the query and key projections, in place: from rotary pairs (2i, 2i + 1)
-    of a head to Hugging Face's pairs (i, i + D/2).
+    """Replace the query and key projections in `tensors` with reordered ones: the rows of each head
+    change from rotary pairs (2i, 2i + 1) to Hugging Face's pairs (i, i + D/2).
     """
     for name, tensor in tensors.items():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -252,10 +253,11 @@ def _sources(
     """Return the number of layers, and the names of the program's tensors from which each Hugging
     Face tensor is built.
 
-    If the file lacks nanoGPT's optional biases, they have no source tensors: () means zeros. The
-    optional biases of LLMs-from-scratch for queries, keys and values are omitted instead.
+    If a file of nanoGPT lacks the optional biases, their sources are (), which means that they are
+    set to zero. If a file of LLMs-from-scratch lacks the optional biases of queries, keys and
+    values, they are omitted from the result.
     """
-    # Layers are counted by the numbers in their tensors' names ("h0/" in OpenAI's names).
+    # Count the layers by the layer numbers in the tensor names ("h0/" in OpenAI's names).
     first = next(theirs for names in layout.names.values() for theirs in names if "{}" in theirs)
     number = re.compile(re.escape(first.partition("{}")[0]) + r"(\d+)[./]")
     layers = len({match[1] for name in weights if (match := number.match(name))})
@@ -277,8 +279,9 @@ def _sources(
 
 
 def _check_dtypes(path: Path, weights: Mapping[str, Any]) -> None:
-    """Reject weights that are not plain floating point, such as quantised weights, which need their
-    scales, and tensors whose storage is smaller than their shape requires (see `is_whole`).
+    """Reject weights that are not plain floating point, and tensors whose storage is smaller than
+    their shape requires (see `is_whole`). Quantised weights, for example, are useless without their
+    scales.
     """
     others = [
         f"{name} is {str(value.dtype).removeprefix('torch.') if is_tensor else 'not a tensor'}"
@@ -372,7 +375,7 @@ def _convert(
 
 # The config.json
 
-#: Keys of a GPT-2 config.json, for both the common names and GPT-2's own names.
+#: Keys of a GPT-2 config.json, under both their common names and GPT-2's own names.
 _GPT2_KEYS = {
     *GPT2Config.hf_names,
     *GPT2Config.hf_names.values(),
@@ -403,14 +406,15 @@ _OTHER_KEYS = {
     "transformers_version",
     "_name_or_path",
 }
-#: Always written, because Hugging Face's config classes would otherwise assume the special tokens
-#: of their original models. If there is a tokenizer, its ids replace these values.
+#: Special token ids of a model without a tokenizer. They are always written, because Hugging Face's
+#: config classes would otherwise assume the special tokens of their original models. If there is a
+#: tokenizer, its ids replace these values.
 _NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
 
 def given_config(path: Path, config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the caller's config without nulls. For a GPT-2, aliases are replaced by GPT-2's own
-    keys.
+    """Return the caller's config without null values. For a GPT-2, common key names are replaced
+    with GPT-2's own names.
 
     Raises:
         ModelError: a key is unknown.
@@ -445,8 +449,8 @@ def _merged(
     Raises:
         ModelError: `given` contradicts `found`.
     """
-    # With rope_parameters, a separate rope_theta (a transformers 4 key) would be ignored, so it
-    # must not differ from the value inside.
+    # If the config has rope_parameters, a separate rope_theta (a key of transformers 4) would be
+    # ignored, so it must equal the rope_theta in rope_parameters.
     rope, told = {**assumed, **given, **found}.get("rope_parameters"), dict(found)
     if isinstance(rope, Mapping) and "rope_theta" in rope:
         told["rope_theta"] = rope["rope_theta"]

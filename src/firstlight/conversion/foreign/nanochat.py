@@ -1,5 +1,5 @@
-"""The original nanochat model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026): files
-`model_STEP.pt` with `meta_STEP.json`, or their folder.
+"""The original nanochat model (karpathy/nanochat `nanochat/gpt.py` before 11 January 2026): a
+folder of `model_STEP.pt` and `meta_STEP.json` files, or one `model_STEP.pt` in such a folder.
 
 The original model has no value embeddings, residual scaling factors or sliding windows.
 """
@@ -62,8 +62,10 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
-    """Open a nanochat model with the architecture before 11 January 2026: `model_STEP.pt`, with
-    `meta_STEP.json` in the same folder."""
+    """Open a nanochat model with the architecture used before 11 January 2026.
+
+    Its files are `model_STEP.pt` and, in the same folder, `meta_STEP.json`.
+    """
     match = _FILE.fullmatch(path.name)
     meta = path.with_name(f"meta_{match[1]}.json") if match else None
     if meta is None or not meta.is_file():
@@ -79,8 +81,8 @@ def open_file(path: Path, weights: Mapping[str, Any]) -> Opened:
         if isinstance(rows, Tensor) and rows.dim() == 2 and 0 < len(rows) - size < _ROWS:
             own[name] = rows[:size]
     tensors = [one for one in own.values() if isinstance(one, Tensor) and is_whole(one)]
-    # On a GPU, nanochat stores the embedding in bf16 and the rest in fp32. Converting it to fp32 is
-    # exact and gives the file a single dtype, which transformers then loads.
+    # On a GPU, nanochat stores the embedding in bf16 and all other tensors in fp32. Converting the
+    # embedding to fp32 is exact, and transformers then loads all tensors in the same dtype.
     is_mixed = {tensor.dtype for tensor in tensors} == {torch.float32, torch.bfloat16}
     is_widened = is_mixed and len(tensors) == len(own)
     if is_widened:

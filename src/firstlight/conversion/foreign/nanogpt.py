@@ -14,7 +14,7 @@ from firstlight.conversion.foreign.layout import (
     without_buffers,
 )
 
-#: The names are the same as in Hugging Face; biases are optional.
+#: nanoGPT's tensors have the same names as Hugging Face's. All biases are optional.
 LAYOUT = Layout(
     program="nanoGPT",
     kind="gpt2",

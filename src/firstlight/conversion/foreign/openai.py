@@ -1,12 +1,12 @@
 """OpenAI's GPT-2 as saved by TensorFlow (openai/gpt-2 `src/model.py`): a folder with `model.ckpt.*`
 and `hparams.json`.
 
-The checkpoint is read without TensorFlow, which would take 600 MB. It is a "tensor bundle" of two
-files:
+The checkpoint is read without TensorFlow, whose installation takes 600 MB. The checkpoint is a
+"tensor bundle", which consists of two files:
 
     NAME.index                  a table in LevelDB's format, from sorted tensor names to protocol
                                 buffers with dtype, shape, position and checksum
-    NAME.data-00000-of-00001    the tensors' numbers
+    NAME.data-00000-of-00001    the values of the tensors
 
 Sources: tensorflow/tensorflow `core/util/tensor_bundle`, `core/protobuf/tensor_bundle.proto`,
 `core/lib/io/table_format.txt`. Sizes and checksums are verified before the content that they
@@ -48,12 +48,12 @@ _MAX_DIMENSIONS = 16
 #: size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
-#: Size in bytes of the footer at the end of a table: two block handles, padded to 40, and the magic
-#: number.
+#: Size in bytes of the footer at the end of a table: two block handles, padded to 40 bytes, and the
+#: magic number, which takes 8 bytes.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
-#: Size in bytes of the trailer after a block: 1 for the compression type, 4 for the masked
-#: checksum.
+#: Size in bytes of the trailer after a block: 1 byte for the compression type, and 4 bytes for the
+#: masked checksum.
 _TRAILER = 5
 
 #: TensorFlow's ids of floating-point dtypes (`core/framework/types.proto`).
@@ -61,16 +61,18 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 #: TensorFlow's ids of integer dtypes, for tensors such as a counter of steps.
 _OTHER_DTYPES = {3: torch.int32, 9: torch.int64}
 
-#: Polynomial of CRC-32C (Castagnoli), bits reversed.
+#: Polynomial of CRC-32C (Castagnoli) in bit-reversed order.
 _POLYNOMIAL = 0x82F63B78
-#: Number of 4-byte words in a row of `crc32c`, which numpy processes at once.
+#: Number of 4-byte words in a row, which `crc32c` processes at once with numpy.
 _LANES = 4096
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """Return OpenAI's tensor names, keyed by Hugging Face name: g (gain) and b of norms, w and b of
-    linear layers, and the embeddings, which have no suffix. `transformer.h.{}.ln_1` is
-    `model/h{}/ln_1`.
+    """Return OpenAI's tensor names, keyed by Hugging Face name.
+
+    The module `transformer.h.{}.ln_1`, for example, is named `model/h{}/ln_1`. Norms have the
+    tensors "g" (gain) and "b" (bias), linear layers have "w" and "b", and the names of embeddings
+    have no suffix.
     """
     names: dict[str, tuple[str, ...]] = {}
     for module, (_, bias) in GPT2_MODULES.items():
@@ -147,7 +149,8 @@ class _BundleError(Exception):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Entry of a tensor in the index; `offset` and `size` are in bytes of the data file."""
+    """Entry of a tensor in the index. `offset` and `size` are the position and length of its values
+    in the data file, in bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -164,8 +167,8 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
 
     Raises:
         InputError: the index is missing or too large.
-        ModelError: the data file is missing, a file is damaged, or TensorFlow would not write this
-            format for variables saved by a single process.
+        ModelError: the data file is missing, a file is damaged, or the format differs from the one
+            that TensorFlow writes for variables saved by a single process.
     """
     index = prefix.with_name(prefix.name + ".index")
     data = prefix.with_name(prefix.name + ".data-00000-of-00001")
@@ -179,7 +182,7 @@ def read_bundle(prefix: Path) -> dict[str, Tensor]:
         for name, entry in entries.items():
             if entry.offset + entry.size > size:
                 raise _BundleError(f"has {size} bytes, and {name} ends beyond them")
-        # With overlapping tensors, a small file could use unlimited memory.
+        # If tensors could overlap, a small file could use unlimited memory.
         if sum(entry.size for entry in entries.values()) > size:
             raise _BundleError(f"has {size} bytes, fewer than its tensors in total")
         content = torch.from_file(str(data), shared=False, size=size, dtype=torch.uint8)
@@ -244,7 +247,7 @@ def _header(key: bytes, value: bytes) -> dict[int, Any]:
 
 
 def _entry(key: bytes, value: bytes) -> _Entry:
-    """Parse a BundleEntryProto; field numbers as in tensor_bundle.proto."""
+    """Parse a BundleEntryProto. The field numbers are defined in tensor_bundle.proto."""
     name = key.decode("utf-8", "replace")
     fields: dict[int, Any] = {3: 0, 4: 0, 5: 0, 6: None, 2: b""}
     for number, content in _fields(value):
@@ -277,8 +280,8 @@ def _dimensions(name: str, shape: bytes) -> Iterator[int]:
 
 
 def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys and values of a block. A key is stored without the prefix that it shares with
-    the previous key.
+    """Yield the keys and values of a block. Each key is stored without the prefix that it shares
+    with the previous key.
     """
     end = offset + size
     if end + _TRAILER > len(table) or size < 4:
@@ -288,7 +291,8 @@ def _block(table: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]
     (checksum,) = struct.unpack_from("<I", table, end + 1)
     if _masked(crc32c(np.frombuffer(table, np.uint8, size + 1, offset))) != checksum:
         raise _BundleError("has a block that does not match its checksum")
-    # A block ends with the positions of keys that are stored in full ("restarts") and their number.
+    # A block ends with the positions of the keys that are stored in full ("restarts"), followed by
+    # the number of these positions.
     (restarts,) = struct.unpack_from("<I", table, end - 4)
     position = offset
     stop = end - 4 - 4 * restarts
@@ -363,9 +367,10 @@ def _masked(checksum: int) -> int:
 def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     """Return the CRC-32C (RFC 3720, appendix B.4) of `content`, uint8 [N].
 
-    The checksum is linear over GF(2). The bytes are treated as rows of `_LANES` words. Each row is
-    advanced past the rows that follow it, and all rows are xored: the resulting row has the same
-    checksum as the entire content. This takes N / 16384 steps in numpy instead of N in Python.
+    The bytes are arranged as rows of `_LANES` words. Because the checksum is linear over GF(2),
+    each row can be advanced past the rows that follow it, and all rows can then be xored. The
+    resulting row has the same checksum as the entire content. This takes N / 16384 steps in numpy
+    instead of N steps in Python.
     """
     rest = len(content) % 4
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
@@ -382,7 +387,7 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
         rows = body[4 * _LANES - missing :].reshape(-1, 4 * _LANES)
         for row in rows:
             lanes = low[lanes & 0xFFFF] ^ high[lanes >> 16]
-            # Copied, because offsets in the data file need not be multiples of 4.
+            # Copy the row, because its offset in the data file may not be a multiple of 4.
             lanes ^= np.frombuffer(row.tobytes(), "<u4")
         body, state = lanes.astype("<u4").view(np.uint8), 0
     table = _byte_table()
@@ -404,7 +409,7 @@ def _byte_table() -> Sequence[int]:
 
 @functools.cache
 def _moved_by_a_row() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return two tables, uint32 [65536] each, indexed by the low and the high 16 bits of a word. An
+    """Return two tables, each uint32 [65536], indexed by the low and the high 16 bits of a word. An
     entry is the word that these bits become when the checksum advances past one row of zeros.
     """
     table = np.array(_byte_table(), np.uint32)

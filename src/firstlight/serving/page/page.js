@@ -1,4 +1,5 @@
-// The Content-Security-Policy keeps images from being fetched; this keeps the page from trying.
+// The Content-Security-Policy blocks images from other machines. This script prevents the page from
+// requesting them, and shows their URL instead.
 "use strict";
 (() => {
   const own = (value) => {

@@ -1,8 +1,7 @@
-"""Metadata of a GGUF file: convert a model's shape and settings from and to config.json, and reject
-models that llama.cpp would compute differently (`supported_model`).
+"""Metadata of GGUF files: conversion of a model's shape and settings from and to config.json.
 
-`add_model` writes the entries and `config_of` reads them. The tokenizer's entries are written by
-`writer`.
+`add_model` writes the metadata entries, and `config_of` reads them. `supported_model` rejects
+models that llama.cpp would compute differently. The tokenizer's entries are written by `writer`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from firstlight.weights.huggingface import config_from_hf, sampling_settings
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-#: Keys of config.json for which GGUF has no key; their values are stored in the entry `KEPT`.
+#: Keys of config.json that have no equivalent in GGUF. Their values are stored in the entry `KEPT`.
 KEPT_KEYS = (
     "model_type",
     "activation_function",
@@ -50,8 +49,8 @@ KEPT_KEYS = (
     "topk_group",
     "use_sliding_window",
 )
-#: firstlight's key for each GGUF key (without the architecture prefix) of a size that all families
-#: have.
+#: GGUF keys (without the architecture prefix) of the sizes that all families have, mapped to
+#: firstlight's keys.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -85,7 +84,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 #: Minimum number of tensors per layer in any family.
 _LAYER_TENSORS = 5
 
-#: Value of expert_gating_func for sigmoid scores (llama.cpp's `llama_expert_gating_func_type`).
+#: Value of expert_gating_func for sigmoid scores, from llama.cpp's `llama_expert_gating_func_type`.
 _SIGMOID = 2
 
 #: Rotary settings shared by all published Llama 3.1, 3.2 and 3.3 models.
@@ -107,7 +106,7 @@ _MOST = 2**31
 
 
 def add_model(writer: GGUFWriter, config: Mapping[str, Any], model: Any) -> None:
-    """Add the entries from which llama.cpp reads a model's shape, and firstlight.config.
+    """Add the entries that describe a model's shape to llama.cpp, and the entry firstlight.config.
 
     Args:
         writer: the writer of the GGUF file.
@@ -165,8 +164,8 @@ def add_sampling(writer: GGUFWriter, generation: Mapping[str, Any]) -> None:
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Build generation_config.json from a file's metadata: sampling settings and the tokens that
-    end a text.
+    """Build the content of generation_config.json, which consists of sampling settings and the
+    tokens that end a text, from a file's metadata.
     """
     content: dict[str, Any] = {}
     for name, key in _SAMPLING.items():
@@ -183,9 +182,10 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cached_sizes(model: Any) -> tuple[int, int, int]:
-    """Return (heads, size of a key, size of a value) in llama.cpp's cache. Latent attention caches
-    a single head: the key consists of the KV latent and the key's rotated part, and the value is
-    the KV latent.
+    """Return (heads, size of a key, size of a value) in llama.cpp's cache.
+
+    With latent attention, a single head is cached. Its key consists of the KV latent and the
+    rotated part of the key, and its value is the KV latent.
     """
     if model.family.gguf.layer == "latent":
         rank = model.kv_lora_rank
@@ -194,8 +194,11 @@ def _cached_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
-    """Add the entries for the rescaling of rotary positions. If GGUF's entries can't represent all
-    settings, return the settings as an entry for firstlight.config.
+    """Add the entries for the scaling of rotary positions.
+
+    Returns:
+        An entry for firstlight.config with the settings, or {} if GGUF's entries represent all of
+        them.
     """
     import gguf
 
@@ -206,8 +209,8 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
         return {}
-    # The file contains the divisors of Llama 3's frequencies, from which the settings can't be
-    # recovered.
+    # For Llama 3, the file contains only the frequency divisors (see `rope_factors`), from which
+    # the settings can't be recovered.
     if not isinstance(scaling, Llama3Rope):
         magnitude = rope_magnitude(scaling, model.max_position_embeddings)
         if isinstance(scaling, YarnRope):
@@ -225,9 +228,9 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 def _yarn_factors(model: Any) -> tuple[float, float]:
     """Return YaRN's parameters for llama.cpp: (attn_factor, m).
 
-    attn_factor is the factor for cos and sin. If m is 0, llama.cpp multiplies attn_factor by YaRN's
-    default magnitude. m is a factor for DeepSeek's attention scores: llama.cpp multiplies the
-    scores by the square of attn_factor and the square of 1 + 0.1 m ln(factor).
+    attn_factor scales cos and sin. If m is 0, llama.cpp also multiplies them by YaRN's default
+    magnitude. m scales DeepSeek's attention scores: llama.cpp multiplies the scores by the square
+    of attn_factor and by the square of 1 + 0.1 m ln(factor).
     """
     rope = model.rope_scaling
     wanted, own = rope_magnitude(rope, model.max_position_embeddings), yarn_magnitude(rope.factor)
@@ -239,8 +242,8 @@ def _yarn_factors(model: Any) -> tuple[float, float]:
 
 
 def rope_factors(model: Any) -> dict[str, Tensor]:
-    """Return tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], keyed by GGUF
-    name. Empty for kinds other than "llama3" and "longrope".
+    """Return the tensors with divisors of the rotary frequencies, fp32 [rotary_dim / 2], keyed by
+    GGUF name. Only the rope types "llama3" and "longrope" have such tensors.
     """
     scaling = getattr(model, "rope_scaling", None)
     if isinstance(scaling, LongRope):
@@ -254,9 +257,9 @@ def rope_factors(model: Any) -> dict[str, Tensor]:
 
 
 def llama3_factors(scaling: Llama3Rope, theta: float, rotary_dim: int) -> Tensor:
-    """Return llama.cpp's divisors of the frequencies, fp32 [rotary_dim / 2].
+    """Return the divisors of the rotary frequencies for llama.cpp, fp32 [rotary_dim / 2].
 
-    Source: the rescaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
+    Source: the frequency scaling of Llama 3.1 (meta-llama/llama-models `apply_scaling`).
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
@@ -281,7 +284,7 @@ def _add_latent(writer: GGUFWriter, model: Any) -> None:
 
 
 def _add_windows(writer: GGUFWriter, model: Any) -> None:
-    """Add the entries for the sliding window and for the rotary base of layers that use it."""
+    """Add the entries for the sliding window and for the rotary base of layers with a window."""
     window, spec = model.sliding_window, model.family.gguf
     if window is None and spec.needs_window:
         # llama.cpp requires a window for this family, so use one that covers the full context.
@@ -293,15 +296,16 @@ def _add_windows(writer: GGUFWriter, model: Any) -> None:
 
 
 class _Values:
-    """Metadata entries `ARCHITECTURE.KEY` of a GGUF file; `whole` and `real` check their types."""
+    """The metadata entries of a GGUF file whose names have the form `ARCHITECTURE.KEY`. `whole` and
+    `real` check the type of a value."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         self._metadata = metadata
         self.architecture = architecture
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return an integer. Raise a ModelError for any other value, such as a list with one
-        integer per layer.
+        """Return the value if it is an integer. Raise a ModelError for any other value, such as a
+        list with one integer per layer.
         """
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -309,8 +313,8 @@ class _Values:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """Return a finite float, rounded to the decimal precision of fp32, which is GGUF's format
-        for floats.
+        """Return the value if it is a finite float; otherwise raise a ModelError. The value is
+        rounded to the decimal precision of fp32, because GGUF stores floats in fp32.
         """
         value = self.get(key, default)
         if not isinstance(value, float) or not math.isfinite(value):
@@ -345,8 +349,8 @@ def config_of(
     rotary = FAMILIES[_families_of(architecture)[0]].config.has_rotary
     kept = _kept(metadata, architecture)
     layers, embedding = values.whole("block_count"), stored.get("token_embd.weight")
-    # `tensor_rules` yields several tensors per layer, so a damaged count would make it run
-    # endlessly.
+    # Check the number of layers first, because `tensor_rules` would run almost endlessly for a
+    # damaged number.
     if embedding is None or layers > len(stored) // _LAYER_TENSORS:
         raise ModelError(f"the file contains {len(stored)} tensors, too few for {layers} layers")
     config: dict[str, Any] = {
@@ -359,8 +363,8 @@ def config_of(
         if isinstance(token_id := metadata.get(f"tokenizer.ggml.{name}"), int):
             config[name] = token_id
     if rotary:
-        # Some of transformers' config classes have a default id, which may be beyond the
-        # vocabulary.
+        # The key is written because some of transformers' config classes have a default id, which
+        # may exceed the vocabulary.
         config["pad_token_id"] = None
         config |= _rope_config(values, kept, factors, config)
     family = FAMILIES[config["model_type"]].spec
@@ -400,8 +404,8 @@ def _gpt2_config(values: _Values) -> dict[str, Any]:
 
 
 def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> dict[str, Any]:
-    """Return the config of a family with rotary positions, with firstlight's keys, without the
-    rotary settings.
+    """Return the config of a family with rotary positions, under firstlight's keys. The rotary
+    settings are not included.
     """
     sizes = {ours: values.whole(key) for key, ours in _SIZES.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -431,7 +435,7 @@ def _llama_config(values: _Values, kept: Mapping[str, Any], stored: Shapes) -> d
         "head_dim": head_dim,
         family.activation_key: family.activation,
         "rms_norm_eps": values.real(f"attention.{eps}"),
-        # None is written as well, because Mistral's default is a window.
+        # The key is written even if there is no window, because Mistral has one by default.
         "sliding_window": window or None,
     }
     if "attention_bias" in family.own_keys:
@@ -489,8 +493,8 @@ def _linear_config(values: _Values) -> dict[str, Any]:
 def _layer_config(
     values: _Values, stored: Shapes, family: FamilySpec, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config entries for families whose layers differ from Llama's or from each
-    other.
+    """Return the config entries for families in which the layers differ from Llama's layers or from
+    one another.
     """
     own, found = family.own_keys, dict[str, Any]()
     if "query_pre_attn_scalar" in own:
@@ -500,7 +504,7 @@ def _layer_config(
     if "qk_layernorm" in own:
         norm = stored.get("blk.0.attn_q_norm.weight")
         found["qk_layernorm"] = norm is not None
-        # `tensor_rules` yields a norm per head, so check the number of heads first.
+        # Check the number of heads first, because `tensor_rules` yields one norm per head.
         if norm is not None and norm[0] != config["num_attention_heads"]:
             raise ModelError(f"the file is damaged: it has norms for {norm[0]} heads")
     if "use_parallel_residual" in own:
@@ -519,9 +523,9 @@ def _families_of(architecture: str) -> list[str]:
 
 
 def _family_of(values: _Values, experts: int, window: int) -> str:
-    """Return the `model_type` of the architecture's first family that supports the file's gating
-    function, number of experts and window (0 means none). If none supports the experts and window,
-    return the first family with the gating function.
+    """Return the `model_type` of the first family of the architecture that has the file's gating
+    function and supports its experts and window (0 means none). If there is no such family, return
+    the first one that has the gating function.
     """
     gating = "sigmoid" if values.get("expert_gating_func") == _SIGMOID else "softmax"
     forms = {name: FAMILIES[name].spec.gguf for name in _families_of(values.architecture)}
@@ -542,8 +546,8 @@ def _expert_config(
     layers = values.whole("block_count")
     routers = (stored.get(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(layers))
     router = next((shape for shape in routers if shape is not None), None)
-    # `tensor_rules` yields tensors per expert, so check the number of experts first. Each expert
-    # has three matrices with at least one element each.
+    # Check the number of experts first, because `tensor_rules` yields tensors for each expert. An
+    # expert has three matrices with at least one element each.
     numbers = sum(math.prod(shape) for shape in stored.values())
     if router is None or router[0] != experts or 3 * layers * experts > numbers:
         raise ModelError(f"the file is damaged: its routers do not have {experts} experts")
@@ -567,8 +571,8 @@ def _rope_config(
     factors: Mapping[str, Tensor],
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the config entries for rotary positions, with the keys of both transformers 5 and
-    4.
+    """Return the config entries for rotary positions, under the keys of both transformers 4 and
+    transformers 5.
     """
     family, found = FAMILIES[config["model_type"]].spec, dict[str, Any]()
     theta = values.real("rope.freq_base", 10_000.0)
@@ -632,7 +636,7 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
     if FAMILIES[_families_of(values.architecture)[0]].spec.gguf.layer == "latent":
         if own != 1:
             raise ModelError(f"yarn with an attn_factor of {own} is not supported: it must be 1")
-        # Inverse of `_yarn_factors`. The file contains 0.1 times m, which llama.cpp divides by 0.1.
+        # Invert `_yarn_factors`. The file contains 0.1 m, because llama.cpp divides it by 0.1.
         multiplier = round(multiplier / 0.1, 6)
         if multiplier:
             return {**scaling, "mscale": multiplier, "mscale_all_dim": multiplier}
@@ -643,7 +647,11 @@ def _yarn_scaling(values: _Values, known: Any) -> dict[str, Any]:
 
 def _llama3_scaling(known: Any, theta: float, factors: Tensor, rotary_dim: int) -> dict[str, Any]:
     """Return Llama 3's rotary settings: `known` (from firstlight.config) or, if it is missing,
-    `_LLAMA3`. They must result in the file's frequency divisors, `factors`, fp32 [rotary_dim / 2].
+    `_LLAMA3`.
+
+    Raises:
+        ModelError: these settings do not result in the file's frequency divisors, `factors`, fp32
+            [rotary_dim / 2].
     """
     scaling = known if isinstance(known, dict) else {"factor": factors.max().item(), **_LLAMA3}
     scaling = {**scaling, "rope_type": "llama3"}
@@ -679,8 +687,8 @@ def supported_model(config: Mapping[str, Any]) -> Any:
                 f"llama.cpp does not support {model_type} with {key} {value!r}: GGUF requires "
                 f"{values[0]!r}"
             )
-    # Derived keys are computed from other keys, and the config classes of some families do not
-    # accept them.
+    # Omit derived keys: they are computed from other keys, and the config classes of some families
+    # do not accept them.
     model = config_from_hf(
         {key: value for key, value in config.items() if key not in family.derived_keys},
         "config.json",
@@ -693,13 +701,14 @@ def supported_model(config: Mapping[str, Any]) -> Any:
 
 
 def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
-    """Return the settings that llama.cpp fixes for a family; see `GGUFSpec.fixed`."""
+    """Return the settings for which llama.cpp supports only certain values in a family; see
+    `GGUFSpec.fixed`."""
     family = FAMILIES[model_type].spec
     fixed = dict(family.gguf.fixed)
     if not FAMILIES[model_type].config.has_rotary:
         return fixed
-    # llama.cpp uses the tanh approximation of GELU, which is close to the exact function, so the
-    # difference is a note (`gguf_notes`) and not an error.
+    # llama.cpp uses the tanh approximation of GELU instead of the exact function. The two are so
+    # close that the difference is reported as a note (`gguf_notes`) and not as an error.
     if family.activation != "gelu":
         fixed[family.activation_key] = (family.activation,)
     if "partial_rotary_factor" not in family.own_keys:
@@ -708,7 +717,7 @@ def _fixed(model_type: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _check_computed(family: FamilySpec, model: Any) -> None:
-    """Raise an error for settings for which llama.cpp computes a different result.
+    """Raise an error if llama.cpp would compute a different result with the model's settings.
 
     Args:
         family: specification of the family.
@@ -734,7 +743,8 @@ def _check_computed(family: FamilySpec, model: Any) -> None:
 
 
 def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Yield the settings of layers and head for which llama.cpp computes a different result."""
+    """Yield the settings of layers and head with which llama.cpp would compute a different
+    result."""
     spec = family.gguf
     if spec.layer == "delta":
         sizes = model.linear_key_head_dim, model.linear_value_head_dim
@@ -758,7 +768,8 @@ def _wrong_layers(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
-    """Yield the settings of rotary positions for which llama.cpp computes a different result."""
+    """Yield the settings of rotary positions with which llama.cpp would compute a different
+    result."""
     if getattr(model, "rotary_dim", 0) % 2:
         yield f"{model.rotary_dim} rotated dimensions: only an even number"
     rope = getattr(model, "rope_scaling", None)
@@ -780,7 +791,8 @@ def _wrong_rotation(family: FamilySpec, model: Any) -> Iterator[str]:
 
 
 def _wrong_latents(model: Any, spec: GGUFSpec) -> Iterator[str]:
-    """Yield the settings of latent attention for which llama.cpp computes a different result."""
+    """Yield the settings of latent attention with which llama.cpp would compute a different
+    result."""
     layers, rope = model.num_hidden_layers, model.rope_scaling
     # llama.cpp recognises models without q_lora_rank by these sizes and does not read the key.
     lacks_rank = layers in (26, 27) or (layers == 48 and model.vocab_size == 128256)

@@ -1,8 +1,8 @@
 """Read GGUF files as a Hugging Face config and tensors.
 
-All quantised formats that the gguf package can dequantise are supported. Every length is checked
-against the file's size before it is used, so a damaged file causes an error but can't make the
-reader hang or use up all memory. Format: ggml-org/ggml `docs/gguf.md`.
+All quantised formats that the gguf package can dequantise are supported. Every length is compared
+with the size of the file before it is used. A damaged file therefore results in an error; it can't
+make the reader hang or use up all memory. The format is described in ggml-org/ggml `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ _FACTORS = (ROPE_FACTORS, ROPE_FACTORS_LONG, ROPE_FACTORS_SHORT)
 _STRING, _ARRAY = 8, 9
 #: `struct` format character for each id of GGUF's scalar value types.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
-#: Maximum number of values in a file's metadata. Each takes about 100 bytes of memory; a vocabulary
-#: of 262,144 tokens with its merges has 1.3 million.
+#: Maximum number of values in a file's metadata. Each value takes about 100 bytes of memory. A
+#: vocabulary of 262,144 tokens with its merges has 1.3 million values.
 _MOST_VALUES = 2_000_000
-#: Maximum number of tensors in a file. Models have up to 3,000, because their experts are stacked.
+#: Maximum number of tensors in a file. Models have up to 3,000 tensors, because the experts of a
+#: layer are stacked.
 _MOST_TENSORS = 20_000
-#: Maximum position of metadata in a file; a vocabulary of 262,144 tokens with its merges takes 10
-#: MB. The file size is not a sufficient limit, because a sparse file can have any size without
-#: taking disk space.
+#: Maximum position of metadata in a file, in bytes. A vocabulary of 262,144 tokens with its merges
+#: takes 10 MB. The file size is not a sufficient limit, because a sparse file can have any size
+#: without taking disk space.
 _MOST_METADATA_BYTES = 1 << 28
-#: Maximum number of rotary factors; there is one for every two elements of a head.
+#: Maximum number of rotary factors. There is one factor for every two elements of a head.
 _MOST_FACTORS = 1 << 16
 
 
@@ -132,9 +133,10 @@ def read_gguf(path: Path) -> GGUFModel:
 
 
 def gguf_folder(path: Path) -> Path:
-    """Return the Hugging Face folder for a GGUF file's model in this machine's cache.
+    """Return a Hugging Face folder with the model of a GGUF file.
 
-    The folder is written in fp32 when the file is opened for the first time or has changed.
+    The folder is stored in this machine's cache, with weights in fp32. It is written when the file
+    is opened for the first time or has changed.
 
     Raises:
         ModelError, TokenizerError, MissingDependencyError: see `read_gguf` and
@@ -142,7 +144,8 @@ def gguf_folder(path: Path) -> Path:
         StorageError: the cache can't be written.
     """
     stat, parent = path.stat(), cache_folder() / "gguf"
-    # Unpacking a different file from an archive may leave size and modification time unchanged.
+    # Size and modification time are not sufficient: unpacking a different file from an archive can
+    # leave both unchanged.
     state = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     place, version = (
         hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
@@ -159,7 +162,8 @@ def gguf_folder(path: Path) -> Path:
         model = read_gguf(path)
         tokenizer = model.tokenizer()
         say(f"{path} is opened for the first time: storing its weights in fp32 in {folder}")
-        # This also removes leftovers of killed processes for other states of the file.
+        # Remove the folders of earlier states of the file, including those that killed processes
+        # left incomplete.
         for old in parent.glob(f"*{place}-*"):
             remove_folder(old)
         config = {**model.config, "dtype": "float32", "torch_dtype": "float32"}
@@ -191,7 +195,11 @@ class GGUFTensor:
 
 
 class GGUFParser:
-    """Parser for a little-endian GGUF file of `size` bytes, opened for reading at its beginning.
+    """Parser for a little-endian GGUF file.
+
+    Args:
+        file: the file, opened for reading and positioned at its beginning.
+        size: size of the file in bytes.
 
     Raises:
         ModelError: raised by every method if the file is damaged, truncated or not supported.
@@ -203,8 +211,11 @@ class GGUFParser:
         self._position = self._values = 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor], int]:
-        """Parse the header. Return the metadata, the entries of the tensors, keyed by name, and the
-        position of the data section.
+        """Parse the header.
+
+        Returns:
+            The metadata; the entries of the tensors, keyed by name; and the position of the data
+            section.
         """
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")
@@ -234,8 +245,7 @@ class GGUFParser:
         return metadata, stored, -(-self._position // alignment) * alignment
 
     def require_apart(self, stored: Mapping[str, GGUFTensor]) -> None:
-        """Raise an error for overlapping tensors, because they would let a small file use unlimited
-        memory.
+        """Raise an error if tensors overlap, because a small file could then use unlimited memory.
 
         Raises:
             ModelError: the total size of the tensors exceeds the size of the file.
@@ -271,7 +281,7 @@ class GGUFParser:
             data_start: position of the data section, from `parse`.
         """
         gguf = import_gguf()
-        # These are read before their shape can be checked against the config.
+        # Rotary factors are read before their shape can be compared with the config.
         if name in _FACTORS and math.prod(stored.shape) > _MOST_FACTORS:
             raise ModelError(f"the file is damaged: tensor {name} has shape {list(stored.shape)}")
         kind, row_bytes = self._kind_of(name, stored)
@@ -293,7 +303,8 @@ class GGUFParser:
         return self._file.read(count)
 
     def _count(self, values: int) -> None:
-        """Count metadata values before they are read; raise an error if there are too many."""
+        """Add `values` to the number of metadata values, and raise an error if there are too many.
+        This is called before the values are read."""
         self._values += values
         if self._values > _MOST_VALUES:
             raise ModelError(

@@ -40,15 +40,18 @@ class TensorRule:
         shape: shape of each source tensor.
         change: transformation from source to file:
 
-            - "none", or "transposed" in the last two dimensions;
-            - "rotary": rows reordered from rotary pairs (i, i + D/2) of a head to (2i, 2i + 1);
-            - "interleaved": rows q, k, v of each head reordered to all q, all k, all v;
-            - "one_plus": 1 added to a norm's weight (Hugging Face's class adds it in `forward`);
-            - "negative_exp": -exp of the source;
-            - "by_head": rows [H x N, ...] as [H, N, ...];
-            - "by_head_transposed": the same, with the last two dimensions swapped.
+            - "none": no change;
+            - "transposed": the last two dimensions are swapped;
+            - "rotary": the rows of each head are reordered from rotary pairs (i, i + D/2) to pairs
+              (2i, 2i + 1);
+            - "interleaved": the rows, which contain q, k and v of each head in turn, are reordered
+              to all q, all k and all v;
+            - "one_plus": 1 is added to a norm's weight (Hugging Face's class adds it in `forward`);
+            - "negative_exp": the source x is replaced with -exp(x);
+            - "by_head": the shape changes from [H x N, ...] to [H, N, ...];
+            - "by_head_transposed": as "by_head", and the last two dimensions are swapped.
         heads: number of attention heads in the rows; 0 if `change` does not depend on it.
-        stacked: True if the file's tensor has a first dimension for the sources.
+        stacked: True if the sources are stacked along an additional first dimension.
         taken: indices of the slices of the source that the file's tensor contains; () means all.
         axis: dimension of the source that `taken` indexes.
         dropped: dimension of size 1 that the file's tensor omits, or None.
@@ -80,8 +83,8 @@ class TensorRule:
 
     @property
     def small(self) -> bool:
-        """True if llama.cpp requires the tensor in fp32 regardless of the file's format: vectors,
-        biases, routers, learned positions, convolutions and head norms."""
+        """True if llama.cpp requires the tensor in fp32 regardless of the file's format. This
+        applies to vectors, biases, routers, learned positions, convolutions and head norms."""
         small_tables = (
             "position_embd.weight",
             "ffn_gate_inp.weight",
@@ -92,8 +95,8 @@ class TensorRule:
         return len(self.gguf_shape) == 1 or self.gguf.endswith(small_tables)
 
     def to_gguf(self, source: Tensor) -> Tensor:
-        """Convert a source tensor of shape `shape` to the file's layout (one of several sources if
-        `stacked`).
+        """Convert one source tensor, of shape `shape`, to the file's layout. If `stacked`, the
+        result is the part of the file's tensor for this source.
         """
         if self.taken:
             source = source.index_select(self.axis, torch.tensor(self.taken))
@@ -114,8 +117,14 @@ class TensorRule:
         return (source if self.dropped is None else source.squeeze(self.dropped)).contiguous()
 
     def put_into(self, tensors: MutableMapping[str, Tensor], source: str, stored: Tensor) -> None:
-        """Add the source named `source`, or its slices `taken`, to `tensors`, from the file's
-        tensor `stored` (the part for this source if `stacked`)."""
+        """Convert a tensor from the file, and add it to `tensors`.
+
+        Args:
+            tensors: the Hugging Face tensors, modified in place.
+            source: name of the Hugging Face tensor. If the rule has `taken`, only these slices are
+                set.
+            stored: the file's tensor or, if `stacked`, its part for this source.
+        """
         values = self.from_gguf(stored)
         if not self.taken:
             tensors[source] = values.clone()
@@ -124,7 +133,7 @@ class TensorRule:
         whole.index_copy_(self.axis, torch.tensor(self.taken), values)
 
     def from_gguf(self, stored: Tensor) -> Tensor:
-        """Invert `to_gguf`. Return the source or its slices `taken`."""
+        """Invert `to_gguf`. Return the source tensor, or only its slices `taken`."""
         if self.change == "transposed":
             return stored.mT.contiguous()
         if self.change in ("by_head", "by_head_transposed"):
@@ -142,7 +151,7 @@ class TensorRule:
 
 
 def tensor_rules(model: Any) -> Iterator[TensorRule]:
-    """Yield a rule for each tensor of a model, except its rotary factors, in file order.
+    """Yield a rule for each tensor of a model in file order. Rotary factors are not included.
 
     Args:
         model: the model's config.
@@ -163,7 +172,7 @@ def tensor_rules(model: Any) -> Iterator[TensorRule]:
 
 
 def _layer_rules(model: Any, layer: int, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of layer number `layer`, which is zero-based."""
+    """Yield the tensors of a layer. `layer` is its zero-based number."""
     kind = model.family.gguf.layer
     if kind == "named":
         yield from _named_rules(model, theirs, ours)
@@ -203,7 +212,7 @@ def _norm_rules(model: Any, theirs: str, ours: str, size: int = 0) -> Iterator[T
 
 
 def _named_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of a layer in which all modules have biases and are named in
+    """Yield the tensors of a layer in which all modules have biases. The modules are listed in
     `GGUFSpec.block`."""
     C = model.hidden_size
     F = model.intermediate_size
@@ -316,14 +325,18 @@ def _expert_rules(model: Any, names: ExpertNames, theirs: str, ours: str) -> Ite
 
 
 def _two_norm_rules(model: Any, theirs: str, ours: str, second: str) -> Iterator[TensorRule]:
-    """Yield the norms before attention and MLP; `second` is llama.cpp's name for the latter."""
+    """Yield the norms before attention and before the MLP. `second` is llama.cpp's name for the
+    norm before the MLP."""
     yield from _norm_rules(model, f"{theirs}attn_norm", f"{ours}input_layernorm")
     yield from _norm_rules(model, theirs + second, f"{ours}post_attention_layernorm")
 
 
 def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of multi-head latent attention. kv_b_proj, whose rows belong to each head's
-    key and value, is split in two. H heads; L and Q are the ranks of the KV and query latents.
+    """Yield the tensors of multi-head latent attention.
+
+    The rows of kv_b_proj belong to the key and value of each head in turn, so it is split into a
+    key and a value tensor. H is the number of heads; L and Q are the ranks of the KV and query
+    latents.
     """
     C = model.hidden_size
     H = model.num_attention_heads
@@ -345,7 +358,7 @@ def _latent_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
         yield TensorRule(f"{theirs}{word}.weight", (f"{ours}{name}.weight",), sizes)
     rows, source = torch.arange(H * (keys + values)).view(H, -1), (f"{ours}kv_b_proj.weight",)
     shape = (rows.numel(), L)
-    # llama.cpp multiplies queries by the key matrices, for which it needs them transposed.
+    # llama.cpp multiplies the queries by the key matrices and therefore stores these transposed.
     split: tuple[tuple[str, Tensor, Change], ...] = (
         ("attn_k_b", rows[:, :keys], "by_head_transposed"),
         ("attn_v_b", rows[:, keys:], "by_head"),
@@ -394,9 +407,11 @@ def _biased_expert_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorR
 
 
 def _delta_rules(model: Any, theirs: str, ours: str) -> Iterator[TensorRule]:
-    """Yield the tensors of Qwen3-Next's linear attention. The rows of in_proj_qkvz, which contain
-    queries, keys, values and gates per key head, are split into all q, k and v, and all gates. G
-    key heads of size D, H value heads of size E.
+    """Yield the tensors of Qwen3-Next's linear attention.
+
+    The rows of in_proj_qkvz contain the queries, keys, values and gates of each key head in turn.
+    They are split into two tensors: one with all queries, all keys and all values, and one with all
+    gates. There are G key heads of size D and H value heads of size E.
     """
     C = model.hidden_size
     G = model.linear_num_key_heads

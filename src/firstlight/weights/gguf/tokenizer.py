@@ -1,8 +1,8 @@
 """Tokenizers in GGUF files: `describe_tokenizer` converts a tokenizer to llama.cpp's metadata, and
-`read_tokenizer` builds a tokenizer from it.
+`read_tokenizer` builds a tokenizer from this metadata.
 
-llama.cpp identifies the patterns that split texts by name (`PRE_TOKENIZERS`), and a file contains
-only the name. A tokenizer with any other patterns therefore can't be written.
+A GGUF file contains only the name of the patterns that split texts. llama.cpp supports a fixed list
+of names (`PRE_TOKENIZERS`), so a tokenizer with any other patterns can't be written.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class PreTokenizer:
     Attributes:
         names: values of tokenizer.ggml.pre, separated by spaces; the first one is written.
         patterns: regular expressions in the form returned by `_canonical`. Each pattern splits the
-            pieces of the previous one; text between two matches is also a piece.
-        whole_pieces: True if a piece that is itself a token is used without merging, like
+            pieces that the previous pattern produced. Text between two matches is also a piece.
+        whole_pieces: True if a piece that is itself a token is used without merging, as with
             `ignore_merges` in Hugging Face's BPE.
         adds_bos: True if texts begin with "bos" unless the file specifies otherwise.
-        note: description of texts for which llama.cpp's form of the patterns gives different ids,
-            or None.
+        note: note for the user about texts for which llama.cpp's form of the patterns gives
+            different ids, or None.
     """
 
     names: str
@@ -50,7 +50,7 @@ class PreTokenizer:
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _NOT_WORDS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 #: Word patterns of tekken and o200k, in which a capital letter after a lower-case letter begins a
-#: new word: words that end with lower-case letters, and others.
+#: new word. `_SMALL` matches words that end with lower-case letters, `_CAPITAL` all other words.
 _SMALL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _CAPITAL = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _OTHER_WORDS = (
@@ -188,7 +188,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"
 _PREPEND = {"type": "Prepend", "prepend": _SPACE}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-#: Gemma's split, which has no effect because the normalizer has already replaced the spaces.
+#: Gemma's split at spaces. It has no effect, because the normalizer has already replaced the
+#: spaces.
 _NO_SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
@@ -206,15 +207,15 @@ class GGUFTokenizer:
         pre: tokenizer.ggml.pre.
         tokens: all tokens, in id order.
         types: tokenizer.ggml.token_type of all tokens, in id order.
-        scores: score of all tokens, in id order, or None for "gpt2". llama.cpp first merges the two
-            neighbours whose combined token has the highest score.
-        merges: merges in order, each "left right", or None for "llama".
-        special_ids: ids of "bos" and "eos", the tokens that begin and end a document, and, if they
-            exist, of "unknown", "padding", "eot" and "eom"; the last two also end a generation.
+        scores: scores of all tokens, in id order, or None for "gpt2". llama.cpp first merges the
+            two neighbours whose combined token has the highest score.
+        merges: merges in order, each in the form "left right", or None for "llama".
+        special_ids: ids of the special tokens. "bos" and "eos" begin and end a document. "unknown",
+            "padding", "eot" and "eom" are optional; "eot" and "eom" also end a generation.
         add_bos: True if a prompt begins with "bos".
         add_space_prefix: True if a space is added before a text.
         chat_template: the Jinja chat template, or None.
-        notes: messages to the user about cases in which llama.cpp's ids differ.
+        notes: messages to the user about texts for which llama.cpp gives different ids.
     """
 
     model: str
@@ -233,15 +234,22 @@ class GGUFTokenizer:
 def describe_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()
 ) -> GGUFTokenizer:
-    """Describe a tokenizer for a model with `vocab_size` embedding rows as one of the two kinds for
-    which llama.cpp gives the same ids. Besides the end-of-text token, GGUF can store two of `ends`,
-    the tokens that end a generation.
+    """Convert a tokenizer to GGUF metadata with which llama.cpp gives the same ids.
 
-    - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's "gpt2" kind: tokens, merges, and
-      the name of the pattern that splits texts into pieces.
-    - BPE with byte fallback (Llama 2) becomes the "llama" kind: tokens and scores.
+    Two kinds of tokenizers are supported:
+
+    - Byte-level BPE (GPT-2, Llama 3, Qwen2) becomes llama.cpp's "gpt2" kind, which consists of
+      tokens, merges and the name of the pattern that splits texts into pieces.
+    - BPE with byte fallback (Llama 2) becomes the "llama" kind, which consists of tokens and
+      scores.
 
     Ids without a token, within the vocabulary or after its end, become unused tokens `[PAD<id>]`.
+
+    Args:
+        tokenizer: the tokenizer.
+        vocab_size: number of rows of the model's embedding.
+        ends: ids of tokens that end a generation. GGUF can store two of them in addition to the
+            end-of-text token.
 
     Raises:
         TokenizerError: llama.cpp would give different ids, or the tokenizer has more tokens than
@@ -287,7 +295,8 @@ def describe_tokenizer(
     if model.get("byte_fallback"):
         prefix, notes = _space_prefix(state)
         scores = _scores(tokens, types, model)
-        # llama.cpp searches the text itself for these tokens, such as Gemma's runs of spaces.
+        # llama.cpp finds user-defined tokens, such as Gemma's runs of spaces, in the original text,
+        # so they must contain plain spaces.
         found = tuple(
             token.replace(_SPACE, " ") if kind == USER_DEFINED else token
             for token, kind in zip(tokens, types, strict=True)
@@ -387,8 +396,8 @@ def _patterns(stage: Mapping[str, Any]) -> tuple[str, ...]:
     patterns = []
     for step in splits:
         pattern = _canonical(str(step.get("pattern", {}).get("Regex", "")))
-        # Patterns with this ending match every text without gaps. Tokenizers created from
-        # tiktoken's files remove the text between matches, but in this case there is none.
+        # Tokenizers created from tiktoken's files remove the text between matches. Patterns with
+        # this ending match every text without gaps, so nothing is removed.
         mode = step.get("behavior"), step.get("invert")
         kept = mode == ("Isolated", False) or (
             mode == ("Removed", True) and pattern.endswith(r"|\s+(?!\S)|\s+")
@@ -410,8 +419,8 @@ def _canonical(pattern: str) -> str:
 
 
 def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Reject a vocabulary with a token that can't be reached by merging its text. Its id would
-    depend on `ignore_merges`, which this tokenizer and llama.cpp handle differently.
+    """Reject a vocabulary if a token can't be produced from its text by merging. The ids of such a
+    text would depend on `ignore_merges`, which this tokenizer and llama.cpp set differently.
     """
     bpe = models.BPE(vocab=model["vocab"], merges=_pairs(model), ignore_merges=False)
     for token in model["vocab"]:
@@ -420,8 +429,10 @@ def _require_reachable(model: Mapping[str, Any], added: Mapping[str, Any]) -> No
 
 
 def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Return (True if a tokenizer with byte fallback adds a space before a text, notes for the
-    user).
+    """Determine whether a tokenizer with byte fallback adds a space before a text.
+
+    Returns:
+        True if the tokenizer adds a space, and notes for the user.
 
     Raises:
         TokenizerError: the tokenizer handles spaces differently from Llama 2's tokenizer.
@@ -447,20 +458,22 @@ def _space_prefix(state: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
 def _scores(
     tokens: Sequence[str], types: Sequence[int], model: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Return a score for each token, in id order, such that llama.cpp merges in the same order as
+    """Return a score for each token, in id order, with which llama.cpp merges in the same order as
     the BPE.
 
-    llama.cpp joins any two neighbours whose combined text is a token, starting with the highest
-    score and, among equal scores, the leftmost pair. This gives the same ids as the BPE under two
-    conditions:
+    llama.cpp merges any two neighbours whose combined text is a token. It starts with the highest
+    score and, among equal scores, with the leftmost pair. This gives the same ids as the BPE under
+    two conditions:
 
     - every pair of tokens whose combined text is a token is a merge of the BPE;
     - all merges into the same token are adjacent in the list of merges.
 
-    The score of a token is then minus the rank of its first merge. Tokens that consist only of
-    spaces are exempt from the second condition (Llama 2's merges of spaces are interleaved): tokens
-    whose merges overlap share a score. Both algorithms extract user-defined tokens from a text
-    before merging, except that the BPE merges runs of spaces, so their merges must come first.
+    The score of a token is then the negative of the rank of its first merge. Tokens that consist
+    only of spaces are exempt from the second condition, because Llama 2's merges of spaces are
+    interleaved. Such tokens share a score if their merges overlap.
+
+    Both algorithms extract user-defined tokens from a text before merging, with one exception: the
+    BPE merges runs of spaces, so the merges into runs of spaces must come first.
 
     Raises:
         TokenizerError: a condition is not met, or a byte token is missing.
@@ -500,14 +513,14 @@ def _scores(
 
 # Reading
 
-#: `[PAD<id>]`, which stands for an id without a token.
+#: `[PAD<id>]`, the placeholder for an id without a token.
 _UNUSED_TOKEN = re.compile(r"\[PAD(\d+)\]")
 #: llama.cpp's default ids for the "llama" kind, used if a file does not specify them.
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """Build a tokenizer from a GGUF file's metadata. It gives the same ids as llama.cpp. Return
+    """Build a tokenizer that gives the same ids as llama.cpp from a GGUF file's metadata. Return
     None if the file does not contain a tokenizer.
 
     Raises:
@@ -582,11 +595,14 @@ def _is_used(token: Any, index: int) -> bool:
 def _byte_level(
     values: Mapping[str, Any], vocabulary: dict[str, int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Build byte-level BPE for the "gpt2" kind. Also return True if "bos" begins a text by default.
+    """Build byte-level BPE for the "gpt2" kind.
 
     Args:
         values: entries of the metadata, without the prefix tokenizer.ggml.
         vocabulary: ids, keyed by token.
+
+    Returns:
+        The tokenizer, and True if texts begin with "bos" by default.
     """
     pre, merges = values.get("pre", "default"), values.get("merges")
     split = next((one for one in PRE_TOKENIZERS if pre in one.names.split()), None)

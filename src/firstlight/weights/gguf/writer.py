@@ -1,11 +1,11 @@
-"""Write GGUF files, the format of llama.cpp and programs based on it.
+"""Write GGUF files, the format of llama.cpp and of programs based on it.
 
-Parts of the file, in order:
+A file consists of these parts:
 
-    header      magic, version, counts
-    metadata    general.*, <architecture>.*, tokenizer.*; firstlight.config, a JSON object of the
-                config.json entries without a GGUF key (see `metadata`)
-    tensors     names, shapes, types; then the data of each tensor in the same order
+    header      magic number, version and counts
+    metadata    entries general.*, <architecture>.* and tokenizer.*, and firstlight.config, a JSON
+                object with the config.json entries that have no GGUF key (see `metadata`)
+    tensors     names, shapes and types, followed by the data of each tensor in the same order
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def write_gguf(
         path: path of the file; an existing file is replaced once the new one is complete.
         config: content of Hugging Face's config.json.
         tensors: tensors, keyed by Hugging Face name; a tied head may be absent. Each tensor is
-            looked up twice and not kept, so the mapping may read it from a file each time.
+            looked up twice and not kept in memory, so the mapping can read it from a file each
+            time.
         tokenizer: tokenizer of the model; None writes a file without a vocabulary.
         dtype: format of matrices. Vectors, routers, convolutions and learned positions are always
             f32. With q8_0, matrices whose row length is not a multiple of 32 are f16.
@@ -70,9 +71,9 @@ def write_gguf(
             written.
 
     Raises:
-        ModelError: llama.cpp does not support the model (small differences are reported as notes,
-            see `gguf_notes`); a tensor is missing, unexpected, not finite or has the wrong shape;
-            or a number is too large for the format.
+        ModelError: llama.cpp does not support the model; a tensor is missing, unexpected, not
+            finite or has the wrong shape; or a number is too large for the format. Small
+            differences in llama.cpp's computation are not errors, see `gguf_notes`.
         TokenizerError: llama.cpp would give different ids than the tokenizer.
         MissingDependencyError: the gguf package is not installed.
         StorageError: the file can't be written, for example because the disk is full.
@@ -125,10 +126,10 @@ def _loadable_name(name: str, tokenizer: GGUFTokenizer | None) -> str:
 
 
 def _header(writer: Any) -> bytes:
-    """Return the file content before the tensors' data: header, metadata, names and shapes of the
-    tensors.
+    """Return the content of the file that precedes the tensors' data: the header, the metadata, and
+    the names and shapes of the tensors.
     """
-    # The gguf package writes only to files that it opens itself, so pass a buffer to its writer.
+    # The gguf package writes only to files that it opens itself, so replace its file with a buffer.
     import gguf
 
     memory = io.BytesIO()
@@ -144,8 +145,8 @@ def gguf_notes(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return notes for the user about small differences between llama.cpp's computation and the
-    model's.
+    """Return notes for the user about small differences between the model and its computation in
+    llama.cpp.
 
     Raises:
         ModelError: the model can't be converted to GGUF at all.
@@ -205,11 +206,10 @@ def import_gguf() -> Any:
 
 
 def _check_head(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise an error if tensors contradict the config about whether the head is tied to the
-    embedding.
+    """Check that the tensors match the config's `tie_word_embeddings`.
 
     Raises:
-        ModelError: there is such a contradiction.
+        ModelError: an untied head is missing, or a tied head differs from the embedding.
     """
     family, tied = FAMILIES[model.model_type].model, model.tie_word_embeddings
     embedding, head = f"{family.embedding_name}.weight", family.head_file_name
@@ -223,8 +223,7 @@ def _check_head(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Tensor]) -> None:
-    """Raise an error for tensors that are missing, unexpected, not finite or have the wrong shape;
-    the message names them.
+    """Check that all tensors exist, have the right shapes and contain only finite floats.
 
     Args:
         model: the model's config.
@@ -232,7 +231,8 @@ def _check_tensors(model: Any, rules: list[TensorRule], tensors: Mapping[str, Te
         tensors: tensors of the model, keyed by Hugging Face name.
 
     Raises:
-        ModelError: there is such a tensor.
+        ModelError: a tensor is missing, unexpected, not finite, not floating point or has the wrong
+            shape; the message names it.
     """
     family = FAMILIES[model.model_type].model
     unused = family.head_file_name if model.tie_word_embeddings else None
@@ -278,8 +278,8 @@ def _stored_type(dtype: GGUFDtype) -> GGMLQuantizationType:
 
 
 def _type_of(rule: TensorRule, dtype: GGUFDtype) -> GGMLQuantizationType:
-    """Return the ggml type of a tensor in a file of format `dtype`; exceptions as in
-    `write_gguf`."""
+    """Return the ggml type of a tensor in a file of format `dtype`. For tensors that have a
+    different format, see `write_gguf`."""
     if rule.small:
         return _stored_type("f32")
     if dtype == "q8_0" and rule.gguf_shape[-1] % _BLOCK:
@@ -292,7 +292,8 @@ def _add_tensor_info(
 ) -> None:
     import gguf
 
-    # With a dtype other than uint8, gguf interprets `shape` as numbers of elements, not bytes.
+    # fp32 is passed because gguf would interpret `shape` as numbers of bytes if the dtype were
+    # uint8.
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = int(np.prod(shape)) // block * block_bytes
     writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
