@@ -71,12 +71,12 @@ def test_compare_prints_writes_page_and_json(
     assert [one["bytes"] for one in result["texts"]] == [size, size + prompts.stat().st_size]
     assert result["total"]["bytes"] == sum(one["bytes"] for one in result["texts"])
     for one in (*result["texts"], result["total"]):
-        compared = one["bits_per_byte"]
-        difference = compared["after"]["value"] - compared["before"]["value"]
-        assert compared["difference"]["value"] == pytest.approx(difference)
-        assert compared["difference"]["stderr"] > 0
-        assert f"{one['bytes']:,}" in shown.err
-    assert [one["metric"] for one in result["tasks"]] == ["acc", "acc_norm"]
+        difference = one["after"]["value"] - one["before"]["value"]
+        assert one["difference"]["value"] == pytest.approx(difference)
+        assert one["difference"]["stderr"] > 0
+        assert f"({one['bytes']:,} bytes)" in shown.err
+    assert [one["name"] for one in result["tasks"]] == ["hellaswag acc", "hellaswag acc_norm"]
+    assert result["tasks"][0]["difference"]["stderr"] is not None
     assert [one["prompt"] for one in result["answers"]] == ["old", "a star", "the <i>stone</i>"]
     assert len(result["worse"]) == 2
     worst = result["worse"][0]
@@ -110,7 +110,7 @@ def test_compare_prints_writes_page_and_json(
     [
         ([], "choose what to compare the models on with --text FILE"),
         (["--text", "missing.txt"], "missing.txt"),
-        (["--prompts", "EMPTY"], "contains no prompt: write one per line"),
+        (["--prompts", "BINARY"], "binary.txt"),
         (["--prompt", "a", "--page", "page.txt"], "--page page.txt must end in .html"),
         (["--prompt", "a", "--page", "TEXT.html"], "is not a report: choose another --page"),
     ],
@@ -122,9 +122,9 @@ def test_compare_bad_input_is_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = {"EMPTY": tmp_path / "empty.txt", "TEXT.html": tmp_path / "text.html"}
+    files = {"BINARY": tmp_path / "binary.txt", "TEXT.html": tmp_path / "text.html"}
     for path in files.values():
-        path.write_text("\n", encoding="utf-8")
+        path.write_bytes(b"\xff\n")
     given = [str(files.get(option, option)) for option in options]
     assert main(["compare", *models, *given]) in (1, 2)
     error = capsys.readouterr().err

@@ -15,10 +15,10 @@ import torch
 
 from firstlight import compare, evaluate, train
 from firstlight.data.prepare import prepare
-from firstlight.errors import ConfigError, FirstlightError, InputError
+from firstlight.errors import ConfigError, DataError, FirstlightError, InputError
 from firstlight.evaluation.comparison import (
-    ComparedTask,
-    ScoredRow,
+    ComparedValue,
+    Row,
     compare_rows,
     compare_scores,
     documents_of,
@@ -71,8 +71,8 @@ def text(tmp_path: Path, texts: list[str]) -> Path:
     return path
 
 
-def scored(document: int, segments: list[str], before: Any, after: Any) -> ScoredRow:
-    return ScoredRow(document, segments, np.array(before, float), np.array(after, float))
+def scored(document: int, segments: list[str], *bits: Any) -> Row:
+    return Row(document, segments, bits=[np.array(own, float) for own in bits])
 
 
 @torch.no_grad()
@@ -128,10 +128,10 @@ def test_rows_of_different_tokenizers_cover_text_and_share_edges(
     assert max(len(ids) for row in rows for ids in row.ids) >= 22
 
 
-def test_rows_seq_len_beyond_context_raises_config_error(
+def test_rows_seq_len_beyond_context_raises_data_error(
     before: LoadedModel, after: LoadedModel
 ) -> None:
-    with pytest.raises(ConfigError, match="seq_len 65 exceeds the context of 64"):
+    with pytest.raises(DataError, match="seq_len 65 exceeds the model's context of 64"):
         rows_of("text", ["a"], [before, after], 65)
 
 
@@ -173,7 +173,7 @@ def test_compare_bits_match_slow_loop_for_both_tokenizers(
     rows = rows_of("text", documents, [before, other], SEQ_LEN)
     assert (found.total.bytes, found.total.units, found.total.unit) == (size, len(rows), "rows")
     for index, (loaded, value) in enumerate(
-        ((before, found.total.bits_per_byte.before), (other, found.total.bits_per_byte.after))
+        ((before, found.total.before), (other, found.total.after))
     ):
         expected = sum(slow_bits(loaded, row.ids[index]) for row in rows) / size
         assert value.value == pytest.approx(expected, rel=1e-5)
@@ -182,7 +182,7 @@ def test_compare_bits_match_slow_loop_for_both_tokenizers(
 def test_compare_model_with_itself_has_no_difference(before: LoadedModel, text: Path) -> None:
     found = compare(before, before, texts=[text], seq_len=SEQ_LEN)
     assert found.same_tokenizer
-    assert found.texts[0].bits_per_byte.difference == Metric(0.0, 0.0)
+    assert found.texts[0].difference == Metric(0.0, 0.0)
     assert found.worse == found.better == []
 
 
@@ -206,7 +206,7 @@ def test_paired_error_of_rows_is_that_of_their_differences() -> None:
     ]
     found = compare_rows("text", {"text": rows})
     assert (found.bytes, found.unit, found.units) == (12, "rows", 3)
-    compared = found.bits_per_byte
+    compared = found
     assert compared.before.value == 30 / 12
     assert compared.after.value == 36 / 12
     assert compared.difference.value == 6 / 12
@@ -225,21 +225,21 @@ def test_paired_error_of_many_documents_is_over_documents() -> None:
     found = compare_rows("text", {"text": rows})
     assert (found.unit, found.units, found.bytes) == ("documents", 30, 120)
     # Documents of 4 bytes differ by 0 or 2 bits, around 1.
-    assert found.bits_per_byte.difference.value == 30 / 120
+    assert found.difference.value == 30 / 120
     expected = math.sqrt(30 / 29 * 30) / 120
-    assert found.bits_per_byte.difference.stderr == pytest.approx(expected)
+    assert found.difference.stderr == pytest.approx(expected)
 
 
 def test_paired_error_of_one_row_is_unknown() -> None:
     found = compare_rows("text", {"text": [scored(0, ["ab"], [1], [2])]})
-    assert found.bits_per_byte.difference == Metric(0.5, None)
+    assert found.difference == Metric(0.5, None)
 
 
 def test_total_of_texts_counts_bytes_not_texts() -> None:
     rows = {"a": [scored(0, ["ab"], [2], [4])], "b": [scored(0, ["abcdef"], [6], [6])]}
     found = compare_rows("all texts", rows)
-    assert found.bits_per_byte.before.value == 1.0
-    assert found.bits_per_byte.difference.value == 2 / 8
+    assert found.before.value == 1.0
+    assert found.difference.value == 2 / 8
     assert found.units == 2
 
 
@@ -250,12 +250,13 @@ def test_paired_error_of_scores_is_over_items() -> None:
 
     before, after = result([1, 0, 0, 1], 0.5, 3.0), result([1, 1, 0, 1], 0.75, 5.0)
     acc, perplexity = compare_scores([before], [after])
-    assert isinstance(acc, ComparedTask)
-    assert (acc.task, acc.metric, acc.score.difference.value) == ("t", "acc", 0.25)
+    assert isinstance(acc, ComparedValue)
+    assert (acc.name, acc.difference.value, acc.units, acc.unit) == ("t acc", 0.25, 4, "items")
+    assert acc.cells() == ["t acc", "0.50 ± 0.25", "0.75 ± 0.25", "+0.25 ± 0.25", "4 items"]
     # Differences of the items: 0, 1, 0, 0.
-    assert acc.score.difference.stderr == pytest.approx(0.25)
+    assert acc.difference.stderr == pytest.approx(0.25)
     # Its value is not the mean over the items.
-    assert perplexity.score.difference == Metric(2.0, None)
+    assert perplexity.difference == Metric(2.0, None)
 
 
 # Passages
@@ -295,11 +296,11 @@ def test_compare_without_texts_uses_validation_text_of_runs(
 ) -> None:
     run = train(recipe | {"schedule": {"max_steps": 1}})
     found = compare(before, run.checkpoint)
-    assert [one.text for one in found.texts] == [str(data)]
-    assert found.texts[0].bytes > 1000
+    assert [one.name for one in found.texts] == [str(data)]
+    assert found.texts[0].bytes == 4302
     # `evaluate` also counts the end of each document, and continues rows across documents.
     expected = evaluate(run.checkpoint).bits_per_byte
-    assert found.texts[0].bits_per_byte.after.value == pytest.approx(expected, rel=0.1)
+    assert found.texts[0].after.value == pytest.approx(expected, rel=0.1)
 
 
 def test_compare_prepared_folder_equals_its_texts(

@@ -7,8 +7,7 @@ loss of a segment is exact for both models, so all sums are compared in bits per
 
 The error of a difference is paired: it is computed from the difference of each document (or each
 row, if a text has few documents), as both models find the same documents hard. See Miller, "Adding
-Error Bars to Evals" (2024, arXiv:2411.00640), sections 2.2 and 4.2, and `standard_error` for sums
-over documents of different lengths.
+Error Bars to Evals" (2024, arXiv:2411.00640), and `standard_error` for units of different lengths.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 import torch
+import torch.nn.functional as F
 
 from firstlight.data.corpus import TokenDataset
 from firstlight.data.loader import IGNORE_INDEX
@@ -33,8 +33,13 @@ from firstlight.data.records import read_documents
 from firstlight.data.remote import is_url, local_folder
 from firstlight.data.shards import MANIFEST_NAME, read_manifest
 from firstlight.data.sources import find_sources
-from firstlight.errors import ConfigError, InputError, ModelError, TokenizerError
-from firstlight.evaluation.perplexity import loaded_for_evaluation
+from firstlight.errors import ConfigError, InputError, TokenizerError
+from firstlight.evaluation.perplexity import (
+    loaded_for_evaluation,
+    require_context,
+    require_finite,
+    row_length,
+)
 from firstlight.evaluation.scores import (
     Metric,
     Progress,
@@ -45,6 +50,7 @@ from firstlight.evaluation.scores import (
     sampled_rows,
     standard_error,
     token_losses,
+    with_error,
 )
 from firstlight.evaluation.tasks import evaluate_tasks
 from firstlight.generation.chat import ChatSession, ConversationDecoder
@@ -60,41 +66,40 @@ _MANY_DOCUMENTS = 30
 #: Maximum length of a passage in characters, and the length from which it ends at a line break.
 _PASSAGE, _SHORT_PASSAGE = 320, 160
 
-#: Values of the segments of a row, fp64 [segments].
-_Values = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
-class ComparedMetric:
-    """A quantity of both models.
+class ComparedValue:
+    """Bits per byte of a text, or a score of a task, for both models.
 
     Attributes:
+        name: name of the text, or of the task and its metric.
         before, after: values of the models, each with its own standard error.
-        difference: `after` minus `before`, with its paired standard error.
+        difference: `after` minus `before`, with its paired standard error. The error is None if it
+            is unknown: for a single unit, or a score that is not a mean over items.
+        unit: what the error of the difference is paired over: "documents", "rows" or "items".
+        units: number of units.
+        bytes: number of compared bytes of the text (UTF-8); None for a task.
     """
 
+    name: str
     before: Metric
     after: Metric
     difference: Metric
-
-
-@dataclass(frozen=True)
-class ComparedText:
-    """Losses of both models on a text.
-
-    Attributes:
-        text: name of the text.
-        bytes: number of compared bytes (UTF-8).
-        unit: "documents" or "rows": the units over which errors are computed.
-        units: number of units.
-        bits_per_byte: bits per byte of both models.
-    """
-
-    text: str
-    bytes: int
     unit: str
     units: int
-    bits_per_byte: ComparedMetric
+    bytes: int | None = None
+
+    def cells(self) -> list[str]:
+        """Return a row of a table: name, before, after, difference, units."""
+        own = self.before, self.after, self.difference
+        before, after, difference = (with_error(one.value, one.stderr) for one in own)
+        return [
+            self.name if self.bytes is None else f"{self.name} ({self.bytes:,} bytes)",
+            before,
+            after,
+            f"{'+' if self.difference.value > 0 else ''}{difference}",
+            f"{self.units:,} {self.unit}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -132,22 +137,6 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class ComparedTask:
-    """A metric of a task.
-
-    Attributes:
-        task: name of the task.
-        metric: name of the metric, such as `acc`.
-        score: values of both models. The error of the difference is paired over the items. It is
-            None for a metric that is not a mean over items.
-    """
-
-    task: str
-    metric: str
-    score: ComparedMetric
-
-
-@dataclass(frozen=True)
 class ComparedAnswer:
     """Answers of both models to a prompt.
 
@@ -168,56 +157,47 @@ class ModelComparison:
     Attributes:
         before, after: names of the models.
         same_tokenizer: True if both models encode every text as the same tokens.
-        texts: comparison of each text.
-        total: comparison of all texts together, or None without texts.
+        texts: bits per byte of each text.
+        total: bits per byte of all texts together, or None without texts.
         worse, better: passages for which the second model needs the most additional bits, and those
             for which it saves the most bits.
-        tasks: comparison of each metric.
+        tasks: scores of each task.
         answers: answers to each prompt.
     """
 
     before: str
     after: str
     same_tokenizer: bool
-    texts: list[ComparedText]
-    total: ComparedText | None
+    texts: list[ComparedValue]
+    total: ComparedValue | None
     worse: list[Passage]
     better: list[Passage]
-    tasks: list[ComparedTask]
+    tasks: list[ComparedValue]
     answers: list[ComparedAnswer]
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """Consecutive segments of a document that both models read as one row.
-
-    Attributes:
-        document: the document's number, from 0.
-        segments: texts of the segments.
-        ids: each model's token ids.
-        counts: number of tokens before each edge of a segment, for each model, [segments + 1].
-    """
-
-    document: int
-    segments: list[str]
-    ids: list[list[int]]
-    counts: list[list[int]]
-
-
-@dataclass(frozen=True)
-class ScoredRow:
-    """Losses of both models on a row.
 
     Attributes:
         document: number of the document in its text, from 0.
         segments: texts of the segments.
-        before, after: bits that each model needs for each segment, fp64 [segments].
+        ids: token ids of each model.
+        counts: number of tokens before each edge of a segment, for each model, [segments + 1].
+        bits: bits that each model needs for each segment, fp64 [segments]; [] until `score_rows`.
     """
 
     document: int
     segments: list[str]
-    before: _Values
-    after: _Values
+    ids: list[list[int]] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
+    bits: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    @property
+    def difference(self) -> npt.NDArray[np.float64]:
+        """Bits of the second model minus bits of the first one, fp64 [segments]."""
+        return self.bits[1] - self.bits[0]
 
 
 @sharing_cores()
@@ -294,22 +274,24 @@ def compare(
         for one in models
         if tasks
     ]
-    rows: dict[str, list[_Row]] = {}
+    rows: dict[str, list[Row]] = {}
     for name, own in documents.items():
         found = rows_of(name, own, models, seq_len)
         drawn = range(len(found)) if sample is None else sampled_rows(len(found), sample, seed)
         rows[name] = [found[index] for index in drawn]
-    scored = _scored(models, rows, batch_size=batch_size or 4, on_progress=on_progress)
+    for loaded in models:
+        everything = [row for own in rows.values() for row in own]
+        score_rows(loaded, everything, batch_size=batch_size or 4, on_progress=on_progress)
     answers = [_answers(one, _listed(prompts), settings) for one in models]
     names = [str(one.folder if isinstance(one, LoadedModel) else one) for one in (before, after)]
     return ModelComparison(
         before=names[0],
         after=names[1],
         same_tokenizer=len({tokenizer_of(one).fingerprint for one in models}) == 1,
-        texts=[compare_rows(name, {name: own}) for name, own in scored.items()],
-        total=compare_rows("all texts", scored) if scored else None,
-        worse=passages_of(scored, passages, sign=1),
-        better=passages_of(scored, passages, sign=-1),
+        texts=[compare_rows(name, {name: own}) for name, own in rows.items()],
+        total=compare_rows("all texts", rows) if rows else None,
+        worse=passages_of(rows, passages, sign=1),
+        better=passages_of(rows, passages, sign=-1),
         tasks=compare_scores(*scored_tasks) if scored_tasks else [],
         answers=list(map(ComparedAnswer, _listed(prompts), *answers)),
     )
@@ -378,7 +360,7 @@ def _prepared_documents(folder: Path) -> Iterator[str]:
 
 def rows_of(
     name: str, documents: Sequence[str], models: Sequence[LoadedModel], seq_len: int | None
-) -> list[_Row]:
+) -> list[Row]:
     """Divide the documents of a text into rows that fit into the contexts of both models.
 
     Args:
@@ -389,11 +371,13 @@ def rows_of(
 
     Raises:
         InputError: a tokenizer can't encode a document.
-        ConfigError: `seq_len` exceeds a model's context.
+        DataError: the rows are longer than a model's context.
     """
-    limits = [_row_tokens(loaded, seq_len) for loaded in models]
+    limits = [row_length(loaded, seq_len) for loaded in models]
+    for loaded, limit in zip(models, limits, strict=True):
+        require_context(loaded, limit)
     encoders = [_encoder(tokenizer_of(loaded)) for loaded in models]
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for number, text in enumerate(documents):
         ids, ends = [], []
         for loaded, tokenizer in zip(models, encoders, strict=True):
@@ -418,7 +402,7 @@ def rows_of(
                 )
             segments = [text[a:b] for a, b in itertools.pairwise(edges[start : stop + 1])]
             relative = [[count - span[0] for count in span] for span in spans]
-            rows.append(_Row(number, segments, own_ids, relative))
+            rows.append(Row(number, segments, own_ids, relative))
     return rows
 
 
@@ -438,17 +422,6 @@ def _row_edges(counts: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterat
         stop = max(min(fits), start + 1)
         yield start, stop
         start = stop
-
-
-def _row_tokens(loaded: LoadedModel, seq_len: int | None) -> int:
-    limit = loaded.model.config.max_position_embeddings
-    if seq_len is not None and seq_len > limit:
-        raise ConfigError(
-            f"seq_len {seq_len} exceeds the context of {limit} of {loaded.folder}: choose a "
-            "smaller seq_len"
-        )
-    known: int | None = (loaded.trained_on or {}).get("seq_len")
-    return seq_len or known or min(limit, 1024)
 
 
 def _encoder(tokenizer: Tokenizer) -> Tokenizer:
@@ -489,56 +462,19 @@ def _token_ends(tokenizer: Tokenizer, encoding: tokenizers.Encoding, text: str) 
 # Losses
 
 
-def _scored(
-    models: Sequence[LoadedModel],
-    rows: Mapping[str, Sequence[_Row]],
-    *,
-    batch_size: int,
-    on_progress: Progress | None,
-) -> dict[str, list[ScoredRow]]:
-    """Return the losses of both models on the rows of each text."""
-    flat = [row for own in rows.values() for row in own]
-    bits: list[list[_Values]] = []
-    for number, loaded in enumerate(models):
-        losses = _token_bits(
-            loaded,
-            [row.ids[number] for row in flat],
-            batch_size=batch_size,
-            done=number * len(flat),
-            on_progress=on_progress,
-        )
-        # The running sum of the tokens' bits at each edge, and its differences between edges.
-        bits.append(
-            [
-                np.diff(np.concatenate([[0.0], np.cumsum(own)])[row.counts[number]])
-                for own, row in zip(losses, flat, strict=True)
-            ]
-        )
-    scored = iter(
-        [ScoredRow(row.document, row.segments, *own) for row, *own in zip(flat, *bits, strict=True)]
-    )
-    return {name: list(itertools.islice(scored, len(own))) for name, own in rows.items()}
-
-
 @torch.no_grad()
 @varying_lengths()
-def _token_bits(
-    loaded: LoadedModel,
-    rows: Sequence[list[int]],
-    *,
-    batch_size: int,
-    done: int,
-    on_progress: Progress | None,
-) -> list[_Values]:
-    """Return the loss of each token in bits. The first token of a row is predicted from the
-    tokenizer's separator.
+def score_rows(
+    loaded: LoadedModel, rows: Sequence[Row], *, batch_size: int, on_progress: Progress | None
+) -> None:
+    """Append a model's bits to `Row.bits` of each row. The first token of a row is predicted from
+    the tokenizer's separator.
 
     Args:
         loaded: the model.
-        rows: token ids of the rows.
+        rows: rows that have been scored by the models before this one.
         batch_size: number of rows per forward pass.
-        done: number of rows to add to the number that `on_progress` gets.
-        on_progress: see `compare`; the total number is that of both models.
+        on_progress: see `compare`.
 
     Raises:
         ModelError: a loss is not finite.
@@ -546,68 +482,59 @@ def _token_bits(
     device = next(loaded.model.parameters()).device
     separator = tokenizer_of(loaded).separator_id
     # Rows of similar length share a batch, the longest first.
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-    found: dict[int, _Values] = {}
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        longest = len(rows[part[0]])
-        labels = torch.full((len(part), longest), IGNORE_INDEX)
-        input_ids = torch.full((len(part), longest), separator)
-        for place, index in enumerate(part):
-            labels[place, : len(rows[index])] = torch.tensor(rows[index])
-            input_ids[place, 1 : len(rows[index])] = torch.tensor(rows[index][:-1])
+    waiting = sorted(rows, key=lambda row: -len(row.ids[len(row.bits)]))
+    for start in range(0, len(waiting), batch_size):
+        batch = waiting[start : start + batch_size]
+        ids = [row.ids[len(row.bits)] for row in batch]
+        labels = torch.full((len(ids), len(ids[0])), IGNORE_INDEX)
+        input_ids = torch.full_like(labels, separator)
+        for place, own in enumerate(ids):
+            labels[place, : len(own)] = torch.tensor(own)
+            input_ids[place, 1 : len(own)] = torch.tensor(own[:-1])
         losses = token_losses(loaded.model, input_ids.to(device), labels.to(device), None)
-        if not losses.isfinite().all():
-            raise ModelError(
-                f"the loss of {loaded.folder} is not finite: its weights are damaged or it has "
-                "diverged, so use another checkpoint"
-            )
-        bits = losses.double().cpu().numpy() / math.log(2)
-        found |= {index: bits[place, : len(rows[index])] for place, index in enumerate(part)}
+        require_finite(loaded, finite=bool(losses.isfinite().all()))
+        sums = F.pad(losses.double().cpu().cumsum(1), (1, 0)).numpy() / math.log(2)
+        for row, own_sums in zip(batch, sums, strict=True):
+            row.bits.append(np.diff(own_sums[row.counts[len(row.bits)]]))
         if on_progress is not None:
-            on_progress(done + len(found), 2 * len(rows))
-    return [found[index] for index in range(len(rows))]
+            on_progress(start + len(batch), len(rows))
 
 
 # Differences
 
 
-def compare_rows(name: str, rows: Mapping[str, Sequence[ScoredRow]]) -> ComparedText:
+def compare_rows(name: str, rows: Mapping[str, Sequence[Row]]) -> ComparedValue:
     """Compare the bits per byte of both models on one text or on several texts together.
 
     Args:
         name: name of the result.
-        rows: rows of each text.
+        rows: scored rows of each text.
     """
-    units: dict[tuple[str, int], list[ScoredRow]] = {}
+    units: dict[tuple[str, int], list[Row]] = {}
     unit = "documents"
     for text, own in rows.items():
         by_document = len({row.document for row in own}) >= _MANY_DOCUMENTS
         unit = unit if by_document else "rows"
         for index, row in enumerate(own):
             units.setdefault((text, row.document if by_document else index), []).append(row)
-    sizes = [
-        sum(len(segment.encode()) for row in own for segment in row.segments)
-        for own in units.values()
-    ]
-    bits = np.array(
-        [
-            [math.fsum(itertools.chain(*(row.before for row in own))) for own in units.values()],
-            [math.fsum(itertools.chain(*(row.after for row in own))) for own in units.values()],
-        ]
-    )
+    several = list(units.values())
+    sizes = [len("".join(s for row in own for s in row.segments).encode()) for own in several]
 
-    def ratio(values: _Values) -> Metric:
+    def ratio(bits_of: Callable[[Row], npt.NDArray[np.float64]]) -> Metric:
         # Bits and bytes of a unit take the places of loss and tokens.
-        losses = list(map(RowLoss, range(len(sizes)), values.tolist(), sizes))
+        bits = [math.fsum(itertools.chain(*map(bits_of, own))) for own in several]
+        losses = list(map(RowLoss, range(len(sizes)), bits, sizes))
         error = standard_error(losses, math.inf) if len(losses) > 1 else None
         return Metric(mean_loss(losses), error)
 
-    compared = ComparedMetric(ratio(bits[0]), ratio(bits[1]), ratio(bits[1] - bits[0]))
-    return ComparedText(name, sum(sizes), unit, len(sizes), bits_per_byte=compared)
+    before, after = ratio(lambda row: row.bits[0]), ratio(lambda row: row.bits[1])
+    difference = ratio(lambda row: row.difference)
+    return ComparedValue(
+        name, before, after, difference, unit=unit, units=len(sizes), bytes=sum(sizes)
+    )
 
 
-def passages_of(rows: Mapping[str, Sequence[ScoredRow]], count: int, *, sign: int) -> list[Passage]:
+def passages_of(rows: Mapping[str, Sequence[Row]], count: int, *, sign: int) -> list[Passage]:
     """Return the passages with the largest differences, the largest first.
 
     Args:
@@ -615,12 +542,11 @@ def passages_of(rows: Mapping[str, Sequence[ScoredRow]], count: int, *, sign: in
         count: maximum number of passages.
         sign: 1 for passages that got worse, -1 for passages that got better.
     """
-    found: list[tuple[float, str, ScoredRow, slice]] = []
+    found: list[tuple[float, str, Row, slice]] = []
     for text, own in rows.items():
         for row in own:
-            differences = sign * (row.after - row.before)
             for part in _parts(row.segments):
-                if (total := float(differences[part].sum())) > 0:
+                if (total := sign * float(row.difference[part].sum())) > 0:
                     found.append((total, text, row, part))
         # Keep only the largest ones: a text may have millions of passages.
         found = sorted(found, key=lambda one: -one[0])[:count]
@@ -641,35 +567,43 @@ def _parts(segments: Sequence[str]) -> Iterator[slice]:
             start, length = index, 0
 
 
-def _marked(row: ScoredRow, part: slice, sign: int) -> tuple[Segment, ...]:
+def _marked(row: Row, part: slice, sign: int) -> tuple[Segment, ...]:
     """Return the segments of a passage; see `Segment` for the marks."""
-    before, after = row.before[part], row.after[part]
-    share = np.maximum(sign * (after - before), 0.0)
+    share = np.maximum(sign * row.difference[part], 0.0)
     order = np.argsort(-share, kind="stable")
     # A segment is marked while those before it in the order make up less than half.
     earlier = np.cumsum(share[order]) - share[order]
     marked = set(order[(earlier < share.sum() / 2) & (share[order] > 0)].tolist())
-    values = zip(row.segments[part], before.tolist(), after.tolist(), strict=True)
-    return tuple(Segment(*one, index in marked) for index, one in enumerate(values))
+    before, after = (own[part].tolist() for own in row.bits)
+    values = zip(row.segments[part], before, after, strict=True)
+    return tuple(Segment(*one, marked=index in marked) for index, one in enumerate(values))
 
 
-def compare_scores(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> list[ComparedTask]:
+def compare_scores(
+    before: Sequence[TaskResult], after: Sequence[TaskResult]
+) -> list[ComparedValue]:
     """Compare the results of two models on the same tasks."""
-    found: list[ComparedTask] = []
+    found: list[ComparedValue] = []
     for one, other in zip(before, after, strict=True):
         for name in [name for name in one.metrics if name in other.metrics]:
-            metrics = one.metrics[name], other.metrics[name]
-            difference = metrics[1].value - metrics[0].value
-            scores = [result.item_scores.get(name, ()) for result in (one, other)]
-            error = None
+            first, second = one.metrics[name], other.metrics[name]
+            difference, error = second.value - first.value, None
+            scores = one.item_scores.get(name, []), other.item_scores.get(name, [])
+            differences = [b - a for a, b in zip(*scores, strict=False)]
             if len(scores[0]) == len(scores[1]) > 0:
-                mean, paired = mean_and_error(
-                    [b - a for a, b in zip(scores[0], scores[1], strict=True)]
-                )
-                # Some metrics are not means over items; perplexity, for example.
+                mean, paired = mean_and_error(differences)
+                # Some metrics, such as perplexity, are not means over items.
                 error = paired if math.isclose(mean, difference, abs_tol=1e-9) else None
-            compared = ComparedMetric(*metrics, Metric(difference, error))
-            found.append(ComparedTask(one.task, name, compared))
+            found.append(
+                ComparedValue(
+                    f"{one.task} {name}",
+                    first,
+                    second,
+                    Metric(difference, error),
+                    unit="items",
+                    units=one.items or 0,
+                )
+            )
     return found
 
 
