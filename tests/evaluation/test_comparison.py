@@ -322,7 +322,8 @@ def test_compare_nothing_given_names_options(before: LoadedModel, after: LoadedM
     [
         ({"texts": "missing.txt"}, "missing.txt"),
         ({"prompts": "a", "sample": 0}, "sample must be at least 1, not 0"),
-        ({"prompts": "a", "items": 5}, "items applies to tasks"),
+        ({"prompts": "a", "items": 5}, "items applies to tasks, and none are given"),
+        ({"prompts": "a", "sample": 5}, "sample applies to texts, and none are given"),
         ({"prompts": "a", "max_new_tokens": 0}, "max_new_tokens"),
     ],
 )

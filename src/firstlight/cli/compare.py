@@ -89,8 +89,8 @@ def compare_command(
 
 def _show(found: ModelComparison) -> None:
     show_rows([("before", found.before), ("after", found.after)])
-    texts = [*found.texts, *([found.total] if found.total and len(found.texts) > 1 else [])]
-    for title, values in (("bits per byte", texts), ("score", found.tasks)):
+    compared = [*found.texts, *([found.total] if found.total and len(found.texts) > 1 else [])]
+    for title, values in (("bits per byte", compared), ("score", found.tasks)):
         if values:
             show()
             head = [title, "before", "after", "difference", "paired over"]
@@ -100,7 +100,11 @@ def _show(found: ModelComparison) -> None:
             _show_passage(title, passage)
     for answer in found.answers:
         show()
-        show_rows([("prompt", answer.prompt), ("before", answer.before), ("after", answer.after)])
+        texts = {"prompt": answer.prompt, "before": answer.before, "after": answer.after}
+        # Further lines start below the first one.
+        show_rows(
+            (name, text.strip().replace("\n", "\n" + 8 * " ")) for name, text in texts.items()
+        )
 
 
 def _show_passage(title: str, passage: Passage) -> None:

@@ -253,13 +253,19 @@ def compare(
     for name, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
-    for name, option in {"items": items, "task_folder": task_folder}.items():
-        if option is not None and not tasks:
-            raise ConfigError(f"{name} applies to tasks: add a task")
+    on_texts = bool(texts) or not (tasks or prompts)
+    for name, is_given, kind, used in (
+        ("sample", sample is not None, "texts", on_texts),
+        ("seq_len", seq_len is not None, "texts", on_texts),
+        ("items", items is not None, "tasks", bool(tasks)),
+        ("task_folder", task_folder is not None, "tasks", bool(tasks)),
+    ):
+        if is_given and not used:
+            raise ConfigError(f"{name} applies to {kind}, and none are given: omit it")
     settings = SamplingConfig(max_new_tokens=max_new_tokens, temperature=0.0)
     documents = {name: documents_of(name) for name in map(str, _listed(texts))}
     models = loaded_for_evaluation(before, device), loaded_for_evaluation(after, device)
-    if not documents and not tasks and not prompts:
+    if on_texts and not documents:
         documents = {name: documents_of(name) for name in _held_out(models)}
     scored_tasks = [
         evaluate_tasks(
