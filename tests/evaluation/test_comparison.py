@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -126,6 +127,23 @@ def test_rows_of_different_tokenizers_cover_text_and_share_edges(
             assert pieces == row.segments
     # Rows are as long as they can be: the next segment would not fit.
     assert max(len(ids) for row in rows for ids in row.ids) >= 22
+
+
+def test_rows_of_real_tokenizers_cover_spaces_and_characters_of_several_tokens(
+    shared: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    text = "  two  spaces\n\n\tTab 🙂 日本語 naïve e\u0301 “quotes” \r\nend  \n" * 3
+    names = ("gpt2-tokenizer", "llama2-tokenizer", "llama3-tokenizer")
+    real = [Tokenizer.from_pretrained(shared / "models" / name) for name in names]
+    model = make_model(tmp_path, tokenizer, 0)
+    models = [dataclasses.replace(model, tokenizer=one) for one in (*real, tokenizer)]
+    for pair in itertools.combinations_with_replacement(models, 2):
+        rows = rows_of("text", [text], pair, None)
+        assert "".join(segment for row in rows for segment in row.segments) == text
+        for index, loaded in enumerate(pair):
+            assert loaded.tokenizer is not None
+            ids = [token for row in rows for token in row.ids[index]]
+            assert ids == loaded.tokenizer.encode(text)
 
 
 def test_rows_seq_len_beyond_context_raises_data_error(

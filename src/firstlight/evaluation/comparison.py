@@ -39,6 +39,7 @@ from firstlight.evaluation.perplexity import (
     require_context,
     require_finite,
     row_length,
+    training_data,
 )
 from firstlight.evaluation.scores import (
     Metric,
@@ -319,7 +320,7 @@ def _held_out(models: Collection[LoadedModel]) -> list[str]:
     """
     found: dict[str, None] = {}
     for loaded in models:
-        trained = loaded.trained_on or {}
+        trained = training_data(loaded)
         for place in (trained.get("dir"), *(trained.get("corpora") or {}).values()):
             folder = None if place is None else local_folder(place, ("val",))
             if folder is not None and (folder / MANIFEST_NAME).is_file():

@@ -91,7 +91,7 @@ def load_for_evaluation(
             return dataclasses.replace(loaded, trained_on=trained_on(folder))
         except CheckpointError:
             require_kept(folder)
-            # The state is damaged. `_training_data` raises the error if the state is required.
+            # The state is damaged. `training_data` raises the error if the state is required.
             return loaded
 
     return read_model_folder(checkpoint, read, best=best)
@@ -120,7 +120,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
         DataError: the data consists of preference pairs. For other reasons, see `evaluated_folder`.
     """
     folder = evaluated_folder(loaded, data, split)
-    dataset = open_split(folder, split, long=_training_data(loaded).get("long") or "cut")
+    dataset = open_split(folder, split, long=training_data(loaded).get("long") or "cut")
     if dataset.kind == "preference":
         raise DataError(
             f"{dataset.folder} contains preference pairs, whose loss compares two models: choose a "
@@ -129,7 +129,7 @@ def open_evaluated_split(loaded: LoadedModel, data: str | Path | None, split: st
     return dataset
 
 
-def _training_data(loaded: LoadedModel) -> Mapping[str, Any]:
+def training_data(loaded: LoadedModel) -> Mapping[str, Any]:
     """Return the description of the data that the model was trained on; see `trained_on`.
 
     Raises:
@@ -155,7 +155,7 @@ def options_of_training(
         ModelError, DataError: see `require_same_tokenizer`.
     """
     if document_masking is None:
-        document_masking = bool(_training_data(loaded).get("document_masking"))
+        document_masking = bool(training_data(loaded).get("document_masking"))
     require_same_tokenizer(loaded, dataset)
     return {
         "seq_len": row_length(loaded, seq_len),
@@ -169,7 +169,7 @@ def options_of_training(
 def row_length(loaded: LoadedModel, seq_len: int | None) -> int:
     """Return the number of tokens per row; see `options_of_training`."""
     limit = loaded.model.config.max_position_embeddings
-    return seq_len or _training_data(loaded).get("seq_len") or min(limit, 1024)
+    return seq_len or training_data(loaded).get("seq_len") or min(limit, 1024)
 
 
 def require_context(loaded: LoadedModel, seq_len: int) -> None:
@@ -214,7 +214,7 @@ def evaluated_folder(
             corpora, or the data can't be downloaded.
         MissingDependencyError, StorageError: see `remote.local_folder`.
     """
-    trained = _training_data(loaded)
+    trained = training_data(loaded)
     location = data if data is not None else trained.get("dir")
     corpora = trained.get("corpora")
     if location is None and isinstance(corpora, dict):
