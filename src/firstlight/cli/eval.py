@@ -52,8 +52,8 @@ def _no_beside(_: click.Context, __: click.Parameter, value: tuple[str, ...]) ->
     multiple=True,
     metavar="TASK",
     help="Task to score: hellaswag,FILE.jsonl; hellaswag (data from the hub); or tasks of "
-    "lm-evaluation-harness, lm-eval:NAME,NAME,... Can be repeated. The loss is then only computed "
-    "with --data or --sample.",
+    "lm-evaluation-harness, lm-eval:NAME,NAME,... Can be repeated. With --tasks, the loss is "
+    "computed only if --data or --sample is given.",
 )
 @task_options
 @click.option(

@@ -193,8 +193,8 @@ def require_finite(loaded: LoadedModel, *, finite: bool) -> None:
     """
     if not finite:
         raise ModelError(
-            f"the loss of {loaded.folder} is not finite: its weights are damaged or it has "
-            "diverged, so use another checkpoint"
+            f"the loss of {loaded.folder} is not finite: the weights are damaged, or the training "
+            "has diverged; use another checkpoint"
         )
 
 
