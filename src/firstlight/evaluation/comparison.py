@@ -500,7 +500,7 @@ def score_rows(
             input_ids[place, 1 : len(own)] = torch.tensor(own[:-1])
         losses = token_losses(loaded.model, input_ids.to(device), labels.to(device), None)
         require_finite(loaded, finite=bool(losses.isfinite().all()))
-        sums = F.pad(losses.double().cpu().cumsum(1), (1, 0)).numpy() / math.log(2)
+        sums = F.pad(losses.cpu().double().cumsum(1), (1, 0)).numpy() / math.log(2)
         for row, own_sums in zip(batch, sums, strict=True):
             row.bits.append(np.diff(own_sums[row.counts[len(row.bits)]]))
         if on_progress is not None:
