@@ -151,7 +151,7 @@ class Constraint:
         return found
 
     def push(self, token_id: int) -> bool:
-        """Add the chosen token. Return True if the text is complete and no other token can follow."""
+        """Add the chosen token. Return True if the text is complete, so no token can follow."""
         self._tokens.append(token_id)
         return self._follow([token_id])
 
