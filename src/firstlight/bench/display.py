@@ -91,7 +91,7 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
         title: heading of the picture.
         grid: rows of panels; all rows have the same number of panels.
     """
-    # If there are no panels, draw an empty panel, because matplotlib requires at least one row.
+    # If there are no panels, an empty panel is drawn, because matplotlib requires at least one row.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
@@ -100,11 +100,11 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     for row, panels in zip(axes, grid, strict=True):
         for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
             _draw(place, panel)
-            # If the panels of a row have the same bar names, show the names only in the first
+            # If all panels of a row have the same bar names, the names are shown only in the first
             # panel.
             if number and panel.names == panels[0].names:
                 place.set_yticklabels([])
-    # Don't parse the title as math, because a model path or GPU name can contain dollar signs.
+    # The title is not parsed as math, because a model path or GPU name can contain dollar signs.
     figure.suptitle(title, parse_math=False)
     return png_of(figure)
 

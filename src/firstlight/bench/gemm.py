@@ -852,7 +852,7 @@ def summarize(
         - "rows": for each product and dtype, the times in seconds; the median, lowest and highest
           FLOP/s; and the median as a fraction of the ceiling
         - "step": the result of `step_times`
-        - "padding", "tile" and "wave": ratios to another size, see `compare`
+        - "padding", "tile" and "wave": comparisons of products of different sizes (see `compare`)
     """
     result: dict[str, Any] = {"ceilings": {}}
     result |= {name: [] for name in ("rows", "step", "padding", "tile", "wave")}

@@ -2,7 +2,7 @@
 and leave at any step.
 
 Decoding steps can be compiled with torch.compile. On a CUDA GPU, both compiled and uncompiled steps
-are recorded as CUDA graphs; see `RecordedSteps`.
+are recorded as CUDA graphs (see `RecordedSteps`).
 """
 
 from __future__ import annotations
@@ -379,8 +379,8 @@ class CompiledStep:
     On a CPU, torch.compile's inductor treats the weights as constants ("freezing") and copies them
     into a different layout for its matrix products. The step is compiled separately for one
     sequence, for several sequences, and for more than `few_rows.MOST_ROWS` sequences, each time on
-    the first call. Within these cases, the number and lengths of the sequences can vary without
-    another compilation.
+    the first call. Within each of these cases, the number and lengths of the sequences can vary
+    without recompilation.
 
     Args:
         model: a model in evaluation mode whose weights do not change afterwards.
@@ -446,9 +446,9 @@ def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # Only models loaded for generation have these layers. A model in training may have hooks that
-    # exchange weights between processes, and recording would take memory that the next training
-    # step needs.
+    # Only models that were loaded for generation have few-rows or int8 layers. Steps are not
+    # recorded for a model in training. It can have hooks that exchange weights between processes,
+    # and recording would take memory that the next training step needs.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
@@ -542,7 +542,7 @@ class RecordedSteps(RaggedSteps):
         self._by_shape[shape] = recorded
         graph, logits_BV = recorded
         graph.replay()
-        # Return a copy, because the next step of any shape may overwrite the logits.
+        # A copy is returned, because the next step of any shape can overwrite the logits.
         return logits_BV.clone()
 
     def _record(self, rows: int, reach: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -204,8 +204,8 @@ class ChatSession:
 
     Raises:
         ModelError: the model has no tokenizer.
-        ConfigError: a system message or a template option was passed, but the model has no chat
-            template, or the template does not use the option.
+        ConfigError: a system message or a template option was passed, but the model does not have a
+            chat template, or the template does not use the option.
         InputError, TokenizerError: the template is invalid, or does not support system messages.
     """
 
@@ -330,8 +330,8 @@ class ChatSession:
         the message and the answer are removed.
 
         Args:
-            text: the user message. If the model has no chat template, the message may be empty, and
-                the model then continues its previous text.
+            text: the user message. If the model does not have a chat template, the message can be
+                empty, and the model then continues its previous text.
 
         Raises:
             InputError: the message is blank, or the template rejects the conversation.

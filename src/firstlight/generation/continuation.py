@@ -73,7 +73,7 @@ class Continuation:
         config: sampling settings, always including a seed.
         prompt_ids: token ids of the prompt.
         token_ids: tokens chosen so far, without the end token.
-        finish_reason: None while the text is being generated; see `Generation`.
+        finish_reason: None while the text is being generated, then the same as in `Generation`.
         logprobs: see `Generation`.
         prompt_logprobs: log-probabilities of all prompt tokens except the first, or None if the
             config does not request them.

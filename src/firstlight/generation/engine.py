@@ -63,8 +63,8 @@ def load(
         way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
             overwritten in place while the model exists. "sequential" reads each tensor directly
             into its parameter. "straight" reads the whole file before the weights are copied, which
-            takes twice the memory. "auto" means "mmap" on the CPU if no weight is converted,
-            otherwise "sequential".
+            takes twice the memory. "auto" means "mmap" if the model is loaded on the CPU and its
+            weights are not converted, otherwise "sequential".
         best: True to load the checkpoint of a run folder with the lowest validation loss instead of
             the newest one.
 
@@ -146,7 +146,7 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 def pieces_of_many(
     texts: Sequence[Continuation], decoder: BatchDecoder
 ) -> Iterator[tuple[int, str]]:
-    """Continue texts to their ends, `decoder.max_sequences` at a time. When a text ends, the next
+    """Continue texts until they end, `decoder.max_sequences` at a time. When a text ends, the next
     one starts immediately.
 
     Args:

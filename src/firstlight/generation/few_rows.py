@@ -294,7 +294,7 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler")
-    # The name includes the processor, because machines with different instruction sets may share a
+    # The name includes the processor, because machines with different instruction sets can share a
     # home folder.
     parts = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -312,7 +312,7 @@ def _compiled() -> Path:
 
 
 def _cache_folder() -> Path:
-    """Return the user's cache folder for libraries. Only the user may have write access to it,
+    """Return the user's cache folder for libraries. Only the user must have write access to it,
     because the libraries in it are executed.
 
     Raises:

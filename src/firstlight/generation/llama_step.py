@@ -174,8 +174,8 @@ def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
 
 def _is_plain(model: Model) -> TypeGuard[Llama]:
     """Return True if the kernel computes exactly the model's forward pass. All modules must have
-    the expected classes, without hooks or replaced functions. All parameters must have the same
-    dtype, and the weights of all linear layers must have the same dtype.
+    the expected classes, without hooks or replaced functions. All parameters must share one dtype.
+    The weights of all linear layers must also share one dtype, which can be int8.
     """
     if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
         return False

@@ -51,7 +51,7 @@ def shifted(
         seen: ids to which the repetition penalty applies.
         counts: number of occurrences of each token id among the new tokens, for the frequency and
             presence penalties.
-        allowed_V: bool mask, True for tokens that may be chosen; None allows all tokens.
+        allowed_V: bool mask, true for the tokens that can be chosen; None allows all tokens.
 
     Raises:
         ConfigError: `logit_bias` contains an id beyond the model's vocabulary.

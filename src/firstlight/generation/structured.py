@@ -135,8 +135,8 @@ class Constraint:
         weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Return a bool mask [V] on the CPU, True for tokens that may come next. If the text can
-        end here, the mask includes the end tokens.
+        """Return a bool mask [V] on the CPU, true for the tokens that can come next. If the text
+        can end here, the mask includes the end tokens.
         """
         import numpy as np
         import torch

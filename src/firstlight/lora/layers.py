@@ -574,7 +574,7 @@ def _require_used_once(
 
 
 def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
-    """Make all parameters of some modules trainable. The parameters are copied, because they may be
+    """Make all parameters of some modules trainable. The parameters are copied, because they can be
     memory-mapped."""
     for name in saved:
         module = model.get_submodule(name)

@@ -111,7 +111,7 @@ def load_model(
         folder: model folder, adapter folder or hub id.
         device: device of the parameters.
         dtype: dtype of the parameters; None for the dtype in the files.
-        mode: loading mode; see `firstlight.weights.loading`.
+        mode: loading mode (see `firstlight.weights.loading`).
         vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
             number.
         config: config used to create the model; None for the folder's config.

@@ -33,7 +33,7 @@ from firstlight.models.ops import (
 )
 
 #: Minimum head dimension and maximum number of tokens for which blockwise attention was faster than
-#: torch's CPU kernel; see `takes_blockwise` for the measurements.
+#: torch's CPU kernel. See `takes_blockwise` for the measurements.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
 #: Backends that support training only on CUDA.

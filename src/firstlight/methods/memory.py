@@ -127,7 +127,7 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that stores the activations of a forward pass in CPU memory
     (page-locked if there is a GPU) until the backward pass needs them. Parameters and buffers are
-    not moved. On a GPU, activations are copied in parallel with the computation; see `_Copies`.
+    not moved. On a GPU, activations are copied in parallel with the computation (see `_Copies`).
     """
     # Parameters are recognised by their storage, because autograd also saves views of parameters,
     # such as a transposed weight.

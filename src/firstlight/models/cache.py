@@ -160,7 +160,7 @@ class KVCache:
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
         """See `Cache.state`."""
-        # Before the first token, the memory may still contain the state of another sequence.
+        # Before the first token, the memory can still contain the state of a previous sequence.
         return tuple(one if self.length else torch.zeros_like(one) for one in self.states[layer])
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:

@@ -26,9 +26,9 @@ class AttentionSpec:
             all earlier tokens.
         dropout: probability of dropping an attention weight in training.
         scale: factor by which the scores are multiplied; None for 1 / sqrt(head_dim).
-        softcap: bound c of the scores s, which become c tanh(s / c); None for no bound.
-        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, which
-            layers with a window can use; None for no rotation.
+        softcap: soft cap c of the scores s, which become c tanh(s / c); None for no cap.
+        rope: index of the rotary table for queries and keys; None for no rotation. The index is 0,
+            or 1 for the second table, which layers with a window can use.
         sinks: True if each head has an attention sink, a learned logit in its softmax that has no
             value vector.
         value_dim: dimension of a value head; None for the dimension of a key head.
@@ -100,7 +100,7 @@ class GGUFSpec:
             has no default, the first value is assumed.
         numbers: mapping from the name of a floating-point config key to its name in GGUF.
         counts: mapping from the name of an integer config key to its name in GGUF.
-        optional: keys of `numbers` and `counts` that may be None. In GGUF files, a missing number
+        optional: keys of `numbers` and `counts` that can be None. In GGUF files, a missing number
             or a count of 0 represents None.
         layer: kind of layer, which determines its tensors: "llama", "named" (the tensors listed in
             `block`), "latent" (multi-head latent attention), "sinks" (attention sinks) or "delta"
@@ -214,8 +214,8 @@ class FamilySpec:
         activation: name of the MLP's activation in config.json.
         activation_key: key of the activation in config.json.
         gated: True if the MLP has a gate, as in SwiGLU and GeGLU.
-        fused: True if one matrix computes queries, keys and values, and another matrix the gate and
-            up projections; "mlp" if only the gate and up projections are fused.
+        fused: True if one matrix computes queries, keys and values, and a second matrix computes
+            the gate and up projections; "mlp" if only the gate and up projections are fused.
         rope: rotary positions.
         full_attention_every: n if every n-th layer has full attention and all other layers have a
             sliding window; 0 if there is no such pattern.
@@ -374,7 +374,7 @@ class FamilyConfig(Section):
         return getattr(self, "router_aux_loss_coef", 0.0)
 
     def require_multiple(self, name: str, of: str) -> None:
-        """Check that the value of one key is a multiple of the value of another.
+        """Check that the value of one key is a multiple of the value of another key.
 
         Raises:
             ValueError: the value of `name` is not a multiple of the value of `of`.

@@ -172,7 +172,8 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
-        # These are defaults of transformers' config class. config.json may omit these keys.
+        # These are the defaults of transformers' config class, because config.json can omit these
+        # keys.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
         # OpenAI's config.json does not contain this key, and the model has biases.

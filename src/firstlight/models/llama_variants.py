@@ -175,7 +175,8 @@ class Gemma(Llama):
         self.embedding_factor = root.item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
+        """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
+        arguments."""
         return super().embed(input_ids) * self.embedding_factor
 
 
@@ -231,11 +232,13 @@ class Granite(Llama):
     block_class = GraniteBlock
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
+        """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
+        arguments."""
         return super().embed(input_ids) * self.config.embedding_multiplier
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """Return the head's input [B, T, C]; see `LanguageModel.finish`."""
+        """Return the head's input [B, T, C] for the last layer's output. See `LanguageModel.finish`
+        for the arguments."""
         # The hidden states are divided instead of the logits. The effect is the same, and hidden
         # states have fewer elements.
         return super().finish(x_BTC) * (1 / self.config.logits_scaling)

@@ -318,7 +318,7 @@ class RouterStatistics:
 
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
         """Add the results of a forward pass: its load-balancing loss times its number of valid
-        labels, [], and its visits, int64 [L, E]."""
+        labels, [], and its number of visits to each expert, int64 [L, E]."""
         # The sums stay on the device, because reading them would mean waiting for the GPU in each
         # micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
@@ -334,7 +334,8 @@ class RouterStatistics:
             tokens: number of valid labels in these passes.
 
         Returns:
-            An empty dictionary if there was no pass, otherwise
+            An empty dictionary if there was no forward pass, otherwise a dictionary with these
+            keys:
             - `moe/router_loss`: mean load-balancing loss,
             - `moe/max_load`, `moe/min_load`: highest and lowest load of an expert, over all layers,
             - `moe/unused_experts`: number of experts that received no tokens, over all layers.
@@ -380,8 +381,8 @@ def load_balancing_loss(
 
 
 def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss [] and the visits, int64 [L, E], for given scores and chosen
-    experts; see `load_balancing_loss`.
+    """Return the load-balancing loss [] and the number of visits to each expert, int64 [L, E], for
+    the given scores and chosen experts. See `load_balancing_loss` for the definition of the loss.
 
     Args:
         scores_LNE: scores [N, E] for each layer, which sum to 1 for each token.

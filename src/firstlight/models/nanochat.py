@@ -118,7 +118,8 @@ class NanoChat(Llama):
     }
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
+        """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
+        arguments."""
         # transformers applies the final norm here. It has no weights, so a function is called
         # instead of the module, which the first stage of a pipeline does not have.
         x_BTC = super().embed(input_ids)

@@ -166,8 +166,8 @@ def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
     if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
         return False
     has_flash, has_cudnn = _enabled_kernels()
-    # GPUs whose multiprocessors have less shared memory do not support the backward pass of flash
-    # attention for large heads.
+    # On GPUs with less shared memory per multiprocessor than the A100 and H100, flash attention
+    # does not support the backward pass for large heads.
     has_less = (8, 6) <= (gpu.major, gpu.minor) <= (8, 9) or gpu.major == 12
     no_backward = has_less and (192 < size <= 224 or (size > 224 and options.dropout > 0))
     learns = torch.is_grad_enabled() and q_BHTD.requires_grad
@@ -336,8 +336,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class HeadLoss(Protocol):
-    """Interface of functions that apply the head and compute the summed loss []; see
-    `head_loss`."""
+    """Interface of functions that apply the head and compute the summed loss []. See `head_loss`
+    for the arguments."""
 
     def __call__(
         self,

@@ -337,7 +337,7 @@ class GatedDeltaNet(nn.Module):
         Args:
             x_BTX: inputs, [B, T, X].
             before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
-            positions: position of each token in its document; see `forward`.
+            positions: position of each token in its document (see `forward`).
 
         Returns:
             The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for

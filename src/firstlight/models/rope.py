@@ -306,7 +306,7 @@ def rope_tables(
     # million (2^24).
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
-        # Dimensions i and i + R/2 form a pair and have the same angle; see `apply_rope`.
+        # Dimensions i and i + R/2 form a pair and have the same angle (see `apply_rope`).
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads

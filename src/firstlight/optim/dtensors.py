@@ -62,8 +62,8 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    # torch can't infer the shape and the strides from one shard, because the last shards may be
-    # shorter.
+    # torch can't infer the shape and the strides from a single shard, because the last shards can
+    # be shorter.
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -199,7 +199,7 @@ def _axis(parameter: Tensor) -> int:
 
 def _lengths(length: int, processes: int) -> list[int]:
     """Return the lengths of the shards into which torch's `Shard` divides an axis. The last shards
-    may be shorter or empty."""
+    can be shorter or empty."""
     most = -(-length // processes)
     return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
 

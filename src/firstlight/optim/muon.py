@@ -161,7 +161,7 @@ class Muon(torch.optim.Optimizer):
     [..., F, 1]. The update is then scaled to a root mean square of 0.2 lr.
 
     With several processes, each process orthogonalises some of the matrices. Results are
-    bit-identical to those of a single process. If all processes have the full gradients (DDP, see
+    bit-identical to those of a single process. If all processes have the full gradients (DDP; see
     `process`), each process sends its results to the other processes in bf16. If matrices are
     sharded (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then
     receives, in bf16, the shards of the matrices that it orthogonalises, and sends back shards of

@@ -480,7 +480,7 @@ class Optimizer:
 
         The result is the same with and without `in_backward`, and for any sharding of the
         parameters. With sharded parameters, this is a collective operation, which every rank must
-        call. Master weights are not included; see `master_weights`.
+        call. Master weights are not included (see `master_weights`).
 
         Args:
             keep: False for a rank that only participates in the collectives. The method then

@@ -91,7 +91,7 @@ def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
 def decay_cautiously(
     parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
 ) -> None:
-    """Apply weight decay only to values that the update moves towards zero as well (cautious weight
+    """Apply weight decay only to values that the update itself moves towards zero (cautious weight
     decay, Chen et al. 2025, arXiv 2510.12402).
 
         x = x - amount x   where direction x >= 0
