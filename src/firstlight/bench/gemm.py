@@ -478,13 +478,14 @@ def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, rows: int) -> None:
-    """Write a @ b into `out`, all [edge, edge], in blocks of `rows` rows."""
+    """Write a @ b into `out`, in blocks of `rows` rows. All tensors have shape [edge, edge]."""
     for i in range(0, len(a), rows):
         torch.mm(a[i : i + rows], b, out=out[i : i + rows])
 
 
 def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
-    """Write a @ b into `out`, all [edge, edge], in blocks of `block` rows and columns."""
+    """Write a @ b into `out`, in blocks of `block` rows and columns. All tensors have shape [edge,
+    edge]."""
     out.zero_()
     for i in range(0, len(a), block):
         for j in range(0, len(a), block):

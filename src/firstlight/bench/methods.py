@@ -568,8 +568,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: this Python installation lacks the source code of its standard library, which is
-            the training data.
+        InputError: this Python installation does not include the source code of its standard
+            library, which is the training data.
         StorageError: a file could not be read or written.
     """
     deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
@@ -660,7 +660,7 @@ class MethodsWork:
 
         Args:
             changes: values of the changed keys (see `MethodRow.changes`).
-            huge_pages: see `MethodRow.huge_pages`.
+            huge_pages: True to let torch use huge pages (see `MethodRow.huge_pages`).
 
         Returns:
             The result of `steps`, or {"error": {"type", "message"}} if the measurement failed.

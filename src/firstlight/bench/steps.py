@@ -366,7 +366,8 @@ def write_tokens(path: Path, count: int, vocab_size: int) -> None:
         vocab_size: size of the vocabulary. Every document ends with the last id of the vocabulary.
 
     Raises:
-        InputError: this Python installation lacks the source of its standard library.
+        InputError: this Python installation does not include the source code of its standard
+            library.
         StorageError: the file could not be written.
     """
     tokens: list[int] = []

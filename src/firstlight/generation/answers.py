@@ -107,7 +107,7 @@ class AnswerFormat:
             (gpt-oss), or "start" if the first marker determines the mode.
         modes: for each mode, a mapping from the markers that end it to the modes that follow.
         shown: special tokens that serve as markers and are therefore decoded to text.
-        tools: see Args.
+        tools: JSON schemas of the tools' parameters, keyed by tool name.
     """
 
     def __init__(

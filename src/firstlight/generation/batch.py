@@ -412,7 +412,7 @@ class CompiledStep:
         Args:
             input_ids_B1: the new tokens, int64.
             lengths_B: length of each sequence before its new token, int64.
-            reach: see `RaggedCache`.
+            reach: number of cache positions that attention reads (see `RaggedCache`).
         """
         # The shape of this empty tensor passes the reach to the compiled function as a dynamic
         # size.
@@ -485,7 +485,7 @@ class RaggedSteps:
             lengths: length of each sequence before its new token, at least one.
             rows: number of rows to compute, including unused rows after the sequences. It must
                 depend only on the number of sequences.
-            reach: see `RaggedCache`.
+            reach: number of cache positions that attention reads (see `RaggedCache`).
         """
         if self._known != (ids, lengths):
             # Unused rows start at length 0, so they stay shorter than the sequences.
@@ -518,7 +518,7 @@ class RecordedSteps(RaggedSteps):
     The first step of a shape is computed without recording, because compilation, kernel loading and
     persistent allocations can't be recorded. The second step is recorded and replayed; later steps
     are only replayed. When the maximum number of recordings is exceeded, the least recently used
-    one is dropped. The weights must stay at the same memory addresses.
+    recording is dropped. The weights must stay at the same memory addresses.
     """
 
     def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:

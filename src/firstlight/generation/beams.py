@@ -76,7 +76,7 @@ def beam_search(
     Args:
         model: a model in evaluation mode.
         prompt_ids: token ids of the prompt.
-        config: see `search`.
+        config: settings (see `search`).
         eos_token_ids: end-of-text tokens.
 
     Returns:
@@ -135,7 +135,7 @@ def _next_beams(
     Args:
         beams: the beams so far.
         logits_BV: logits of their next tokens; rows beyond the number of beams are ignored.
-        prompt_ids, config: see `beam_search`.
+        prompt_ids, config: the arguments of `beam_search`.
         ends: end-of-text tokens.
         ended: continuations that have ended, best first. Continuations that end in this step are
             added, and only the best `config.beams` are kept.

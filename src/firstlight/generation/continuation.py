@@ -67,17 +67,17 @@ class Continuation:
             empty and stop strings have no effect.
         constraint: constraint on the tokens, such as a schema. The text ends when the constraint is
             satisfied. None allows all tokens.
-        shown: see `TextStream`.
+        shown: special tokens that are included in the text (see `TextStream`).
 
     Attributes:
         config: sampling settings, always including a seed.
         prompt_ids: token ids of the prompt.
         token_ids: tokens chosen so far, without the end token.
         finish_reason: None while the text is being generated, then the same as in `Generation`.
-        logprobs: see `Generation`.
+        logprobs: log-probabilities of the chosen tokens (see `Generation`).
         prompt_logprobs: log-probabilities of all prompt tokens except the first, or None if the
             config does not request them.
-        choices: see `Generation`.
+        choices: most likely tokens at each position (see `Generation`).
         is_plain: True if the next token depends only on the logits and the random generator,
             because there are no penalties, biases or constraints.
         settings: settings that must be equal for the tokens of several texts to be chosen together.

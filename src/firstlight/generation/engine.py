@@ -261,7 +261,7 @@ class GenerationStream:
     Args:
         loaded: a model from `load`.
         prompt: text that the model continues.
-        config: see `SamplingConfig`.
+        config: sampling settings.
         compile: True to decode with torch.compile, which is faster after about a minute of
             compilation (see `firstlight.generation.batch`).
 
@@ -371,7 +371,7 @@ def generate(
         beams: number of beams; 1 disables beam search.
         choices: number of most likely tokens that are returned with their probabilities; None
             returns none.
-        compile: see `GenerationStream`.
+        compile: True to decode with torch.compile (see `GenerationStream`).
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
@@ -412,9 +412,9 @@ def generate_batch(
     Args:
         loaded: a model from `load`.
         prompts: texts that the model continues.
-        config: see `SamplingConfig`.
+        config: sampling settings.
         batch_size: maximum number of continuations that are generated simultaneously.
-        compile: see `GenerationStream`.
+        compile: True to decode with torch.compile (see `GenerationStream`).
 
     Returns:
         The continuations, in the order of the prompts.

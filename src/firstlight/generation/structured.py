@@ -286,7 +286,7 @@ class Matchers:
     """The llguidance matchers of all texts that follow a schema, keyed by text number.
 
     Args:
-        tokens, special: see `_Vocabulary`.
+        tokens, special: tokens of the vocabulary (see `_Vocabulary`).
         ends: ids of the end-of-text tokens.
     """
 

@@ -3,14 +3,14 @@
     FOLDER/
         adapter_config.json         LoRA's settings, and the folder or hub id of the base model
         adapter_model.safetensors   tensors whose names begin with base_model.model:
-                                    - of adapted layers: LAYER.lora_A.weight [r, in],
+                                    - for adapted layers: LAYER.lora_A.weight [r, in],
                                       LAYER.lora_B.weight [out, r] and, for DoRA,
                                       LAYER.lora_magnitude_vector [out];
-                                    - of an adapted embedding: LAYER.lora_embedding_A [r, V] and
+                                    - for an adapted embedding: LAYER.lora_embedding_A [r, V] and
                                       LAYER.lora_embedding_B [C, r];
-                                    - of trained rows:
+                                    - for trained rows:
                                       LAYER.token_adapter.trainable_tokens_delta [n, C];
-                                    - of modules that are trained in full: their parameter names.
+                                    - for modules that are trained in full: their parameter names.
 
 LAYER is the name of a layer in the base model. The names of the tensors determine which layers are
 adapted. adapter_config.json specifies all other values, such as alpha, and must be consistent with
@@ -558,8 +558,8 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-#: Names under which the file stores the original weight of an embedding or head that is adapted or
-#: has trained rows.
+#: Names under which an adapter file stores the original weight of an embedding or head that is
+#: adapted or has trained rows.
 _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 

@@ -333,7 +333,7 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     Args:
         model: plain model, which is modified in place.
         chunk_tokens: number of tokens in a chunk.
-        z_loss_coef: see `head_loss`.
+        z_loss_coef: coefficient of the z-loss (see `head_loss`).
 
     Raises:
         ConfigError: the head is not a plain linear layer.

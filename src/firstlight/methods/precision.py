@@ -116,8 +116,8 @@ def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
 
 
-#: Bytes per number in a matrix product, by `EfficiencyConfig.products`. All other formats take 2
-#: bytes.
+#: Bytes per number in a matrix product, keyed by `EfficiencyConfig.products`. All other formats
+#: take 2 bytes.
 _PRODUCT_BYTES = {"fp32": 4, "tf32": 4, "fp8": 1}
 
 

@@ -86,8 +86,7 @@ class LlamaAttention(SelfAttention):
         self.attend = attention
 
     def add_projections(self, config: DecoderConfig) -> None:
-        """Create the projections, with the names that they have in the family's checkpoint
-        files."""
+        """Create the projections. Their names match the family's checkpoint files."""
         C, bias = config.hidden_size, config.qkv_bias
         q_size, k_size, v_size = self.sizes
         self.q_proj = nn.Linear(C, q_size, bias=bias)
@@ -279,8 +278,8 @@ class Llama(LanguageModel):
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
-        """Create the embedding (with `rows` rows), the layers and the final norm, with the names
-        that they have in the family's checkpoint files."""
+        """Create the embedding (with `rows` rows), the layers and the final norm. Their names match
+        the family's checkpoint files."""
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def finish_loading(self) -> None:

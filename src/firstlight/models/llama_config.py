@@ -177,8 +177,8 @@ class DecoderConfig(FamilyConfig):
                 )
         if self.head_dim % 2 and self.rotary_dim == self.head_dim:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
-        # The family's config.json has no such keys, so an exported config would describe a
-        # different model.
+        # Keys of other families must have their default values. This family's config.json does not
+        # contain these keys, so an exported config would describe a different model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(not_a_key(name, self.model_type))
@@ -375,8 +375,8 @@ def values_from_json(
         ModelError: the config has a setting that would change the outputs and is not implemented.
     """
     _check_built(spec, config, has_choice=spec.activation_key in names)
-    # Keys are renamed to our names. If config.json contains both names of a key, transformers reads
-    # the family's name.
+    # Keys of config.json are renamed to the field names of the config class. If config.json
+    # contains a key under both names, transformers reads the family's name.
     own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
     config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
     values = dict(spec.hf_defaults)

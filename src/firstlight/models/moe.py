@@ -371,7 +371,7 @@ def load_balancing_loss(
         num_experts_per_tok: number of experts per token, K.
 
     Returns:
-        The loss, fp32 [], and the visits to each expert, int64 [L, E].
+        The loss, fp32 [], and the number of visits to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
     # The choice of experts is not differentiable. Gradients reach the router through the

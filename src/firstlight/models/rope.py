@@ -120,7 +120,7 @@ def check_rope(
         scaling: rescaling of the frequencies; None for no rescaling.
         rotary_dim: R, the number of rotated dimensions of a head.
         rope_theta: base of the frequencies.
-        nested: see `RopeSpec.nested`.
+        nested: True if there are separate settings for each kind of layer (see `RopeSpec.nested`).
 
     Raises:
         ValueError: the settings are inconsistent with each other or with the number of rotated

@@ -128,7 +128,7 @@ def _directions(
         gradients: gradients of any shapes.
         states: for each gradient, the state of its parameter.
         fresh: for each parameter, the weight of this step's squared gradient in the moving average.
-        skips: see `lerp_unless`.
+        skips: bool [], true to leave the second moments unchanged (see `lerp_unless`).
     """
     inverse_roots = []
     for gradient, state, share in zip(gradients, states, fresh, strict=True):

@@ -144,7 +144,7 @@ def scatter_each(
     Args:
         full: full tensor for this process's parameter, with the shape of the parameter; None for a
             process without a parameter.
-        parameters: see `gather_each`.
+        parameters: one parameter per process (see `gather_each`).
         dtype: dtype of the full tensors. A process without a full tensor could not infer it.
     """
     group = shard_group(parameters[0])

@@ -51,8 +51,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """Return the library that `eight_bit_library` selects. "auto" selects bitsandbytes if it is
-    installed, otherwise torchao if it is installed, otherwise bitsandbytes."""
+    """Return the library that `eight_bit_library` selects. "auto" selects torchao if only torchao
+    is installed, and bitsandbytes in all other cases."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -135,7 +135,7 @@ def _try_bitsandbytes(kind: str, device: torch.device) -> None:
     """Update a small tensor once, to check that the installed release has kernels for the device.
 
     Raises:
-        ConfigError: the installed bitsandbytes lacks a kernel for the device.
+        ConfigError: the installed bitsandbytes does not have a kernel for the device.
     """
     parameter = nn.Parameter(torch.zeros(_SMALLEST, device=device))
     parameter.grad = torch.zeros_like(parameter)

@@ -130,7 +130,7 @@ def neuron_factors(
         squares: mean square of each neuron, [..., F, 1] or [..., 1, C].
         second_moment: moving average of `squares`, updated in place.
         beta2: decay rate of the moving average.
-        skips: see `lerp_unless`.
+        skips: bool [], true to leave the moving average unchanged (see `lerp_unless`).
 
     Returns:
         The factors, in the shape and dtype of `second_moment`.
@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
     Attributes:
         process: (rank, number of processes) within the group of processes that have the same full
             gradients and parameters and share the orthogonalisation; (0, 1) if it is not shared.
-        found_inf: see `ForeachOptimizer`.
+        found_inf: fp32 [], 1 to skip updates; None to always update (see `ForeachOptimizer.skips`).
     """
 
     found_inf: Tensor | None = None

@@ -39,7 +39,7 @@ class Schedule:
         decay_shape: shape of the wsd decay.
         is_open: True as long as the number of steps of a run with a time budget is undecided. Until
             it is decided, `max_steps` is a prediction, and no learning rate depends on it.
-        replaced: see `DecidedLength`.
+        replaced: earlier values of `max_steps` that were replaced (see `DecidedLength`).
         decay_starts_at_peak: True if the first step after `decay_begin` is still at the peak, so
             that the minimum is reached one step later. It is always True with `initial_scale`.
         initial_scale: learning rate of the first step as a fraction of the peak, or None. If it is

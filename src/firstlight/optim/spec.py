@@ -146,7 +146,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
     `in_lists`.
 
     Attributes:
-        found_inf: see `skips`.
+        found_inf: fp32 [], 1 to skip updates; None to always update (see `skips`).
     """
 
     found_inf: Tensor | None = None
