@@ -58,7 +58,7 @@ Part = Literal["size", "model", "alignment", "tile", "wave"]
 
 #: Parts of the benchmark whose products are compared with each other.
 COMPARED = ("alignment", "tile", "wave")
-#: Numbers to multiples of which sizes are padded.
+#: Sizes are padded to multiples of these numbers.
 MULTIPLES = (8, 64, 128)
 #: Edge length of a tile. Products in the part "tile" have values of N close to this length.
 TILE_EDGE = 256
@@ -507,12 +507,12 @@ def measure_loops(plan: GemmPlan) -> dict[str, Any]:
         plan: plan that specifies `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds`.
 
     Returns:
-        - "caches": see `cache_sizes`
+        - "caches": sizes of the data caches (see `cache_sizes`)
         - "passes": for each array, "bytes" and "bytes_per_second"
         - "blocks": for each block size, "cut" ("row blocks" or "square blocks"), "block" (number of
           rows of a block) and "flops_per_second"
         - "edge": number of rows and columns of the product that is split into blocks
-        - "waves": see `measure_waves`
+        - "waves": times of concurrent products (see `measure_waves`)
 
         Rates are medians. Each rate is accompanied by its "lowest" and "highest" value.
     """

@@ -93,7 +93,7 @@ class MethodRow:
 
 @dataclass
 class MethodOutcome(RowOutcome):
-    """Results of one recipe, which can be a row of both tables.
+    """Results of one recipe. The same recipe can be a row of both tables.
 
     Attributes:
         changes: values of the keys (`section.key`) that differ from the plain recipe.

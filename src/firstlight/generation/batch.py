@@ -1,5 +1,5 @@
-"""Continuous batching: decode sequences of different lengths in one batch, which sequences can join
-and leave at any step.
+"""Continuous batching: decode sequences of different lengths in one batch. Sequences can join or
+leave the batch at any step.
 
 Decoding steps can be compiled with torch.compile. On a CUDA GPU, both compiled and uncompiled steps
 are recorded as CUDA graphs (see `RecordedSteps`).

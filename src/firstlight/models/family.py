@@ -357,8 +357,8 @@ class FamilyConfig(Section):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes, without the batch dimension, of the states that a layer caches instead of keys
-        and values, by layer index (from 0)."""
+        """Shapes, without the batch dimension, of the states that layers cache instead of keys and
+        values, keyed by layer index (counted from 0)."""
         return {}
 
     @property

@@ -30,14 +30,14 @@ from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GG
 from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.ops import AttentionOptions, Embedding, SelfAttention, attention
 
-#: Hugging Face name of an activation -> name in recipes.
+#: Mapping from the Hugging Face name of an activation to its name in recipes.
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
     "gelu": "gelu",
     "relu": "relu",
 }
 
-#: Activation name in recipes -> function.
+#: Mapping from the name of an activation in recipes to its function.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     # OpenAI's model was trained with the tanh approximation; exact GELU gives different logits.
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),

@@ -298,7 +298,7 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
     """Return views of the rows of each expert."""
-    # `tolist` waits for the device, so this is used only without a grouped kernel.
+    # `tolist` waits for the device, so this function is used only without a grouped kernel.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 

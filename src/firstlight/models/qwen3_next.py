@@ -477,9 +477,9 @@ def gated_delta_rule(
     # result in NaN gradients.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
-    # Row s contains the decayed products of key s with the earlier keys of its chunk. They
-    # determine which part of the value of token s is already stored by the updates of earlier
-    # tokens, because token s adds only the difference.
+    # Row s contains the decayed products of key s with the earlier keys of its chunk. The solver
+    # uses these products to compute which part of the value of token s has already been stored by
+    # earlier updates. Token s adds only the difference.
     system = k_beta @ k.mT * between
     wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
     wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -470,8 +470,8 @@ def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, as the weights of
-    DeepSeek-V3 require. In the result, the pair is at the dimensions (i, i + R/2). See `apply_rope`
-    for the arguments.
+    DeepSeek-V3 require. In the result, each pair is stored at the dimensions (i, i + R/2). See
+    `apply_rope` for the arguments.
 
     The attention scores do not depend on the order of the dimensions if it is the same for queries
     and keys. With the order used here, the products in a score are summed in the same order as in

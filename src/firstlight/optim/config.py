@@ -201,9 +201,9 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
 
     name: OptimizerName = "adamw"
     """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state per parameter. This
-    is the default, except for new models if the recipe does not set any of optimizer, schedule and
-    initial weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one scale
-    for every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each
+    is the default, except for new models whose recipe does not set the optimizer, the schedule or
+    the initial weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one
+    scale for every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each
     update unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
     update. "paged_adamw8bit": the same, with the moments in managed memory, which CUDA moves to the
     CPU while GPU memory is full (bitsandbytes; CUDA only). Moving memory takes time. "adafactor"
