@@ -363,8 +363,8 @@ def make_operands(
     # numbers. The results of fp8 products are in bf16.
     drawn = torch.bfloat16 if dtype == FP8 else dtype
     a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
-    # The numbers are random, because multiplying zeros or ones takes less power, so a GPU would run
-    # at a higher clock rate.
+    # The numbers are random, because multiplying zeros or ones takes less power, which would let a
+    # GPU run at a higher clock rate.
     return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 

@@ -7,11 +7,13 @@ Each rank trains on different sequences and uses its share of a CPU's threads.
 
 REQUEST is a JSON object:
 
-    recipe            values of a recipe, including the model, data.seq_len and the device resolved
-    true if the recipe has no open keys; otherwise, they are resolved here data              file
-    written by `write_tokens` warmup_steps      number of steps that are not timed steps
-    number of steps that are timed threads           number of torch threads written_out       names
-    in `WRITTEN_OUT_PARTS`: parts of the model to replace
+    recipe            values of a recipe, including the model, data.seq_len and the device
+    resolved          true if the recipe has no open keys; otherwise, they are resolved here
+    data              file written by `write_tokens`
+    warmup_steps      number of steps that are not timed
+    steps             number of steps that are timed
+    threads           number of torch threads
+    written_out       names in `WRITTEN_OUT_PARTS`: parts of the model to replace
 
 The measurement consists of these steps:
 

@@ -312,7 +312,7 @@ def _compiled() -> Path:
 
 
 def _cache_folder() -> Path:
-    """Return the user's cache folder for libraries. Only the user must have write access to it,
+    """Return the user's cache folder for libraries. Other users must not have write access to it,
     because the libraries in it are executed.
 
     Raises:

@@ -95,7 +95,7 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (Qwen35Config, Qwen35),
 )
 
-#: Families by the `model_type` in config.json.
+#: Families, keyed by the `model_type` in config.json.
 FAMILIES: dict[str, Family] = {
     name: Family(config, VARIANTS.get(name, model), spec)
     for config, model in _CLASSES

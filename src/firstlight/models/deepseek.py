@@ -245,7 +245,7 @@ class DeepseekConfig(DecoderConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts instead of an MLP."""
         return layer >= self.first_k_dense_replace
 
     def attention_spec(self, layer: int) -> AttentionSpec:

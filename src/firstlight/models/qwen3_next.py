@@ -95,7 +95,7 @@ class DeltaConfig(DecoderConfig):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes of the states that layers with linear attention cache, by layer index (see
+        """Shapes of the states that layers with linear attention cache, keyed by layer index (see
         `FamilyConfig.state_shapes`). Each of these layers has two states: the last inputs of its
         convolution, [W - 1, X], and the state of its delta rule, [H, D, E]. Shape letters are
         defined at the top of `qwen3_next.py`."""

@@ -1,4 +1,5 @@
-"""The optimizer of a run: updates, gradient clipping, and the optimizer state by parameter name.
+"""The optimizer of a run: updates, gradient clipping, and the optimizer state, keyed by parameter
+name.
 
 The table of all optimizers is in `config.py`.
 """
