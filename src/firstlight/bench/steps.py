@@ -92,7 +92,7 @@ from firstlight.training.starting_model import attach
 #: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Number of tokens per epoch that is assumed to resolve open keys.
+#: Number of tokens per epoch that is assumed when open keys are resolved.
 EPOCH_TOKENS = 10**9
 
 

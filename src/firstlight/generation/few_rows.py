@@ -342,7 +342,7 @@ def _processor() -> str:
 #: convert the weights to bf16 first.
 _INT8_ROWS = 16
 #: Rows are zero-padded to a multiple of this length, because torch's kernel reads past the end of
-#: other rows.
+#: rows of any other length.
 ROW_MULTIPLE = 32
 
 

@@ -78,8 +78,8 @@ class EfficiencyConfig(Section):
     GPU, groups of parameters with up to 8 million values are updated together. Requires one
     micro-batch per step and no gradient clipping."""
     empty_cache_steps: int = Field(0, ge=0)
-    """number of steps after which the GPU's unused cached memory is released each time; 0 never
-    releases it."""
+    """interval, in steps, at which the GPU's unused cached memory is released; 0 never releases
+    it."""
     vocab_multiple: int = Field(1, ge=1)
     """the number of rows of the embedding and the head is rounded up to a multiple of this number
     (64 is suitable for tensor cores); 1 adds no rows. Rows beyond the vocabulary do not produce

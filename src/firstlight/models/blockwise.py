@@ -40,7 +40,7 @@ def blockwise_attention(
 ) -> Tensor:
     """Compute causal attention in blocks of queries.
 
-    See `ops.AttentionFunction` for the arguments. The dimension of value heads may differ from that
+    See `ops.AttentionFunction` for the arguments. The dimension of value heads can differ from that
     of query and key heads. With dropout, a mask for all T x S weights is drawn and saved for the
     backward pass, which takes one byte per weight.
 
@@ -159,8 +159,8 @@ class _Lost:
     def hide_(self, scores_BHtS: Tensor, start: int, end: int, seen: int) -> None:
         """Mask, in place, the scores of keys that the block's queries must not attend to."""
         if self.mask is None:
-            # All queries of the block attend to the earlier keys, so only the last keys need a
-            # mask.
+            # All queries of the block attend to all keys before the block, so only the keys at the
+            # block's own positions need a mask.
             near = scores_BHtS[..., seen - (end - start) :]
             near.masked_fill_(~causal_mask(end - start, end - start, near.device), -math.inf)
         else:

@@ -69,7 +69,7 @@ class KVCache:
         dtype, device: dtype and device of keys and values.
         value_dim: dimension of a value head; None for `head_dim`.
         states: shapes, without the batch dimension, of the states that a layer stores instead of
-            keys and values, by layer index (from 0).
+            keys and values, keyed by layer index (counted from 0).
 
     Attributes:
         keys, values: one tensor [B, K, max_tokens, D] per layer; K is 0 in layers with states. If

@@ -253,8 +253,8 @@ class LanguageModel(nn.Module):
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
-        # Head and loss are computed in one function, so that a chunked loss never materializes all
-        # logits.
+        # The head and the loss are computed in one function, so that a chunked loss never
+        # materialises all logits.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
         # In evaluation, the loss is the cross-entropy alone, so that it is comparable with the loss
         # of a dense model.

@@ -81,8 +81,8 @@ class DecoderConfig(FamilyConfig):
     attention_multiplier: float | None = Field(None, gt=0)
     """factor applied to attention scores; null is 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
-    """factor applied to the outputs of attention and MLP before they are added to the residual
-    stream (granite)."""
+    """factor applied to the outputs of attention and of the MLP before they are added to the
+    residual stream (granite)."""
     logits_scaling: float = Field(1.0, gt=0)
     """divisor of the logits (granite)."""
 

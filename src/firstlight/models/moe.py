@@ -115,8 +115,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
 
     torch's grouped kernel requires the size of a row to be a multiple of 16 bytes. On GPUs, it also
     requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, a separate
-    product is computed for each expert. It covers either exactly the expert's rows or, if that is
-    faster, a block of rows (see `_takes_blocks`).
+    product is computed for each expert. This product covers either exactly the expert's rows or, if
+    that is faster, a block of rows (see `_takes_blocks`).
 
     Args:
         x_MC: input rows, sorted by expert.

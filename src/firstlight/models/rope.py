@@ -101,7 +101,7 @@ class Llama3Rope(Section):
 AnyRope = LinearRope | DynamicRope | YarnRope | LongRope | Llama3Rope
 RopeScaling = Annotated[AnyRope, Field(discriminator="rope_type")]
 
-#: Classes of the settings, by `rope_type`.
+#: Classes of the scaling settings, keyed by `rope_type`.
 ROPE_KINDS: dict[str, type[AnyRope]] = {
     "linear": LinearRope,
     "dynamic": DynamicRope,

@@ -44,7 +44,7 @@ class MasterWeights:
     weight. fp32 parameters do not need a copy.
 
     Args:
-        parameters: trained parameters of a model, by name.
+        parameters: trained parameters of a model, keyed by name.
         initial: fp32 values, keyed by parameter name, which are used as the master weights without
             copying. A master weight without an initial value is initialised with the value of its
             parameter.
@@ -139,8 +139,8 @@ def make_optimizers(
     """Create torch optimizers that together update every parameter exactly once.
 
     Args:
-        parameters: parameters by name.
-        kinds: kinds of these parameters, by name.
+        parameters: parameters, keyed by name.
+        kinds: kinds of these parameters, keyed by name.
         config: the recipe's `optimizer` section.
 
     Returns:
