@@ -1,5 +1,5 @@
-"""The benchmarks of `firstlight bench`: measurements of the effects of settings on this machine.
+"""The benchmarks of `firstlight bench`, which measure the effects of settings on this machine.
 
-Published figures, such as GPU results, are measured by the separate package `benchmarks/` next to
+Published figures, such as GPU results, are measured with the separate package `benchmarks/` next to
 `src/`.
 """

@@ -1,11 +1,10 @@
 """Display benchmark results as tables and pictures.
 
-Table cells are rendered from templates. The templates of a row are joined in one string with " | "
-between them. Each template is a Python format string that can also use the names in `UNITS` as
-format specifications.
+Table cells are rendered from templates. A row is a string of templates separated by " | ". Each
+template is a Python format string that can also use the names in `UNITS` as format specifications.
 
-Pictures are PNG files with panels of horizontal bars. This module also contains helpers for other
-figures.
+Pictures are PNG files with panels of horizontal bars. This module also contains helper functions
+for other figures.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Any
 from firstlight.console import human_bytes
 
 
-def _binary(size: int) -> str:  # The unit in which processor data sheets give cache sizes.
+def _binary(size: int) -> str:  # The unit in which processor data sheets specify cache sizes.
     return f"{size >> 20} MiB" if size % (1 << 20) == 0 else f"{size >> 10} KiB"
 
 
-#: Additional format specifications for numbers with a unit, as in "{peak_bytes:GiB}".
+#: Additional format specifications for numbers with units, as in "{peak_bytes:GiB}".
 UNITS: Mapping[str, Callable[[Any], str]] = {
     "bytes": human_bytes,
     "MB": lambda size: f"{size / 1e6:,.0f} MB",
@@ -44,7 +43,7 @@ class _Formatter(string.Formatter):
 
 
 def cell(template: str, row: Mapping[str, Any]) -> str:
-    """Render a cell of a row. Return "" if one of the template's values is missing or None."""
+    """Render one cell of a row. Return "" if a value that the template needs is missing or None."""
     try:
         return _Formatter().vformat(template, (), row)
     except (KeyError, TypeError):  # The value None can't be formatted or indexed.
@@ -64,11 +63,13 @@ class Panel:
         xlabel: quantity and unit shown on the x axis.
         names: names of the bars, from top to bottom.
         values: lengths of the bars.
-        labels: texts next to the bars; None to show the values.
+        labels: labels next to the bars; None to show the values.
         colors: colors of the bars, or one color for all bars.
-        spread: lowest and highest value of each bar, shown as error bars, or None.
+        spread: lowest and highest value of each bar, shown as error bars; None to show no error
+            bars.
         inner: lengths of thin black bars inside the bars, or an empty sequence.
-        line: name and value of a dashed vertical line, such as a target or an upper limit, or None.
+        line: name and value of a dashed vertical line, such as a target or an upper limit; None to
+            draw no line.
         title: heading of the panel.
     """
 
@@ -84,13 +85,13 @@ class Panel:
 
 
 def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
-    """Draw panels as a PNG.
+    """Draw panels of bars as a PNG.
 
     Args:
         title: heading of the picture.
         grid: rows of panels; all rows have the same number of panels.
     """
-    # If there are no panels, draw an empty panel, because matplotlib requires at least one row.
+    # If there are no panels, an empty panel is drawn, because matplotlib requires at least one row.
     grid = grid or [[Panel("", [], [])]]
     heights = [len(panels[0].names) + 3.5 for panels in grid]
     figure = new_figure(13 if len(grid[0]) > 1 else 10, 0.4 * sum(heights) + 0.5)
@@ -99,11 +100,11 @@ def draw_panels(title: str, grid: Sequence[Sequence[Panel]]) -> bytes:
     for row, panels in zip(axes, grid, strict=True):
         for number, (place, panel) in enumerate(zip(row, panels, strict=True)):
             _draw(place, panel)
-            # If the panels of a row have the same bar names, show the names only in the first
+            # If all panels of a row have the same bar names, the names are shown only in the first
             # panel.
             if number and panel.names == panels[0].names:
                 place.set_yticklabels([])
-    # Don't parse the title as math, because a model path or GPU name can contain dollar signs.
+    # The title is not parsed as math, because a model path or GPU name can contain dollar signs.
     figure.suptitle(title, parse_math=False)
     return png_of(figure)
 
@@ -116,7 +117,8 @@ def _draw(axes: Any, panel: Panel) -> None:
     most = max([*panel.values, 1e-12])
     if panel.spread is not None:
         pairs = list(zip(panel.values, panel.spread, strict=True))
-        # Error bars must not be negative, but rounding errors can put a median outside its spread.
+        # The lengths of error bars must not be negative, but rounding errors can put a median
+        # outside its spread.
         low = [max(value - least, 0.0) for value, (least, _) in pairs]
         high = [max(greatest - value, 0.0) for value, (_, greatest) in pairs]
         style: dict[str, Any] = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8, "capsize": 2}
@@ -125,7 +127,7 @@ def _draw(axes: Any, panel: Panel) -> None:
     labels = panel.labels
     if labels is None:
         labels = [f"{value:,.0f}" if most >= 10 else f"{value:.2f}" for value in panel.values]
-    # Labels at the ends of the bars would overlap the error lines.
+    # Labels at the ends of the bars would overlap the error bars.
     place = "center" if panel.spread is not None else "edge"
     axes.bar_label(bars, labels, label_type=place, padding=0 if place == "center" else 3)
     axes.set_yticks(places, panel.names, parse_math=False)

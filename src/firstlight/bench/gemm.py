@@ -1,12 +1,13 @@
 """`firstlight bench gemm`: measure this machine's matrix-product rate by shape and alignment.
 
 The operands are random and are created once per number format. Each result overwrites the previous
-one, so that no memory is allocated during a measurement. A product that takes less time than one
-measurement is repeated with the same operands. One untimed product runs first, so operands that fit
-into the caches are already cached. A round measures every product once, except that products in
-`COMPARED` are measured `GemmPlan.turns` times. Tables show the median. Compared products are
-measured in quick succession, so that other load on the machine affects both, and their ratio is the
-median over the pairs.
+one, so that no memory is allocated during a measurement. A product that takes less time than the
+measurement should last is repeated with the same operands. An untimed product runs before the
+repetitions, so operands that fit into the caches are already cached. A round measures every product
+once, except for products in `COMPARED`, which are measured `GemmPlan.turns` times. Tables show the
+median. Products that are compared with each other are measured in quick succession, so that other
+load on the machine affects all of them. The ratio of two products is the median over the pairs of
+measurements.
 
 A product is C [M, N] = A [M, K] @ B [K, N]. As in BLAS, a layout consists of one letter for A and
 one for B: "n" is a matrix stored row by row, and "t" is the transposed view of such a matrix. A
@@ -19,9 +20,9 @@ products per step:
 
 GPT-2's Conv1D stores W as [in, out], so its products are x @ W "nn", g @ W.T "nt" and x.T @ g "tn".
 
-The module first defines the products and the measurement of a single product. Next come further
-measurements on the CPU (memory reads and blocked products on one thread, waves on all threads), the
-benchmark run, and finally the summary and the picture.
+The module first defines the products and the measurement of a single product. They are followed by
+additional measurements on the CPU (memory reads and blocked products on one thread, waves on all
+threads), the benchmark run, the summary and the picture.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ Part = Literal["size", "model", "alignment", "tile", "wave"]
 
 #: Parts of the benchmark whose products are compared with each other.
 COMPARED = ("alignment", "tile", "wave")
-#: Multiples to which sizes are padded.
+#: Sizes are padded to multiples of these numbers.
 MULTIPLES = (8, 64, 128)
-#: Edge length of a tile. The products in the "tile" part have values of N around this length.
+#: Edge length of a tile. Products in the part "tile" have values of N close to this length.
 TILE_EDGE = 256
 #: Number of tokens in the training step for which the times of all products are summed: 4 sequences
 #: of 1024 tokens.
@@ -72,15 +73,16 @@ class GemmProduct:
 
     Attributes:
         part: part of the benchmark to which the product belongs.
-        group: group of products that are compared with each other. It is named after the dimension
-            that varies, or after the storage of the weights ("conv1d", "linear").
+        group: name of the group of products that are compared with each other. It is the dimension
+            that varies, or the storage of the weights ("conv1d", "linear").
         value: size of the dimension that varies, or 0.
         name: name used in tables.
         m: number of rows of A and C.
         n: number of columns of B and C.
         k: number of columns of A and rows of B.
         layout: layout of A and B in memory.
-        count: number of such products in a training step; 0 outside the "model" part.
+        count: number of times that the product occurs in a training step; 0 outside the part
+            "model".
     """
 
     part: Part
@@ -101,7 +103,7 @@ class GemmProduct:
 
 @dataclass(frozen=True)
 class GPT2Shape:
-    """Sizes of a GPT-2 that determine its matrix products."""
+    """Dimensions of a GPT-2 that determine the shapes of its matrix products."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -118,22 +120,23 @@ MODELS = {
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """Extent of the measurements.
+    """Sizes, durations and repetitions of the measurements.
 
     Attributes:
         sizes: sizes of the square products.
         base: aligned size of the products in the parts "alignment" and "tile".
-        tokens: number of tokens in the model's products. On CPUs, it is less than STEP_TOKENS to
+        tokens: number of tokens in the model's products. On CPUs, it is smaller than STEP_TOKENS to
             save time.
         tile_sizes: values of N around TILE_EDGE.
         measure_seconds: approximate duration of one measurement, in which a product is repeated.
         budget_seconds: approximate duration of all rounds.
         min_rounds: minimum number of rounds.
         max_rounds: maximum number of rounds.
-        turns: number of measurements per round for products in COMPARED. Several are needed because
-            these products, and the differences between them, are small.
-        pass_bytes: sizes in bytes of the arrays that `gemm` reads; empty on GPUs.
-        blocked_edge: rows and columns of the product that `gemm` splits into blocks; 0 on GPUs.
+        turns: number of measurements per round for products in COMPARED. Several measurements are
+            needed, because these products take little time and differ only slightly.
+        pass_bytes: sizes, in bytes, of the arrays whose read rate is measured; empty on GPUs.
+        blocked_edge: number of rows and columns of the product that is split into blocks; 0 on
+            GPUs.
     """
 
     sizes: tuple[int, ...]
@@ -186,14 +189,14 @@ def plan_for(device_type: str, quick: bool) -> GemmPlan:
 
 
 def paddings(size: int) -> dict[int, int]:
-    """Return `size` padded to each of MULTIPLES, keyed by multiple. Different multiples can result
-    in the same padded size.
+    """Return `size`, padded to a multiple of each number in MULTIPLES. The result is keyed by that
+    number. Different numbers can result in the same padded size.
     """
     return {multiple: -(-size // multiple) * multiple for multiple in MULTIPLES}
 
 
 def unaligned(shape: GPT2Shape, base: int) -> dict[str, int]:
-    """Return the sizes whose padding is measured, keyed by group."""
+    """Return the sizes for which the effect of padding is measured, keyed by group."""
     return {
         "M": base + 1,
         "N": base + 1,
@@ -221,8 +224,9 @@ def layer_products(
 
 
 def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
-    """Return the products of one training step, except those inside attention. The layers are
-    included both as Conv1D and as linear layers, and the head once per vocabulary size."""
+    """Return the products of one training step, except for those inside attention. The layers are
+    included twice, as Conv1D and as linear layers. The head is included once per vocabulary
+    size."""
     C = shape.hidden_size
     layers = {
         "qkv": (C, 3 * C),
@@ -241,7 +245,8 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
         rows: layer_products(f"head {rows}", tokens, C, rows)
         for rows in sorted({vocabulary, *paddings(vocabulary).values()})
     }
-    # Measure the sizes of a product consecutively, because the load of the machine changes slowly.
+    # The sizes of a product are measured consecutively, because the load of the machine changes
+    # slowly.
     products += [
         GemmProduct("model", "vocabulary", rows, *heads[rows][one], count=1)
         for one in range(3)
@@ -251,8 +256,8 @@ def model_products(shape: GPT2Shape, tokens: int) -> list[GemmProduct]:
 
 
 def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmProduct]:
-    """Return square products in which one dimension is varied between aligned and unaligned sizes,
-    and products of a model's MLP for aligned and unaligned hidden sizes.
+    """Return square products, one of whose dimensions varies between aligned and unaligned sizes,
+    and the products of a model's MLP for aligned and unaligned hidden sizes.
 
     The layout is "nt", in which K is the contiguous dimension of A and B, and N is the contiguous
     dimension of C.
@@ -279,7 +284,7 @@ def alignment_products(shape: GPT2Shape, base: int, tokens: int) -> list[GemmPro
 
 
 def tile_products(base: int, sizes: Sequence[int]) -> list[GemmProduct]:
-    """Return products [base, N, base], with N in steps around a tile's edge."""
+    """Return products with M = K = `base` and values of N in steps around a tile's edge length."""
     return [GemmProduct("tile", "N", n, f"N = {n}", m=base, n=n, k=base) for n in sizes]
 
 
@@ -319,8 +324,8 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
-#: Dtype of fp8 products, which use `torch._scaled_mm`. That function supports only the "nt" layout
-#: and multiples of 16, so the products in COMPARED are not measured in fp8.
+#: Dtype of fp8 products, which are computed by `torch._scaled_mm`. It supports only the layout "nt"
+#: and sizes that are multiples of 16, so the products in COMPARED are not measured in fp8.
 FP8 = torch.float8_e4m3fn
 
 #: Maximum number of repetitions of a product in a measurement.
@@ -332,8 +337,8 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 @contextlib.contextmanager
 def fp32_products(name: str) -> Iterator[None]:
-    """Context manager in which fp32 products are computed in full precision, or in TF32 if `name`
-    is "tf32". On exit, torch's global setting is restored.
+    """Context manager that computes fp32 products in full precision, or in TF32 if `name` is
+    "tf32". torch's global setting is restored on exit.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -354,12 +359,12 @@ def make_operands(
         max(sizes)
         for sizes in zip(*((p.m * p.k, p.k * p.n, p.m * p.n) for p in products), strict=True)
     ]
-    # For fp8, draw the numbers in bf16 and convert them, because torch can't generate random fp8
-    # numbers. The results of fp8 products are bf16.
+    # For fp8, the numbers are drawn in bf16 and converted, because torch can't generate random fp8
+    # numbers. The results of fp8 products are in bf16.
     drawn = torch.bfloat16 if dtype == FP8 else dtype
     a, b, c = (torch.zeros(size, dtype=drawn, device=device) for size in sizes)
-    # Use random numbers, because multiplying zeros or ones takes less power, and a GPU then runs at
-    # a higher clock rate.
+    # The numbers are random, because multiplying zeros or ones takes less power, which would let a
+    # GPU run at a higher clock rate.
     return a.uniform_(-1, 1).to(dtype), b.uniform_(-1, 1).to(dtype), c
 
 
@@ -394,7 +399,8 @@ def _seconds(multiply: Callable[[], object], repeats: int, device: torch.device)
 
 
 def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
-    """Build kernels and touch memory. Return the approximate seconds per product."""
+    """Warm up a product, so that its kernels are built and its memory is touched. Return the
+    approximate seconds per product."""
     multiply()
     best = math.inf
     for _ in range(3):
@@ -405,7 +411,7 @@ def warm_up(multiply: Callable[[], object], device: torch.device) -> float:
 
 
 def repeats_of(product_seconds: float, measure_seconds: float) -> int:
-    """Return the number of repetitions of a product in a measurement.
+    """Return how many times a product is repeated in a measurement.
 
     Args:
         product_seconds: duration of the product.
@@ -429,10 +435,10 @@ def measure_product(
 #: Folder in which Linux describes the caches of the first core.
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
-#: Minimum number of bytes read per call.
+#: Minimum number of bytes that one call reads.
 _CALL_BYTES = 1 << 22
 
-#: Number of measurements per row. The median is reported.
+#: Number of measurements per row of a table, which shows their median.
 _REPEATS = 5
 
 #: Number of measurements for each number of concurrent products. It is larger than `_REPEATS`,
@@ -459,12 +465,12 @@ def cache_sizes(folder: Path = CACHE_FOLDER) -> dict[str, int]:
 
 
 def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
-    """Prepare summing the array `data`, [numbers], several times.
+    """Prepare a function that sums the array `data`, [numbers], several times.
 
     Returns:
         A function that sums the array in several passes and returns the sum of each pass, [passes];
-        and the number of passes. Together, the passes read about `_CALL_BYTES`; a larger array is
-        read once.
+        and the number of passes. Together, the passes read about `_CALL_BYTES`. An array that is
+        larger than that is read once.
     """
     passes = max(1, _CALL_BYTES // data.nbytes)
     repeated, sums = data.expand(passes, -1), torch.empty(passes)
@@ -472,13 +478,14 @@ def sum_passes(data: Tensor) -> tuple[Callable[[], Tensor], int]:
 
 
 def multiply_rows(a: Tensor, b: Tensor, out: Tensor, rows: int) -> None:
-    """Write a @ b into `out`, all [edge, edge], in blocks of `rows` rows."""
+    """Write a @ b into `out`, in blocks of `rows` rows. All tensors have shape [edge, edge]."""
     for i in range(0, len(a), rows):
         torch.mm(a[i : i + rows], b, out=out[i : i + rows])
 
 
 def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
-    """Write a @ b into `out`, all [edge, edge], in blocks of `block` rows and columns."""
+    """Write a @ b into `out`, in blocks of `block` rows and columns. All tensors have shape [edge,
+    edge]."""
     out.zero_()
     for i in range(0, len(a), block):
         for j in range(0, len(a), block):
@@ -487,26 +494,27 @@ def multiply_squares(a: Tensor, b: Tensor, out: Tensor, block: int) -> None:
                 part.addmm_(a[i : i + block, k : k + block], b[k : k + block, j : j + block])
 
 
-#: Ways to split a product into blocks, each with its function and smallest block size. Block sizes
-#: are powers of 2. With square blocks smaller than 32, call overhead would dominate.
+#: Methods of splitting a product into blocks, each with its function and its smallest block size.
+#: Block sizes are powers of 2. For square blocks smaller than 32, call overhead would dominate.
 _CUTS = {"row blocks": (multiply_rows, 1), "square blocks": (multiply_squares, 32)}
 
 
 def measure_loops(plan: GemmPlan) -> dict[str, Any]:
-    """Measure passes over arrays and blocked products on one thread, and waves on all threads.
+    """Measure the rates of passes over arrays and of blocked products on one thread, and the times
+    of waves on all threads.
 
     Args:
         plan: plan that specifies `pass_bytes`, `blocked_edge` (a power of 2) and `measure_seconds`.
 
     Returns:
-        - "caches": see `cache_sizes`
-        - "passes": "bytes" and "bytes_per_second" for each array
-        - "blocks": "cut" ("row blocks" or "square blocks"), "block" (number of rows of a block) and
-          "flops_per_second" for each block size
+        - "caches": sizes of the data caches (see `cache_sizes`)
+        - "passes": for each array, "bytes" and "bytes_per_second"
+        - "blocks": for each block size, "cut" ("row blocks" or "square blocks"), "block" (number of
+          rows of a block) and "flops_per_second"
         - "edge": number of rows and columns of the product that is split into blocks
-        - "waves": see `measure_waves`
+        - "waves": times of concurrent products (see `measure_waves`)
 
-        Rates are medians. "lowest" and "highest" are added to each rate.
+        Rates are medians. Each rate is accompanied by its "lowest" and "highest" value.
     """
     edge, measure_seconds = plan.blocked_edge, plan.measure_seconds
     waves = measure_waves(edge // 2, torch.get_num_threads())
@@ -543,11 +551,11 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
         threads: number of threads. Each thread computes one product at a time.
 
     Returns:
-        "threads", "edge" and "rows". Each row has "products", the number of concurrent products,
-        and "time_ratio", the median ratio of two consecutive measurements, with "lowest" and
-        "highest". There is one row for a single product, and two rows for each of one to four
-        waves: one with the number of products that fills the waves, and one with an additional
-        product.
+        A dict with the keys "threads", "edge" and "rows". Each row has "products", the number of
+        concurrent products, and "time_ratio", the median ratio of two consecutive measurements,
+        with "lowest" and "highest". There is one row for a single product. For each number of waves
+        from one to four, there are two rows: one with the number of products that exactly fills the
+        waves, and one with an additional product.
     """
     counts = sorted({n for wave in range(1, 5) for n in (wave * threads, wave * threads + 1)} | {1})
     a = torch.rand(edge, edge)
@@ -561,7 +569,8 @@ def measure_waves(edge: int, threads: int) -> dict[str, Any]:
                 pass
             return time.perf_counter() - start
 
-        seconds(counts[-1])  # This first call is not used, because the pool starts its threads.
+        # The time of the first call is not used, because it includes starting the pool's threads.
+        seconds(counts[-1])
         rows = [
             {
                 "products": count,
@@ -585,7 +594,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _rates(call: Callable[[], object], work: int, measure_seconds: float) -> list[float]:
-    """Return the work per second in each of `_REPEATS` measurements, after one untimed call.
+    """Return the work per second in each of `_REPEATS` measurements. One untimed call runs first.
 
     Args:
         call: function to measure.
@@ -611,7 +620,7 @@ def draw_loops(loops: Mapping[str, Any], passes: Any, blocks: Any, waves: Any) -
     """Draw the result of `measure_loops`.
 
     Args:
-        loops: the result to draw.
+        loops: the result of `measure_loops`.
         passes: matplotlib axes for the rates of passes and the sizes of the caches.
         blocks: matplotlib axes for the rates of products in blocks.
         waves: matplotlib axes for the times of several concurrent products.
@@ -668,7 +677,7 @@ def _draw_medians(
 
 
 def hardware_dtypes(hardware: Hardware) -> list[str]:
-    """Return the names of the DTYPES that the device can multiply in hardware. "fp32" is always
+    """Return the names of those DTYPES that the device can multiply in hardware. "fp32" is always
     included.
     """
     names = ["fp32"]
@@ -740,7 +749,7 @@ class GemmRun:
                 for key in costs
                 if turn == 0 or self.products[key[0]].part in COMPARED
             ]
-            # If a product is repeated, one additional untimed product runs before the measurement.
+            # If a product is repeated, one additional, untimed product runs before the measurement.
             work = {key: (n + (n > 1)) * once for key, (n, once) in costs.items()}
             round_seconds = sum(work[key] for key in order)
             left = self.plan.budget_seconds - (time.perf_counter() - start)
@@ -792,8 +801,9 @@ class GemmRun:
         """Return the result so far.
 
         Returns:
-            "complete" (False while measurements are missing), "machine", "model", "quick",
-            "tokens", "step_tokens", "rounds", "loops", and the values of `summarize`.
+            A dict with the keys "complete" (False while measurements are missing), "machine",
+            "model", "quick", "tokens", "step_tokens", "rounds" and "loops", and the keys of the
+            result of `summarize`.
         """
         summary = summarize(self.products, self.seconds, self.shape, self.plan)
         machine = machine_facts(self.hardware)
@@ -814,11 +824,11 @@ class GemmRun:
         }
 
 
-#: Products with fewer FLOPs than this are ignored when the ceiling (the highest rate) is
-#: determined, because their operands are read from a cache.
+#: Products with fewer FLOPs are ignored when the ceiling (the highest rate) is determined, because
+#: their operands are read from a cache.
 _CEILING_FLOPS = 1e9
 
-#: Seconds of each measurement, keyed by product, for one dtype.
+#: Seconds per product in each measurement for one dtype, keyed by product.
 Times = Mapping[GemmProduct, Sequence[float]]
 
 
@@ -838,12 +848,12 @@ def summarize(
         plan: plan of the measurements.
 
     Returns:
-        - "ceilings": highest FLOP/s of a large product, or of any product if none is large, keyed
-          by dtype
+        - "ceilings": for each dtype, the highest FLOP/s of a large product, or of any product if
+          there are no large products
         - "rows": for each product and dtype, the times in seconds; the median, lowest and highest
           FLOP/s; and the median as a fraction of the ceiling
         - "step": the result of `step_times`
-        - "padding", "tile" and "wave": ratios to another size, see `compare`
+        - "padding", "tile" and "wave": comparisons of products of different sizes (see `compare`)
     """
     result: dict[str, Any] = {"ceilings": {}}
     result |= {name: [] for name in ("rows", "step", "padding", "tile", "wave")}
@@ -925,8 +935,9 @@ def compare(
     `base`.
 
     Returns:
-        "time_ratio", the median over measurements of time(size) / time(base), with "lowest" and
-        "highest"; "work_ratio", the ratio of FLOPs; and "rate_ratio", the ratio of FLOP/s.
+        A dict with "time_ratio", the median over measurements of time(size) / time(base), with its
+        "lowest" and "highest" value; "work_ratio", the ratio of FLOPs; and "rate_ratio", the ratio
+        of FLOP/s.
     """
     size, base = list(size), list(base)
     ratios = [
@@ -976,8 +987,8 @@ def _padding(times: Times, off: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]:
-    """Compare each product of a part with the product of size `value` or, if `value` is None, with
-    the first product (one wave).
+    """Compare each product of a part with the product whose size is `value`. If `value` is None,
+    compare it with the first product (one wave).
     """
     these = [one for one in times if one.part == part]
     if value is None:
@@ -989,8 +1000,8 @@ def _against(times: Times, part: str, value: int | None) -> list[dict[str, Any]]
 
 
 def draw(result: Mapping[str, Any]) -> bytes:
-    """Draw a result as a PNG. The panels show rates by size, the products of the model, padding and
-    tiles and, on a CPU, caches, blocks and waves."""
+    """Draw a result as a PNG. The panels show rates by size, the products of the model, and the
+    effects of padding and tiles. On a CPU, they also show caches, blocks and waves."""
     loops = result.get("loops")
     figure = upper = new_figure(14, 16 if loops else 11)
     if loops:

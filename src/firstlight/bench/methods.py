@@ -3,23 +3,24 @@ machine.
 
 The result consists of two tables:
 
-- "alone" compares each method alone with the plain run, which uses fp32, attention as two matrix
-  products, AdamW with a loop over parameters, no compilation and one micro-batch per step.
+- "alone" compares each method on its own with the plain run. The plain run uses fp32, attention as
+  two matrix products, AdamW with a loop over parameters, no compilation, and one micro-batch per
+  step.
 - "ladder" contains the methods of Raschka's "PyTorch Performance Tips for Faster LLM Training" in
   the same order. Each method is added to the methods before it. For a GPT-2, the first row uses a
-  mask, LayerNorm and GELU that are written out in elementary operations (`steps.write_out`).
+  mask, LayerNorm and GELU that are implemented with elementary operations (`steps.write_out`).
 
 Each row is trained for a few steps in a fresh process (`steps` describes the measurements). With
-`quick` on a CPU, this process is forked from one that has already imported all libraries. The rows
-take turns (A B C, A B C), and all rows have the same number of threads, data and initial weights.
-Rates are medians over the timed steps of all turns. A row that can't run on this machine is
-skipped, and the reason is shown. A row that fails is shown with its error, and the ladder continues
-without it.
+`quick` on a CPU, this process is forked from a process that has already imported all libraries. The
+rows take turns (A B C, A B C), and all rows use the same number of threads, the same data and the
+same initial weights. Rates are medians over the timed steps of all turns. A row that can't run on
+this machine is skipped, and the reason is shown. A row that fails is shown with its error, and the
+ladder continues without it.
 
-MFU is relative to the same rate in all rows: the machine's rate of bf16 matrix products
-(`hardware.device.peak_flops`), or of fp32 products on a CPU that computes these faster. The rate is
-measured at the start and at the end, and the higher value is used. Operations that are computed
-twice, as with activation checkpointing, are counted once.
+In all rows, MFU is relative to the same rate: the machine's rate of bf16 matrix products
+(`hardware.device.peak_flops`) or, on a CPU that computes fp32 products faster, the rate of fp32
+products. The rate is measured at the start and at the end, and the higher value is used. Operations
+that are computed twice, as with activation checkpointing, are counted only once.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ class MethodRow:
     Attributes:
         name: name in tables and for `--rows`.
         changes: values of the recipe keys (`section.key`) that the method sets. A row of the ladder
-            contains only its own changes, not the changes of the rows before it.
+            contains only the changes that it adds to the rows before it.
         needs_gpu: reason why CPUs skip the row, or "".
         not_here: reason why the row is skipped regardless of the device, or "".
-        in_quick: False to exclude the row from `--quick`, because it starts slowly or resembles
+        in_quick: False to exclude the row from `--quick`, because it starts slowly or is similar to
             another row.
         huge_pages: True to let torch use huge pages for large tensors, which `firstlight train`
             does not do.
@@ -92,7 +93,7 @@ class MethodRow:
 
 @dataclass
 class MethodOutcome(RowOutcome):
-    """Results of one recipe, which can be a row of both tables.
+    """Results of one recipe. The same recipe can be a row of both tables.
 
     Attributes:
         changes: values of the keys (`section.key`) that differ from the plain recipe.
@@ -103,8 +104,8 @@ class MethodOutcome(RowOutcome):
 
 PLAIN = MethodRow("plain")
 
-#: Key in `MethodRow.changes` for the parts of the model that are written out. It is not a recipe
-#: key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
+#: Key in `MethodRow.changes` for the parts of the model that are implemented with elementary
+#: operations. It is not a recipe key; its value is a list of names in `steps.WRITTEN_OUT_PARTS`.
 WRITTEN_OUT = "bench.written_out"
 
 #: Key in `MethodRow.changes` for the number of processes, which share the threads of a CPU or use
@@ -117,8 +118,9 @@ def plain_recipe(
 ) -> dict[str, Any]:
     """Return the values of the plain recipe, to which each row adds its changes.
 
-    Gradients are not clipped, because all rows must compute the same update, and an optimizer that
-    updates parameters during the backward pass never has all gradients at once.
+    Gradients are not clipped, because all rows must compute the same update. An optimizer that
+    updates parameters during the backward pass can't clip them, because it never has all gradients
+    at once.
     """
     return {
         "run": {"device": device},
@@ -142,7 +144,7 @@ def plain_recipe(
 
 def accumulation(micro_batch_size: int) -> dict[str, Any]:
     """Return the recipe keys that split a step of `micro_batch_size` sequences into four
-    micro-batches, or into micro-batches of one sequence if the number is not divisible by four.
+    micro-batches. If the number is not divisible by four, each micro-batch has one sequence.
     """
     micro = micro_batch_size // 4 if micro_batch_size % 4 == 0 else 1
     return {
@@ -152,14 +154,14 @@ def accumulation(micro_batch_size: int) -> dict[str, Any]:
 
 
 def larger_batch(micro_batch_size: int) -> dict[str, Any]:
-    """Return the recipe keys for a step of one micro-batch that has twice as many sequences as the
-    plain run."""
+    """Return the recipe keys for steps of a single micro-batch with twice as many sequences as in
+    the plain run."""
     return {"batch.micro_batch_size": 2 * micro_batch_size, "batch.gradient_accumulation_steps": 1}
 
 
 def _chunk_tokens(micro_batch_size: int, seq_len: int) -> int:
-    """Return the number of tokens per chunk of the loss: half of the smallest micro-batch of any
-    row, so that each micro-batch has at least two chunks.
+    """Return the number of tokens per chunk of the loss. It is half of the smallest micro-batch of
+    any row, so that each micro-batch has at least two chunks.
     """
     smallest: int = accumulation(micro_batch_size)["batch.micro_batch_size"]
     return max(1, smallest * seq_len // 2)
@@ -169,7 +171,7 @@ _IS_CPU = "needs a GPU: "
 
 
 def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[MethodRow]:
-    """Return the rows of each method alone, starting with the plain run."""
+    """Return the rows that measure each method on its own, starting with the plain run."""
     compiled = {"efficiency.compile": True}
     return [
         PLAIN,
@@ -224,7 +226,7 @@ def alone_rows(micro_batch_size: int, seq_len: int, hardware: Hardware) -> list[
 
 def _optimizer_rows() -> list[MethodRow]:
     def other(name: str, **keys: Any) -> dict[str, Any]:
-        # Restore the default value "auto", which the plain recipe replaces with "for-loop".
+        # This restores the default value "auto", which the plain recipe replaces with "for-loop".
         chosen = {"name": name, "implementation": "auto", **keys}
         return {f"optimizer.{key}": value for key, value in chosen.items()}
 
@@ -266,17 +268,17 @@ def _attention_rows(hardware: Hardware) -> list[MethodRow]:
 def ladder_rows(
     micro_batch_size: int, hardware: Hardware, *, is_gpt2: bool = True, processes: int = 1
 ) -> list[MethodRow]:
-    """Return the rows of the ladder. Each row adds a method to the rows before it, in the order of
-    Raschka's guide.
+    """Return the rows of the ladder. Each row adds one method to the methods of the rows before it,
+    in the order of Raschka's guide.
 
-    Mixed precision is fp16 on GPUs without bf16, and otherwise bf16. The rows that replace the
-    written-out mask and layers are skipped for models other than GPT-2.
+    Mixed precision is bf16, or fp16 on GPUs that do not support bf16. The rows that replace the
+    elementary mask and layers are skipped for models other than GPT-2.
 
     Args:
         micro_batch_size: number of sequences per step of the plain run.
         hardware: this machine's device.
         is_gpt2: True if the model is a GPT-2.
-        processes: number of processes in the `+ddp` row; with 1, the row is skipped.
+        processes: number of processes in the `+ddp` row. With 1, the row is skipped.
     """
     low = "fp16" if hardware.device.type == "cuda" and not hardware.bf16 else "bf16"
     both, layers = (("mask", "layers"), ("layers",)) if is_gpt2 else ((), ())
@@ -316,7 +318,8 @@ def ladder_rows(
 def changes_up_to(
     ladder: Sequence[MethodRow], rung: int, left_out: Collection[str]
 ) -> dict[str, Any]:
-    """Return the changes of row `rung` and of all rows before it, except the rows in `left_out`."""
+    """Return the changes of row `rung` of the ladder and of all rows before it, except for the rows
+    in `left_out`."""
     changes: dict[str, Any] = {}
     for row in ladder[: rung + 1]:
         if row.name not in left_out or row is ladder[rung]:
@@ -352,25 +355,27 @@ def summarize(
     """Return the medians of a table's rows, and their ratios to the first row.
 
     Args:
-        rows: rows with their outcomes; None for a row without an outcome so far.
+        rows: rows with their outcomes, or None for a row that does not have an outcome yet.
         head: "seq_len", "micro_batch_size", "flops_per_token" and "machine" of the result.
 
     Returns:
         A dict for each row with "name", "keys" (the row's changes), "huge_pages", "status"
-        ("measured", "skipped", "failed" or "waiting") and "reason" (of the status). A measured row
+        ("measured", "skipped", "failed" or "waiting") and "reason" (for the status). A measured row
         also has:
 
         - "micro_batch_size" and "gradient_accumulation_steps" per process, and "processes", the
           number of processes
-        - "samples_per_second": sequences per second of all processes, the median over all timed
-          steps; "samples_per_second_min" and "samples_per_second_max", the extremes; and
-          "tokens_per_second"
-        - "mfu": rate per device as a fraction of the machine's "matmul_flops"
-        - "peak_bytes": peak memory of the largest process, the median over the turns
+        - "samples_per_second": sequences per second of all processes together, the median over all
+          timed steps; "samples_per_second_min" and "samples_per_second_max", the lowest and highest
+          values; and "tokens_per_second"
+        - "mfu": FLOP/s per device as a fraction of the machine's "matmul_flops"
+        - "peak_bytes": peak memory of the process that uses the most memory, the median over the
+          turns
         - "speed_ratio" and "memory_ratio": speed and memory relative to the first row; and
           "ratio_to_previous": speed relative to the previous measured row. These are None if the
           first row is not measured.
-        - "final_loss": median over the turns; "first_step_seconds" of the first turn; and "runs"
+        - "final_loss", the median over the turns; "first_step_seconds" of the first turn; and
+          "runs"
     """
     result = [_summary(row, outcome, head) for row, outcome in rows]
     if not result or result[0]["status"] != "measured":
@@ -443,7 +448,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def _panels(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """Return panels for speed and memory, with the bars of the first row in a different colour."""
+    """Return panels for speed and memory. The bars of the first row have a different colour."""
     names = [row["name"] for row in rows]
     colors = ["tab:orange", *["tab:blue"] * (len(rows) - 1)]
     rates = [row.get("tokens_per_second", 0.0) for row in rows]
@@ -483,25 +488,25 @@ _MODULE = "firstlight.bench.steps"
 
 TIME_IS_UP = "the time limit of --quick was reached"
 
-#: Time in seconds after which `--quick` does not start a new measurement, so that it ends within
-#: five minutes.
+#: Time in seconds after which `--quick` does not start another measurement, so that the benchmark
+#: ends within five minutes.
 QUICK_SECONDS = 275.0
 
-#: Number of untimed steps, normally and with `--quick`. On a CPU, the heap still grows in the
-#: fourth step.
+#: Number of untimed steps, without and with `--quick`. On a CPU, the heap still grows in the fourth
+#: step.
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 5, 2
 
 Tables = Mapping[str, Sequence[MethodRow]]
 
 
 def recipe_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only those changes of a row that are recipe keys."""
+    """Return only the changes of a row that are changes of recipe keys."""
     return {key: value for key, value in changes.items() if key not in (WRITTEN_OUT, PROCESSES)}
 
 
 def processes_here(hardware: Hardware) -> int:
-    """Return the number of processes in the `+ddp` row: one per GPU, or two on a CPU with several
-    threads, or otherwise 1.
+    """Return the number of processes in the `+ddp` row: one per GPU, two on a CPU with several
+    threads, otherwise 1.
     """
     if hardware.device.type == "cuda":
         return torch.cuda.device_count()
@@ -509,7 +514,7 @@ def processes_here(hardware: Hardware) -> int:
 
 
 def tables_of(bench: MethodsBench, plan: StepsPlan) -> dict[str, list[MethodRow]]:
-    """Return the chosen rows of both tables; see `choose_rows`."""
+    """Return the rows of both tables that are selected by the options (see `choose_rows`)."""
     size = (plan.micro_batch_size, plan.seq_len, plan.hardware)
     is_gpt2 = isinstance(plan.model, GPT2Config)
     processes = processes_here(plan.hardware)
@@ -523,7 +528,7 @@ def choose_rows(
     """Return the rows that are selected by name or by the name of their table, or all rows if there
     are no names.
 
-    Selecting a row of the "alone" table also selects the plain run, which is the baseline.
+    Selecting a row of the table "alone" also selects the plain run, which is the baseline.
     Selecting a row of the ladder also selects the rows before it, because it includes their
     methods.
 
@@ -553,18 +558,19 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
     Args:
         bench: options of the benchmark.
-        on_run: called with the result so far after each run.
+        on_run: function that is called with the result so far after each run.
 
     Returns:
-        The values of `StepsPlan.head`; "quick" and "complete"; and "alone" and "ladder", the rows
-        of each table as returned by `summarize`. "machine" also contains "matmul_flops", the
-        reference rate for MFU, and "matmul_dtype", its dtype.
+        A dict with the values of `StepsPlan.head` and these keys: "quick", "complete", and "alone"
+        and "ladder", which contain the rows of each table as returned by `summarize`. The value of
+        "machine" also contains "matmul_flops", the reference rate for MFU, and "matmul_dtype", the
+        dtype of the products for which the rate was measured.
 
     Raises:
         ConfigError: an option is invalid.
-        InputError: this Python installation lacks the source code of its standard library, which is
-            the training data.
-        StorageError: a file system error.
+        InputError: this Python installation does not include the source code of its standard
+            library, which is the training data.
+        StorageError: a file could not be read or written.
     """
     deadline = time.monotonic() + QUICK_SECONDS if bench.quick else None
     plan = plan_steps(bench, "bench methods")
@@ -601,8 +607,8 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
         request = {"data": str(data), "warmup_steps": warmup_steps, "steps": plan.steps}
         work = MethodsWork(plain, request, folder / "caches", deadline, server=server)
         runs.measure_all(work, plan.repeats, lambda: on_run(result(False)))
-    # Measure the rate again and keep the higher value: if the machine was slower at the start, MFU
-    # would be too high.
+    # The rate is measured again, and the higher value is kept. If the machine was slower at the
+    # start, MFU would otherwise be too high.
     machine |= max(machine, _ceiling(plan.hardware), key=lambda found: found["matmul_flops"])
     done = result(True)
     on_run(done)
@@ -610,15 +616,15 @@ def bench_methods(bench: MethodsBench, on_run: Keep) -> Result:
 
 
 def _ceiling(hardware: Hardware) -> dict[str, Any]:
-    """Measure the reference rate for MFU. Return "matmul_flops", the FLOP/s of matrix products, and
-    "matmul_dtype", their dtype.
+    """Measure the reference rate for MFU. Return a dict with "matmul_flops", the FLOP/s of matrix
+    products, and "matmul_dtype", the dtype of these products.
     """
     dtypes = [torch.bfloat16] if hardware.bf16 else []
     tries = 1
     if hardware.device.type == "cpu":
-        # Also measure fp32, because some CPUs convert bf16 and multiply it at half the rate of
-        # fp32. Repeat the measurement and keep the highest rate, because other load on the machine
-        # can only lower it.
+        # fp32 is also measured, because some CPUs convert bf16 and multiply it at half the rate of
+        # fp32. The measurement is repeated and the highest rate is kept, because other load on the
+        # machine can only lower the rate.
         dtypes, tries = [*dtypes, torch.float32], 9
     rates = {
         dtype: max(peak_flops(hardware.device, dtype) for _ in range(tries))
@@ -633,13 +639,14 @@ class MethodsWork:
     """Settings shared by all runs.
 
     Attributes:
-        plain: values of the plain recipe, to which the rows apply their changes.
-        request: "data", "warmup_steps" and "steps" for all requests to `steps`.
-        caches: cache folder of torch.compile. It is initially empty, so the first turn compiles.
+        plain: values of the plain recipe, which the rows change.
+        request: values of "data", "warmup_steps" and "steps" in all requests to `steps`.
+        caches: cache folder of torch.compile. It is initially empty, so code is compiled in the
+            first turn.
         deadline: value of `time.monotonic` after which no measurement is started; None for no
             limit.
-        server: process from which rows are forked if they need no special environment; None to
-            start a new Python process for every row.
+        server: process from which rows are forked if they do not need special environment
+            variables; None to start a new Python process for every row.
     """
 
     plain: Mapping[str, Any]
@@ -652,11 +659,11 @@ class MethodsWork:
         """Run one measurement: train the plain recipe with some keys changed.
 
         Args:
-            changes: values of keys, see `MethodRow.changes`.
-            huge_pages: see `MethodRow.huge_pages`.
+            changes: values of the changed keys (see `MethodRow.changes`).
+            huge_pages: True to let torch use huge pages (see `MethodRow.huge_pages`).
 
         Returns:
-            Result of `steps`, or {"error": {"type", "message"}}.
+            The result of `steps`, or {"error": {"type", "message"}} if the measurement failed.
         """
         values = changed_recipe(self.plain, recipe_keys(changes))
         try:
@@ -686,8 +693,8 @@ class MethodsWork:
 
 
 def child_environment(huge_pages: bool, caches: Path) -> dict[str, str]:
-    """Return the environment variables of `firstlight train`, with the compiler's cache and huge
-    pages set.
+    """Return the environment variables that `firstlight train` uses, and the variables that set the
+    compiler's cache and huge pages.
 
     Args:
         huge_pages: True to let torch use huge pages for large tensors.
@@ -701,7 +708,7 @@ class MethodRuns:
     """Rows of both tables with their outcomes.
 
     Attributes:
-        rows: table and row, keyed by label ("table: name").
+        rows: (table, row), keyed by label ("table: name").
         outcomes: outcomes, keyed by label.
     """
 
@@ -714,7 +721,7 @@ class MethodRuns:
         self._by_recipe: dict[tuple[str, bool], MethodOutcome] = {}
 
     def measure_all(self, work: MethodsWork, repeats: int, on_run: Callable[[], None]) -> None:
-        """Measure all rows in `repeats` turns, and call `on_run` after every run."""
+        """Measure all rows in `repeats` turns. Call `on_run` after every run."""
 
         def measure(label: str) -> Found:
             changes = self._outcome(label).changes
@@ -727,8 +734,8 @@ class MethodRuns:
     def _order(self) -> list[str]:
         """Return the labels in the order of measurement.
 
-        Rows without compilation come first, then rows with compilation; in both groups, the ladder
-        comes first. If time runs out, the last rows are not measured.
+        Rows without compilation are measured before rows with compilation. Within each of these two
+        groups, the ladder comes first. If the time runs out, the last rows are not measured.
         """
         ladder = [label for label, (table, _) in self.rows.items() if table == LADDER]
         alone = [label for label in self.rows if label not in ladder]
@@ -745,7 +752,7 @@ class MethodRuns:
         return self.rows[label][1].changes
 
     def _outcome(self, label: str) -> MethodOutcome:
-        """Return the row's outcome so far.
+        """Return the outcome of a row so far.
 
         The changes of a ladder row are determined when the row is first measured, because the
         changes of failed rows before it are omitted.
@@ -769,7 +776,7 @@ class MethodRuns:
         return outcome
 
     def summaries(self, head: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-        """Return each table's rows; see `summarize`."""
+        """Return the rows of each table, as returned by `summarize`."""
         return {
             table: summarize(
                 [(row, self.outcomes.get(f"{table}: {row.name}")) for row in rows], head

@@ -1,4 +1,4 @@
-"""Named models for benchmarks, and configurations for the planner's benchmark."""
+"""Models that benchmarks can select by name, and configurations for the planner's benchmark."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ ROPE: dict[str, Any] = {"rope_theta": 500000.0}
 LLAMA_3 = {**ROPE, "vocab_size": 128256, "max_position_embeddings": 131072}
 LLAMA_110M = llama(768, 2048, 12, 12, num_key_value_heads=4, **ROPE)
 
-#: `model` sections of the models that can be selected by name, keyed by name.
+#: `model` sections of the models that can be selected by name. The keys are the names.
 MODELS: dict[str, dict[str, Any]] = {
-    # The vocabulary size is odd, as in GPT-2.
+    # As in GPT-2, the vocabulary size is odd.
     SMALL: gpt2(256, 4, 4, 16001),
     "gpt2-124m": gpt2(768, 12, 12),
     "gpt2-355m": gpt2(1024, 24, 16),
@@ -70,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-1b": llama(2048, 8192, 16, 32, num_key_value_heads=8, **LLAMA_3),
 }
 
-#: Model names from earlier versions, which are still accepted, mapped to the current names.
+#: Mapping from model names of earlier versions, which are still accepted, to the current names.
 OLD_NAMES = {"gpt2-350m": "gpt2-355m"}
 
 #: Vocabulary size for a recipe that does not specify one; the same as GPT-2's.
@@ -82,7 +82,7 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
     Args:
         values: values of the section.
-        where: source of the values, for error messages.
+        where: description of the source of the values, for error messages.
 
     Raises:
         ConfigError: the section is invalid.
@@ -93,7 +93,8 @@ def config_of(values: dict[str, Any], where: str = "the model") -> ModelConfig:
 
 
 def find_model(name: str) -> ModelConfig:
-    """Return the config of the model with a name in `MODELS`, or of the model in a recipe (.yaml).
+    """Return the config of a model, which is specified by a name in `MODELS` or by a recipe file
+    (.yaml).
 
     Raises:
         ConfigError: the name is unknown, or the recipe is invalid or has no model.

@@ -1,12 +1,12 @@
 """Options and rows of the benchmarks. Importing this module does not import torch.
 
-A benchmark defines rows and a measurement, which is a module that receives a row's request and
+A benchmark defines rows, and a module that measures a row: it receives the row's request and
 returns a JSON object. Each row is measured in a fresh process. If this process fails (out of
 memory, a crash, a timeout), the other rows are not affected, and the row is not retried. Rows take
 turns (A B A B), so that other load on the machine affects all of them.
 
 In the options classes, the documentation of an attribute is also the help text of the option.
-Default values are given in brackets.
+Default values are in brackets.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from firstlight.console import progress_bar
 from firstlight.errors import ConfigError, nearest
 
-#: Result of a benchmark as a JSON object, and a function that receives the result so far.
+#: Result of a benchmark as a JSON object, and the type of functions that receive the result so far.
 Result = dict[str, Any]
 Keep = Callable[[Result], None]
 
-#: Result of one measurement, or {"error": ...}; see `fresh_process.ask`.
+#: Result of one measurement, or {"error": ...} if it failed (see `fresh_process.ask`).
 Found = Mapping[str, Any]
 
-#: Types of errors after which a row counts as skipped ("refused") and not as failed.
+#: Types of errors after which a row is treated as skipped ("refused") and not as failed.
 _REFUSALS = ("ConfigError", "MissingDependencyError", "ModelError", "TimeoutError")
 
 
@@ -122,8 +122,9 @@ class RowOutcome:
 
     Attributes:
         runs: result of the measurement in each turn.
-        problem: reason why a turn has no result, or "".
-        refused: True if the row can't be measured on this machine, or no time was left.
+        problem: reason why a turn does not have a result; "" if there was no such turn.
+        refused: True if the row can't be measured on this machine, or if no time was left to
+            measure it.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -140,7 +141,7 @@ class RowOutcome:
 
     @property
     def is_done(self) -> bool:
-        """True if at least one turn was tried."""
+        """True if at least one turn has a result or an error."""
         return bool(self.runs or self.problem)
 
     def values(self, key: str) -> list[float]:
@@ -172,11 +173,11 @@ def take_turns(
         title: name of the benchmark.
         names: names of the rows, in order.
         turns: number of measurements per row.
-        outcome_of: function that returns the outcome for a name. Rows with the same outcome are
-            measured only once.
+        outcome_of: function that returns the `RowOutcome` for the name of a row. Rows that share a
+            `RowOutcome` are measured only once.
         measure: function that performs one measurement for a name and returns the result.
-        on_turn: called after every measurement.
-        before_turn: called before each turn of all rows.
+        on_turn: function that is called after every measurement.
+        before_turn: function that is called before each turn of all rows.
     """
     with progress_bar() as progress:
         task = progress.add_task(title, total=turns * len(names))
@@ -185,8 +186,9 @@ def take_turns(
             for name in names:
                 progress.update(task, description=f"{title}: {name}")
                 outcome = outcome_of(name)
-                # Skip the measurement if another row with the same outcome has already made it in
-                # this turn, or if the row has failed before, because it would fail again.
+                # The measurement is skipped in two cases: another row that shares the outcome has
+                # already been measured in this turn, or the row has already failed and would fail
+                # again.
                 if not outcome.problem and len(outcome.runs) == turn:
                     outcome.add(measure(name))
                     on_turn()

@@ -8,7 +8,7 @@ Each rank trains on different sequences and uses its share of a CPU's threads.
 REQUEST is a JSON object:
 
     recipe            values of a recipe, including the model, data.seq_len and the device
-    resolved          true if the recipe has no open keys; otherwise they are resolved here
+    resolved          true if the recipe has no open keys; otherwise, they are resolved here
     data              file written by `write_tokens`
     warmup_steps      number of steps that are not timed
     steps             number of steps that are timed
@@ -19,31 +19,32 @@ The measurement consists of these steps:
 
 1. All libraries that the run needs are imported, including torch's compiler and 8-bit libraries,
    and the recipe's open keys are resolved. Then the resident memory of the process is recorded, and
-   the kernel's peak counter is reset.
+   the kernel's counter of peak memory is reset.
 2. Model, optimizer and loss function are created as in `firstlight train`.
 3. The warm-up steps run, in which memory is allocated and code is compiled. `first_step_seconds` is
    the duration of the first one.
 4. The timed steps run. `step_seconds` is the duration of each timed step, from batches in host
    memory to updated parameters. `step_cpu_seconds` is the processor time of all threads in the
-   step. Other load on the machine affects it less, but it includes threads that wait by spinning.
+   step. It is less affected by other load on the machine, but it includes the time in which threads
+   wait by spinning.
 
 Step s trains on the n sequences starting at s * n, where n is the number of sequences per step, so
 recipes with the same n see the same tokens. `losses` contains the losses of all warm-up and timed
 steps, each computed before the step's update. The learning rate rises linearly over the first four
 steps and is constant afterwards.
 
-On a CPU, `total_peak_bytes` is the peak of the process's resident memory, and `peak_bytes` is its
-excess over the memory recorded in (1). On a GPU, both are the peak of torch's allocator. With
-several processes, both are the largest values of all processes, and losses are means over the
-sequences of all processes.
+On a CPU, `total_peak_bytes` is the peak resident memory of the process, and `peak_bytes` is the
+difference between this peak and the memory recorded in step 1. On a GPU, `total_peak_bytes` and
+`peak_bytes` are both the peak of torch's allocator. With several processes, they are the maximum
+over all processes, and losses are means over the sequences of all processes.
 
-The result also contains `chosen`, the values of the recipe keys that can be left open.
+The result also contains `chosen`, the resolved values of the recipe keys that can be left open.
 
 The training data is the source code of Python's standard library, because it is real text that is
-available on every machine. Each word, run of whitespace or punctuation mark is a token. Its id is
-its CRC-32 modulo the vocabulary size minus one. No tokenizer is needed, and for any vocabulary
-size, ids from the entire vocabulary occur with the frequencies of words. A new document begins at
-each line that starts a function, method or class.
+available on every machine. Each word, run of whitespace or punctuation mark is a token. The id of a
+token is its CRC-32 modulo (vocabulary size - 1). This does not require a tokenizer. For any
+vocabulary size, ids from the entire vocabulary occur, with frequencies like those of words. A new
+document begins at each line that starts a function, method or class.
 """
 
 from __future__ import annotations
@@ -91,13 +92,14 @@ from firstlight.training.starting_model import attach
 #: Number of steps over which the learning rate rises linearly.
 _RISE_STEPS = 4
 
-#: Number of tokens per epoch that is assumed to resolve open keys.
+#: Number of tokens per epoch that is assumed when open keys are resolved.
 EPOCH_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """Options of a `StepsBench` after resolution. `name` is the value of the `model` option."""
+    """Options of a `StepsBench` after default values have been filled in. `name` is the value of
+    the option `model`."""
 
     name: str
     model: ModelConfig
@@ -108,7 +110,7 @@ class StepsPlan:
     repeats: int
 
     def head(self, warmup_steps: int) -> dict[str, Any]:
-        """Return the part of a result that is known before any measurement."""
+        """Return the part of a benchmark result that is known before any measurement."""
         model = meta_model(self.model)
         return {
             "model": self.name,
@@ -124,7 +126,7 @@ class StepsPlan:
 
 
 def plan_steps(bench: StepsBench, command: str) -> StepsPlan:
-    """Return a plan in which options that are None have default values.
+    """Return a plan in which options that are None are replaced by their default values.
 
     Raises:
         ConfigError: a value is out of range, or the model or the device is unknown.
@@ -158,8 +160,8 @@ def steps_title(result: Mapping[str, Any]) -> str:
 
 
 class StepClock:
-    """Clock that measures the duration of each step. It waits for the device at the start and at
-    the end of a step.
+    """Clock that measures the duration of each step. At the start and at the end of a step, it
+    waits for the device to finish all work.
 
     Attributes:
         seconds: wall-clock seconds of each step so far.
@@ -185,8 +187,8 @@ class StepClock:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Train a model, and measure its steps. The request and the result are described in the
-    docstring of this module.
+    """Train a model and measure its steps. The module's docstring describes the request and the
+    result.
 
     Raises:
         FirstlightError: the recipe is invalid, or the loss became NaN or infinite.
@@ -220,10 +222,10 @@ def read_recipe(request: Mapping[str, Any]) -> Recipe:
 
 
 def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
-    """Import the libraries that would otherwise be imported during the run, so that their memory is
-    not included in the measurement.
+    """Import the libraries that would otherwise be imported during the run, so that the measurement
+    does not include their memory.
 
-    A missing library is ignored here, because the code that needs it raises a better error.
+    Missing libraries are ignored here, because the code that needs them raises a better error.
 
     Args:
         recipe: the recipe of the run.
@@ -245,7 +247,7 @@ def import_libraries(recipe: Recipe, more: Sequence[str] = ()) -> None:
 def use_threads(
     request: Mapping[str, Any], recipe: Recipe, hardware: Hardware, engine: Engine
 ) -> None:
-    """Set this rank's share of torch's threads, and the random seed."""
+    """Set the number of torch threads to this rank's share, and set the random seed."""
     share = engine.world.size if hardware.device.type == "cpu" else 1
     torch.set_num_threads(max(1, request["threads"] // share))
     torch.manual_seed(recipe.run.seed)
@@ -298,7 +300,7 @@ def lr_scale(step: int) -> float:
 
 
 class Rows(Protocol):
-    """The sequences on which a benchmark trains."""
+    """The training data of a benchmark."""
 
     @property
     def seq_len(self) -> int: ...
@@ -331,8 +333,8 @@ def train_steps(
     for step in range(steps):
         first = (step * engine.world.size + engine.rank) * micro * count
         batches = [tokens.batch(first + micro * i, micro, masked) for i in range(count)]
-        # Pinning is not timed, because in training the loader's threads pin batches while a step
-        # is computed.
+        # The time for pinning is not included, because in training, the loader's threads pin
+        # batches while a step is computed.
         if pins:
             batches = [batch.pin_memory() for batch in batches]
         barrier()
@@ -356,18 +358,19 @@ _DOCUMENT = re.compile(r"^(?= *(?:def|class) )", re.MULTILINE)
 
 
 def write_tokens(path: Path, count: int, vocab_size: int) -> None:
-    """Write `count` tokens of the standard library's source code. The code is repeated if it has
-    fewer tokens.
+    """Write `count` tokens of the source code of Python's standard library. The code is repeated if
+    it contains fewer tokens.
 
     Args:
         path: safetensors file to write. It contains "tokens", int64 [count], and "starts", the
             position of each document's first token, int64 [documents].
         count: number of tokens.
-        vocab_size: size of the vocabulary. Every document ends with its last id.
+        vocab_size: size of the vocabulary. Every document ends with the last id of the vocabulary.
 
     Raises:
-        InputError: this Python installation lacks the source of its standard library.
-        StorageError: a file system error.
+        InputError: this Python installation does not include the source code of its standard
+            library.
+        StorageError: the file could not be written.
     """
     tokens: list[int] = []
     starts: list[int] = []
@@ -401,7 +404,7 @@ def _documents() -> Iterator[str]:
 
 
 class Tokens:
-    """Rows of a file written by `write_tokens`.
+    """Rows of training data from a file written by `write_tokens`.
 
     Attributes:
         tokens: int64 [tokens].
@@ -421,8 +424,8 @@ class Tokens:
         Args:
             first: index of the first row.
             rows: number of rows.
-            documents: True to add document numbers for masking. The token that ends a document
-                belongs to the next document as its first input, so that no label is masked.
+            documents: True to include `document_ids` for masking. The token that ends a document is
+                the first input token of the next document, so that no label is masked.
 
         Returns:
             `input_ids` and `labels` int64 [rows, seq_len]; `document_ids` int32 [rows, seq_len] or
@@ -442,18 +445,18 @@ class Tokens:
         return separate_documents(starts, self.seq_len, eos_opens=True)[0]
 
 
-# Parts of a GPT-2 that are written in elementary operations, as in textbooks, instead of using
+# Parts of a GPT-2 that are implemented with elementary operations, as in textbooks, instead of
 # torch's classes. They are used only in the first rows of the ladder of `bench methods`.
 
-#: Names of the parts that can be written out. With "mask", each layer stores a causal mask of the
-#: full context in fp32, and slices and converts it for each batch instead of creating a mask for
-#: the batch. With "layers", LayerNorm and GELU consist of elementary operations instead of
-#: torch.nn.LayerNorm and gelu.
+#: Names of the parts that can be replaced with elementary operations. With "mask", each layer
+#: stores a causal mask of the full context in fp32. For each batch, the layer slices and converts
+#: this mask instead of creating a new one. With "layers", LayerNorm and GELU consist of elementary
+#: operations, instead of torch.nn.LayerNorm and gelu.
 WRITTEN_OUT_PARTS = ("mask", "layers")
 
 
 class WrittenOutNorm(nn.LayerNorm):
-    """LayerNorm (Ba et al. 2016) in elementary operations, [..., C] to [..., C]."""
+    """LayerNorm (Ba et al. 2016) implemented with elementary operations, [..., C] to [..., C]."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(dim=-1, keepdim=True)
@@ -462,7 +465,7 @@ class WrittenOutNorm(nn.LayerNorm):
 
 
 class WrittenOutMLP(GPT2MLP):
-    """GPT-2's MLP, [B, T, C] to [B, T, C], in which the tanh approximation of GELU is computed with
+    """GPT-2's MLP, [B, T, C] to [B, T, C], with the tanh approximation of GELU implemented with
     elementary operations."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -484,8 +487,8 @@ def _attend_with(
 
 
 def write_out(model: Model, parts: Collection[str], context: int) -> None:
-    """Replace parts of a GPT-2 with their written-out versions. The weights do not change, and the
-    results change only by rounding.
+    """Replace parts of a GPT-2 with versions that are implemented with elementary operations. The
+    weights do not change, and the results change only by rounding.
 
     Args:
         model: the model, modified in place.

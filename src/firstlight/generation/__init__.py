@@ -1,3 +1,3 @@
-"""Text generation: sampling, token-by-token decoding, beam search, chat, and JSON output
-constrained by a schema.
+"""Text generation: sampling, token-by-token decoding, beam search, chat, and JSON output that
+follows a schema.
 """

@@ -1,6 +1,6 @@
 """Parse model output: split an answer into reasoning, text and tool calls.
 
-A model marks the parts in the format of its chat template:
+A model marks the parts of an answer in the format of its chat template:
 
     reasoning   <think>...</think> or [THINK]...[/THINK] at the beginning of the answer
     tool calls  Hermes, Qwen     <tool_call>{"name": ..., "arguments": ...}</tool_call>, or, inside
@@ -25,8 +25,8 @@ from typing import Any
 from firstlight.generation.continuation import overlap
 from firstlight.tokenizer import Tokenizer
 
-#: Markers that begin tool calls, mapped to the markers that end them. "" means that the tool calls
-#: continue to the end of the answer.
+#: Mapping from the markers that begin tool calls to the markers that end them. "" means that the
+#: tool calls extend to the end of the answer.
 _CALLS = {
     "<tool_call>": "</tool_call>",
     "[TOOL_CALLS]": "",
@@ -44,7 +44,7 @@ _INSIDE_CALLS = (
 _THOUGHTS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 
 #: Modes of the gpt-oss format. A header ends with <|message|> and determines the mode of the text
-#: that follows.
+#: that follows it.
 _END_OF_CHANNEL = dict.fromkeys(("<|end|>", "<|call|>", "<|return|>", "<|start|>"), "header")
 _HARMONY = {
     "header": {"<|message|>": ""},
@@ -78,7 +78,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A part of an answer; exactly one of the fields is non-empty.
+    """A part of an answer. Exactly one of the fields is non-empty.
 
     Attributes:
         content: text of the answer.
@@ -97,8 +97,8 @@ class AnswerFormat:
     Args:
         tokenizer: a tokenizer with a chat template.
         prompt_ids: token ids of the conversation up to the beginning of the answer.
-        tools: JSON schemas of the tools' parameters, keyed by tool name. If it is empty, tool calls
-            are recognised only in the gpt-oss format.
+        tools: JSON schemas of the tools' parameters, keyed by tool name. If there are none, tool
+            calls are recognised only in the gpt-oss format.
         forced: mode imposed on the answer by a grammar, either "call" (a tool call as JSON) or
             "content" (any text); None without a grammar.
 
@@ -106,8 +106,8 @@ class AnswerFormat:
         start: mode at the beginning of an answer: "content", "reasoning", "call", "header"
             (gpt-oss), or "start" if the first marker determines the mode.
         modes: for each mode, a mapping from the markers that end it to the modes that follow.
-        shown: special tokens that serve as markers.
-        tools: see Args.
+        shown: special tokens that serve as markers and are therefore decoded to text.
+        tools: JSON schemas of the tools' parameters, keyed by tool name.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class AnswerFormat:
 
 
 def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer containing a tool call. Most formats have no
-    such tokens.
+    """Return the ids of the tokens that end an answer containing a tool call. Most formats do not
+    have such tokens.
     """
     special = tokenizer.special_tokens
     return tuple(special[name] for name in _CALL_ENDS if name in special)
@@ -154,8 +154,9 @@ def call_end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class AnswerParser:
     """Splits one answer into its parts as it is generated.
 
-    Text that may be the beginning of a marker is held back until the ambiguity is resolved. A tool
-    call is held back until it is complete. Whitespace around reasoning and tool calls is dropped.
+    Text that could be the beginning of a marker is held back until the following text shows whether
+    it is one. A tool call is held back until it is complete. Whitespace around reasoning and tool
+    calls is dropped.
 
     Args:
         format: format of the answer.
@@ -164,12 +165,12 @@ class AnswerParser:
     def __init__(self, format: AnswerFormat) -> None:
         self._format, self._mode = format, format.start
         self._held = ""
-        self._marker = ""  # The marker before the held text.
+        self._marker = ""  # The marker that precedes the text that is held back.
         self._name: str | None = None  # Name of the called tool in the gpt-oss format.
         self._trimmed = format.start == "reasoning"
 
     def push(self, piece: str, *, ended: bool = False) -> list[AnswerPart]:
-        """Add newly generated text and return the parts of the answer that have become final.
+        """Add newly generated text. Return the parts of the answer that have become final.
 
         Args:
             piece: the new text.
@@ -206,7 +207,7 @@ class AnswerParser:
             self._held = ""
         elif self._mode in ("content", "reasoning"):
             end = len(self._held) - max([overlap(self._held, m) for m in markers], default=0)
-            if markers:  # Also hold back whitespace, which is dropped if a marker follows.
+            if markers:  # Whitespace is also held back, because it is dropped if a marker follows.
                 end = len(self._held[:end].rstrip())
             text, self._held = self._held[:end], self._held[end:]
             yield self._part(text, "")
@@ -222,17 +223,18 @@ class AnswerParser:
         return "call" if tool else "reasoning" if "analysis" in header else "content"
 
     def _part(self, text: str, marker: str) -> AnswerPart:
-        """Return the part that ends before `marker`, or at the end of the answer if `marker` is
-        ""."""
+        """Return the part of the answer that ends before `marker` or, if `marker` is "", at the end
+        of the answer."""
         if self._mode == "call":
             try:
                 return AnswerPart(calls=self._calls(text))
-            # Keep an invalid call as text, exactly as the model wrote it.
+            # An invalid call is kept as text, exactly as the model wrote it.
             except (ValueError, RecursionError):
                 shown = "" if self._name else self._marker
                 return AnswerPart(f"{shown}{text}{'' if self._name else marker}")
         if self._mode == "header":
-            # Drop an incomplete header, but keep the text of a model that does not write headers.
+            # An incomplete header is dropped, but the text of a model that does not write headers
+            # is kept.
             is_header = "<|channel|>" in text or "<|start|>" in text
             return AnswerPart("" if is_header else text)
         if self._trimmed:
@@ -261,15 +263,16 @@ class AnswerParser:
                 found.append(ToolCall(name[1], _as_json(value)))
             else:
                 found += [_call(one) for one in (value if isinstance(value, list) else [value])]
-        # Without a marker, JSON that does not name a known tool is an ordinary answer.
+        # Without a marker, JSON that does not contain the name of a known tool is an ordinary
+        # answer.
         is_known = all(call.name in self._format.tools for call in found)
         if not found or not (self._marker or is_known):
             raise ValueError("no call")
         return found
 
     def _parameters(self, name: str, text: str) -> str:
-        """Return the arguments, as JSON, of a call in the <parameter=KEY> format. In this format,
-        strings are written as plain text and all other values as JSON.
+        """Return the arguments of a call in the <parameter=KEY> format as JSON. In this format,
+        strings are written as plain text, and all other values as JSON.
         """
         schemas = self._format.tools.get(name, {}).get("properties")
         values: dict[str, Any] = dict(_PARAMETER.findall(text))

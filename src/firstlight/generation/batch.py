@@ -1,8 +1,8 @@
-"""Continuous batching: decode sequences of different lengths in one batch. Sequences can join and
+"""Continuous batching: decode sequences of different lengths in one batch. Sequences can join or
 leave the batch at any step.
 
 Decoding steps can be compiled with torch.compile. On a CUDA GPU, both compiled and uncompiled steps
-are recorded as CUDA graphs; see `RecordedSteps`.
+are recorded as CUDA graphs (see `RecordedSteps`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from firstlight.models.moe import reads_rows_of_experts
 from firstlight.models.rope import DynamicRope, LongRope
 
 #: The number of cache positions that attention reads is rounded up to a multiple of this number. A
-#: larger number results in fewer different shapes, each of which needs a CUDA graph. With a smaller
-#: number, attention reads fewer unused positions.
+#: larger number results in fewer different shapes, each of which needs a CUDA graph. A smaller
+#: number means that attention reads fewer unused positions.
 _REACH_STEP = 64
 
-#: `BatchDecoder.pass_tokens` on a CPU and on a GPU. A CPU needs about as long for 512 tokens as a
-#: GPU needs for 8,192.
+#: Values of `BatchDecoder.pass_tokens` on a CPU and on a GPU. A CPU takes about as long to compute
+#: 512 tokens as a GPU takes to compute 8,192.
 _CPU_PASS_TOKENS, _GPU_PASS_TOKENS = 512, 8192
 
 #: Maximum number of elements in a tensor of logits while a prompt is scored.
 _MOST_LOGITS = 2**22
 
 
-#: A decoding step: (input_ids_B1, lengths_B, reach) -> logits [B, V]; see `CompiledStep.__call__`.
+#: Function that computes a decoding step: (input_ids_B1, lengths_B, reach) -> logits [B, V]. See
+#: `CompiledStep.__call__` for the arguments.
 _Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
@@ -62,16 +63,16 @@ class BatchDecoder:
         max_tokens: maximum length of each sequence, including prompt and new tokens; at most the
             model's context length.
         reuse_prefixes: True to reuse the cached keys and values of an earlier sequence that begins
-            with the same tokens, as in a conversation. Computing only the rest of a prompt can
-            change the last digit of the results because of rounding.
-        compile: True to decode with torch.compile; see `CompiledStep`. The first step takes about a
-            minute unless `warm_up` was called.
+            with the same tokens, as in a conversation. If only the rest of a prompt is computed,
+            rounding can change the last digit of the results.
+        compile: True to decode with torch.compile (see `CompiledStep`). The first step takes about
+            a minute unless `warm_up` was called.
 
     Attributes:
         lengths: current number of tokens in each sequence.
         cache: keys and values of all sequences.
         pass_tokens: maximum number of tokens, including padding, that `add_many` computes in one
-            forward pass. A smaller limit would leave the device partly idle.
+            forward pass. With fewer tokens, the device would be partly idle.
 
     Raises:
         ConfigError: the model can't be compiled on this machine.
@@ -93,11 +94,11 @@ class BatchDecoder:
         parameter = next(model.parameters())
         self._device = parameter.device
         # The cache is longer than the maximum reach, because torch.compile would specialise the
-        # step for a reach that equals the cache size.
+        # step for a reach that equals the size of the cache.
         cache_tokens = self.max_tokens + (_REACH_STEP if compile else 0)
         self.cache = model.make_cache(max_sequences, cache_tokens, parameter.dtype)
         self._compiled = CompiledStep(model, self.cache) if compile else None
-        #: Decoding step for few sequences, used in place of the model's forward pass.
+        #: Decoding step for a small number of sequences, used instead of the model's forward pass.
         self._llama_step = None if compile else llama_step(model, self.cache)
         self._is_recorded = _can_record(model, self._device, self.cache)
         steps = RecordedSteps if self._is_recorded else RaggedSteps
@@ -107,8 +108,8 @@ class BatchDecoder:
         self.pass_tokens = _CPU_PASS_TOKENS if is_cpu else _GPU_PASS_TOKENS
         self.lengths: list[int] = []
         self._reuse_prefixes = reuse_prefixes
-        #: Tokens whose keys and values are stored in each row of the cache, including removed
-        #: sequences.
+        #: For each row of the cache, the tokens whose keys and values it stores. This includes rows
+        #: of removed sequences.
         self._stored: list[list[int]] = [[] for _ in range(max_sequences)]
 
     def __len__(self) -> int:
@@ -123,13 +124,13 @@ class BatchDecoder:
         *,
         may_fill: bool = False,
     ) -> Tensor:
-        """Compute a prompt and append it as the last sequence; return the logits [V] of its next
+        """Compute a prompt and append it as the last sequence. Return the logits [V] of its next
         token.
 
         Args:
             prompt_ids: token ids of the prompt, at least one.
             on_logits: callback that receives the logits [T, V] of consecutive chunks of the prompt.
-                With `on_logits`, the prompt may fill the context.
+                With `on_logits`, the prompt can fill the context.
             may_fill: True to allow the prompt to fill the context even without `on_logits`.
 
         Raises:
@@ -143,11 +144,12 @@ class BatchDecoder:
             cache.length = self._take_prefix(prompt_ids)
         cache.least_length = len(prompt_ids)
         input_ids = upload([list(prompt_ids[cache.length :])], self._device)
-        self._stored[len(self)] = []  # Empty until the whole prompt is computed.
+        # The row is recorded as empty until the whole prompt is computed.
+        self._stored[len(self)] = []
         if on_logits is None:
             logits_V: Tensor = self.model(input_ids, cache=cache, logits_to_keep=1)[0, -1]
         else:
-            # Compute the prompt in chunks, because the logits of a long prompt would take
+            # The prompt is computed in chunks, because the logits of a long prompt would take
             # gigabytes.
             tokens = max(_MOST_LOGITS // self.model.config.vocab_size, 1)
             for ids in torch.split(input_ids, tokens, dim=1):
@@ -162,8 +164,8 @@ class BatchDecoder:
     @varying_lengths()
     def add_many(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append several prompts, in order, as the last sequences. Return the logits [N, V] of
-        their next tokens. Neighbouring prompts of similar lengths are computed in one pass,
-        right-padded to the longest. Prefixes are not reused.
+        their next tokens. Consecutive prompts of similar lengths are right-padded to the longest of
+        them and computed in one pass. Prefixes are not reused.
 
         Args:
             prompts: token ids of each prompt; at least one prompt.
@@ -189,7 +191,7 @@ class BatchDecoder:
         longest = total = 0
         for count, prompt_ids in enumerate(prompts):
             longest, total = max(longest, len(prompt_ids)), total + len(prompt_ids)
-            # At most a third of the pass may be padding.
+            # At most a third of a pass can be padding.
             if (count + 1) * longest > min(1.5 * total, self.pass_tokens):
                 return max(count, 1)
         return len(prompts)
@@ -199,9 +201,9 @@ class BatchDecoder:
         input_ids_BT = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
         for row, prompt_ids in enumerate(prompts):
             input_ids_BT[row, : len(prompt_ids)] = torch.tensor(prompt_ids)
-            self._stored[first + row] = []  # Empty until the prompts are computed.
-        # The causal mask hides padding at the end, and later tokens overwrite the padding in the
-        # cache.
+            # The rows are recorded as empty until the prompts are computed. The causal mask hides
+            # the padding at the end of the prompts, and later tokens overwrite it in the cache.
+            self._stored[first + row] = []
         logits_BV: Tensor = self.model(
             upload(input_ids_BT, self._device),
             cache=self.cache.sequence(first, len(prompts)),
@@ -212,9 +214,9 @@ class BatchDecoder:
         return logits_BV
 
     def _take_prefix(self, prompt_ids: Sequence[int]) -> int:
-        """Find the longest prefix of a prompt that is cached in any row, copy it to the next row,
-        and return its length. The prefix never includes the prompt's last token, which must be
-        computed because its logits are needed.
+        """Find the longest prefix of a prompt that is cached in any row, and copy it to the row of
+        the next sequence. Return the length of the prefix. It never includes the prompt's last
+        token, which must be computed because its logits are needed.
         """
         shared = [
             _common(stored, prompt_ids[:-1])
@@ -233,8 +235,8 @@ class BatchDecoder:
         return length
 
     def _is_long(self, token_ids: Sequence[int]) -> bool:
-        """Return True if the sequence is long enough to use the rotary frequencies for long texts;
-        see `FamilyConfig.long_from`.
+        """Return True if a sequence is long enough to use the rotary frequencies for long sequences
+        (see `FamilyConfig.long_from`).
         """
         first = self.model.config.long_from
         return first is not None and len(token_ids) >= first
@@ -251,8 +253,8 @@ class BatchDecoder:
         assert max(self.lengths) < self.max_tokens, "a sequence is full"
         for number, length in enumerate(self.lengths):
             if length + 1 == self.model.config.long_from:
-                # The cached keys were rotated with the frequencies for short texts, so all keys are
-                # recomputed, as transformers does for Phi-3.
+                # The cached keys were rotated with the frequencies for short sequences, so all keys
+                # are recomputed, as transformers does for Phi-3.
                 input_ids = upload([self._stored[number]], self._device)
                 cache = self.cache.sequence(number)
                 cache.least_length = length + 1
@@ -277,7 +279,7 @@ class BatchDecoder:
         reach = -(-longest // _REACH_STEP) * _REACH_STEP
         spare = 0
         if self._is_recorded:
-            # To reduce the number of shapes, unused rows of the cache are also computed.
+            # Unused rows of the cache are also computed, to reduce the number of different shapes.
             reach = _REACH_STEP * _ladder(reach // _REACH_STEP)
             spare = min(_ladder(count), self.max_sequences) - count
             for row in range(count, count + spare):
@@ -287,8 +289,8 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
-        """Use tokens that were chosen on a GPU as the input of the next step without copying them
-        to the GPU again. Pass this method as `keep` to `choose_tokens` after a step.
+        """Use tokens that were chosen on a GPU as the input of the next step, without copying them
+        to the GPU again. After a step, pass this method to `choose_tokens` as the argument `keep`.
 
         Args:
             ids_B: the next token of each sequence, int64 on the model's device.
@@ -323,10 +325,10 @@ class BatchDecoder:
 def _eager(
     model: Model, cache: KVCache, input_ids_B1: Tensor, lengths_B: Tensor, reach: int
 ) -> Tensor:
-    """Run one decoding step without compilation; see `CompiledStep.__call__`.
+    """Compute one decoding step without compilation. See `CompiledStep.__call__` for the arguments.
 
-    This is a function rather than a method of `BatchDecoder`, because the decoder would then refer
-    to itself, and its cache would stay in memory until the garbage collector runs.
+    This is a function and not a method of `BatchDecoder`. With a method, the decoder would refer to
+    itself, and its cache would stay in memory until the garbage collector runs.
     """
     logits_BV: Tensor = model(input_ids_B1, cache=cache.ragged(lengths_B, reach))[:, -1]
     return logits_BV
@@ -344,7 +346,7 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
     Args:
         model: the model.
         prompt_ids: token ids of the prompt.
-        room: number of tokens that must still fit in the context after the prompt.
+        room: number of tokens that must fit in the context after the prompt.
 
     Raises:
         ConfigError: the prompt is empty or fills the context.
@@ -365,9 +367,9 @@ def require_prompt(model: Model, prompt_ids: Sequence[int], *, room: int = 1) ->
         )
 
 
-#: Maximum number of recorded steps. Each one takes a few hundred KiB of GPU memory for its kernels.
-#: For example, up to 64 sequences of up to 4,096 tokens need 121 recordings, for 11 batch sizes and
-#: 11 reaches.
+#: Maximum number of recorded steps. Each recording takes a few hundred KiB of GPU memory for its
+#: kernels. For example, up to 64 sequences of up to 4,096 tokens need 121 recordings, one for each
+#: combination of 11 batch sizes and 11 reaches.
 _MOST_RECORDED = 128
 
 
@@ -377,8 +379,8 @@ class CompiledStep:
     On a CPU, torch.compile's inductor treats the weights as constants ("freezing") and copies them
     into a different layout for its matrix products. The step is compiled separately for one
     sequence, for several sequences, and for more than `few_rows.MOST_ROWS` sequences, each time on
-    the first call. Within these cases, the number and lengths of the sequences can vary without
-    another compilation.
+    the first call. Within each of these cases, the number and lengths of the sequences can vary
+    without recompilation.
 
     Args:
         model: a model in evaluation mode whose weights do not change afterwards.
@@ -410,7 +412,7 @@ class CompiledStep:
         Args:
             input_ids_B1: the new tokens, int64.
             lengths_B: length of each sequence before its new token, int64.
-            reach: see `RaggedCache`.
+            reach: number of cache positions that attention reads (see `RaggedCache`).
         """
         # The shape of this empty tensor passes the reach to the compiled function as a dynamic
         # size.
@@ -439,14 +441,14 @@ class CompiledStep:
 
 
 def _can_record(model: Model, device: torch.device, cache: KVCache) -> bool:
-    """Return True if decoding steps can be recorded as CUDA graphs. All operations of a step must
-    run on the GPU, and the CPU must not read any intermediate result.
+    """Return True if decoding steps can be recorded as CUDA graphs. This requires that all
+    operations of a step run on the GPU, and that the CPU does not read any intermediate result.
     """
     if device.type != "cuda" or cache.has_states or reads_rows_of_experts(model):
         return False
-    # Only models loaded for generation have these layers. A model in training may have hooks that
-    # exchange weights between processes, and recording would take memory that the next training
-    # step needs.
+    # Only models that were loaded for generation have few-rows or int8 layers. Steps are not
+    # recorded for a model in training. It can have hooks that exchange weights between processes,
+    # and recording would take memory that the next training step needs.
     return isinstance(model.lm_head, FewRowsLinear | Int8Linear)
 
 
@@ -456,8 +458,9 @@ def _ladder(number: int) -> int:
 
 
 class RaggedSteps:
-    """Decoding steps for sequences of different lengths. The new tokens and the lengths are stored
-    and updated on the device. They are copied from the host only if the sequences have changed.
+    """Decoding steps for sequences of different lengths. The new tokens and the lengths of the
+    sequences are stored and updated on the device. They are copied from the host only when
+    sequences have been added or removed.
 
     Args:
         compute: function that computes a step. The cache that it reads and writes must stay at the
@@ -471,7 +474,7 @@ class RaggedSteps:
         self._ids_B, self._lengths_B = (
             torch.zeros(max_sequences, dtype=torch.int64, device=device) for _ in range(2)
         )
-        #: Tokens and lengths that are known to be on the device.
+        #: Tokens and lengths that are already stored on the device.
         self._known: tuple[list[int], list[int]] = [], []
 
     def __call__(self, ids: list[int], lengths: list[int], rows: int, reach: int) -> Tensor:
@@ -482,7 +485,7 @@ class RaggedSteps:
             lengths: length of each sequence before its new token, at least one.
             rows: number of rows to compute, including unused rows after the sequences. It must
                 depend only on the number of sequences.
-            reach: see `RaggedCache`.
+            reach: number of cache positions that attention reads (see `RaggedCache`).
         """
         if self._known != (ids, lengths):
             # Unused rows start at length 0, so they stay shorter than the sequences.
@@ -503,7 +506,7 @@ class RaggedSteps:
     def keep(self, ids_B: Tensor, ids: list[int]) -> None:
         """See `BatchDecoder.keep`."""
         _, lengths = self._known
-        if len(lengths) == len(ids_B):  # Otherwise the last step did not use these tensors.
+        if len(lengths) == len(ids_B):  # Otherwise, the previous step did not use these tensors.
             self._ids_B[: len(ids_B)] = ids_B
             self._known = ids, lengths
 
@@ -515,12 +518,13 @@ class RecordedSteps(RaggedSteps):
     The first step of a shape is computed without recording, because compilation, kernel loading and
     persistent allocations can't be recorded. The second step is recorded and replayed; later steps
     are only replayed. When the maximum number of recordings is exceeded, the least recently used
-    one is dropped. The weights must stay at the same memory addresses.
+    recording is dropped. The weights must stay at the same memory addresses.
     """
 
     def __init__(self, compute: _Step, max_sequences: int, device: torch.device) -> None:
         super().__init__(compute, max_sequences, device)
-        #: Graph and logits [rows, V] of each shape, or None after its first step.
+        #: The graph and the logits [rows, V] of each shape, or None if the shape has been computed
+        #: only once.
         self._by_shape: OrderedDict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor] | None] = (
             OrderedDict()
         )
@@ -538,7 +542,7 @@ class RecordedSteps(RaggedSteps):
         self._by_shape[shape] = recorded
         graph, logits_BV = recorded
         graph.replay()
-        # Return a copy, because the next step of any shape may overwrite the logits.
+        # A copy is returned, because the next step of any shape can overwrite the logits.
         return logits_BV.clone()
 
     def _record(self, rows: int, reach: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -562,13 +566,14 @@ class RecordedSteps(RaggedSteps):
 
 @contextlib.contextmanager
 def _settings(device: torch.device) -> Iterator[None]:
-    """Apply the compiler settings for decoding until the context exits."""
-    # Imported here, because importing inductor takes a second and is not needed for plain decoding.
+    """Context manager that applies the compiler settings for decoding."""
+    # This is imported here because importing inductor takes a second, and decoding without
+    # compilation does not need it.
     import torch._inductor.config as inductor_config
 
-    # `freezing` has no effect as an option of torch.compile, because the weights have become
-    # arguments of the graph before the option is applied. The limits are raised because torch
-    # counts the recompilations of a function across all models in a process.
+    # `freezing` is set globally. As an option of torch.compile, it would have no effect, because
+    # the weights become arguments of the graph before the option is applied. The limits are raised
+    # because torch counts the recompilations of a function across all models in a process.
     with (
         inductor_config.patch(freezing=device.type == "cpu"),
         torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),

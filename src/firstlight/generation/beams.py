@@ -21,14 +21,14 @@ from firstlight.tokenizer import TextStream
 
 @dataclass(frozen=True)
 class _Beam:
-    """A continuation and the sum of its tokens' log-probabilities (natural logarithm)."""
+    """A continuation, and the sum of the log-probabilities of its tokens (natural logarithm)."""
 
     token_ids: list[int]
     logprob: float
 
     def score(self, is_ended: bool) -> float:
-        """Return the mean log-probability per token. If the text has ended, its end token is
-        counted.
+        """Return the mean log-probability per token. If the continuation has ended, its end token
+        is counted.
         """
         return self.logprob / max(len(self.token_ids) + is_ended, 1)
 
@@ -68,15 +68,16 @@ def beam_search(
     """Run a beam search, equivalent to that of transformers with `length_penalty=1`.
 
     Each step keeps the `config.beams` continuations with the largest sum of log-probabilities.
-    Ended texts are kept in a separate list, ranked by mean log-probability per token. The search
-    stops when there are `config.beams` ended texts and the best remaining beam does not have a
-    higher mean at its current length than the worst ended text.
+    Continuations that have ended are moved to a separate list, which is ranked by mean
+    log-probability per token. The search stops when this list contains `config.beams` continuations
+    and the best remaining beam does not have a higher mean, at its current length, than the worst
+    continuation in the list.
 
     Args:
         model: a model in evaluation mode.
         prompt_ids: token ids of the prompt.
-        config: see `search`.
-        eos_token_ids: tokens that end a text.
+        config: settings (see `search`).
+        eos_token_ids: end-of-text tokens.
 
     Returns:
         Token ids of the best continuation without its end token, and its finish reason, "stop" or
@@ -98,7 +99,7 @@ def beam_search(
     beams, ended = [_Beam([], 0.0)], list[_Beam]()
     for _ in range(most):
         if cache.length + 1 == model.config.long_from:
-            # The cached keys were rotated with the frequencies for short texts, so all keys are
+            # The cached keys were rotated with the frequencies for short sequences, so all keys are
             # recomputed.
             rows_BT = [[*prompt_ids, *beam.token_ids[:-1]] for beam in beams]
             rows_BT += rows_BT[:1] * (count - len(rows_BT))
@@ -134,10 +135,10 @@ def _next_beams(
     Args:
         beams: the beams so far.
         logits_BV: logits of their next tokens; rows beyond the number of beams are ignored.
-        prompt_ids, config: see `beam_search`.
-        ends: tokens that end a text.
-        ended: ended texts, best first. Texts that end in this step are added, and only the best
-            `config.beams` are kept.
+        prompt_ids, config: the arguments of `beam_search`.
+        ends: end-of-text tokens.
+        ended: continuations that have ended, best first. Continuations that end in this step are
+            added, and only the best `config.beams` are kept.
     """
     scores = [
         _logprobs(logits_V, beam, prompt_ids, config) + beam.logprob
@@ -145,7 +146,7 @@ def _next_beams(
     ]
     scores_N = torch.cat(scores)
     vocab_size = logits_BV.shape[1]
-    # Take `config.beams` candidates in addition to the end tokens of all beams, so that enough
+    # There are `config.beams` candidates in addition to the end tokens of all beams, so that enough
     # beams remain even if every end token is among the most likely tokens.
     wanted = min((1 + max(len(ends), 1)) * config.beams, len(scores_N))
     values, places = scores_N.topk(wanted)
@@ -155,7 +156,8 @@ def _next_beams(
         if value == float("-inf"):
             break
         if token_id in ends:
-            # An ended text is added only if it is among the `config.beams` best candidates.
+            # A continuation that ends is added only if it is among the `config.beams` best
+            # candidates.
             if rank < config.beams:
                 ended.append(_Beam(beams[row].token_ids, value))
         elif len(following) < config.beams:
@@ -176,12 +178,12 @@ def _logprobs(
     if config.repetition_penalty != 1:
         logits_V = penalize(logits_V, config.repetition_penalty, {*prompt_ids, *beam.token_ids})
     counts = {token_id: beam.token_ids.count(token_id) for token_id in set(beam.token_ids)}
-    # Computed on the CPU, because Apple's GPUs do not support fp64.
+    # This is computed on the CPU, because Apple's GPUs do not support fp64.
     return shift(logits_V, config, counts).cpu().double().log_softmax(-1)
 
 
 def _is_settled(best: _Beam, ended: Sequence[_Beam], count: int) -> bool:
-    """Return True if there are `count` ended texts and the best beam does not have a higher mean at
-    its current length than the worst ended text.
+    """Return True if `count` continuations have ended and the best beam does not have a higher mean
+    log-probability, at its current length, than the worst of them.
     """
     return len(ended) == count and ended[-1].score(True) >= best.score(False)

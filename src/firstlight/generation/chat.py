@@ -26,7 +26,7 @@ from firstlight.tokenizer.messages import fit_messages
 #: Default sampling settings for answers.
 CHAT_SETTINGS = SamplingConfig(max_new_tokens=512)
 
-#: Minimum cache size of a `ConversationDecoder`, in tokens; larger sizes are powers of two.
+#: Minimum cache size of a `ConversationDecoder`, in tokens. Larger sizes are powers of two.
 _SMALLEST_DECODER = 1024
 
 #: A chat message with the keys "role" ("system", "user" or "assistant"), "content" and, for an
@@ -35,7 +35,7 @@ Message = dict[str, str]
 
 
 class ReasoningText(str):
-    """Part of the generated text that belongs to the model's reasoning."""
+    """A piece of generated text that belongs to the model's reasoning."""
 
     __slots__ = ()
 
@@ -88,16 +88,17 @@ def most_that_fit(count: int, fits: Callable[[int], bool]) -> int:
 
 
 class ConversationDecoder:
-    """Decoder for one text at a time. The key-value cache of the last text is kept. If the next
-    text begins with the same tokens, only the tokens after this common prefix are computed. Several
-    conversations can share one decoder.
+    """Decoder for one text sequence at a time. The key-value cache of the last sequence is kept. If
+    the next sequence begins with the same tokens, only the tokens after the common prefix are
+    computed. Several conversations can share one decoder.
 
-    The cache grows as needed; each time it grows, the whole text is computed again.
+    The cache grows as needed. Each time it grows, the whole sequence is computed again.
 
     Args:
         model: a model in evaluation mode.
-        compile: see `BatchDecoder`. If True, the cache has the size of the model's context from the
-            start, and the first call to `with_room` compiles the step.
+        compile: True to decode with torch.compile (see `BatchDecoder`). The cache then has the size
+            of the model's context from the start, and the first call to `with_room` compiles the
+            decoding step.
     """
 
     def __init__(self, model: Model, *, compile: bool = False) -> None:
@@ -109,7 +110,8 @@ class ConversationDecoder:
         exceed the model's context length.
         """
         if self._decoder is None or self._decoder.max_tokens < tokens:
-            self._decoder = None  # Free its memory before the new cache is allocated.
+            # The memory of the old cache is freed before the new cache is allocated.
+            self._decoder = None
             size = max(_SMALLEST_DECODER, 1 << (tokens - 1).bit_length())
             if self._compile:  # A larger decoder would have to be compiled again.
                 size = self._model.config.max_position_embeddings
@@ -131,11 +133,11 @@ class AnswerStats:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of tokens in the answer, without the end token.
         dropped: number of oldest turns that were dropped because they did not fit into the context.
-            For a model without a chat template, number of dropped tokens.
+            For a model without a chat template, this is the number of dropped tokens.
         first_token_seconds: seconds until the first token.
         seconds: seconds until the end of the answer.
-        finish_reason: "stop" at the end of the turn, "length" at a limit, "interrupted" if the
-            answer was stopped or failed.
+        finish_reason: "stop" if the model ended its turn, "length" if a limit was reached,
+            "interrupted" if the answer was stopped or failed.
         seed: seed that reproduces the answer to the same prompt.
     """
 
@@ -156,13 +158,13 @@ class AnswerStats:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Model input for an answer.
+    """Model input from which an answer is generated.
 
     Attributes:
         ids: token ids of the retained history and the user's message.
         history: the messages before the user's message.
         text: the user's message.
-        dropped: see `AnswerStats`.
+        dropped: number of dropped turns or tokens (see `AnswerStats`).
     """
 
     ids: list[int]
@@ -173,22 +175,23 @@ class _Prompt:
 
 class ChatSession:
     """A conversation with a model, rendered with the tokenizer's chat template. If the tokenizer
-    has no template, the conversation is one text that the user and the model continue in turns.
+    does not have a template, the conversation is plain text that the user and the model continue in
+    turns.
 
     All messages are rendered again for each answer, but only tokens that are not cached are
-    computed. Text in messages never becomes a control token. A prompt may use the whole context
-    except `answer_room`. If the conversation is too long, its oldest turns (a user message and its
-    answer) are omitted from the prompt. The system message is always included. `messages` keeps all
-    messages.
+    computed. Text in messages is never encoded as a control token. A prompt can use the whole
+    context except for `answer_room` tokens. If the conversation is too long, its oldest turns (a
+    user message and its answer) are omitted from the prompt. The system message is always included.
+    `messages` keeps all messages.
 
-    Only `stop` may be called from another thread.
+    Only `stop` may be called from a different thread.
 
     Args:
         loaded: a model from `firstlight.load`.
         system: the system message, or None.
-        settings: sampling settings; see the property. None means `CHAT_SETTINGS` combined with the
-            settings in the model's generation_config.json. If a seed is set, answer number n
-            (starting at 0) is sampled with `seed + n`.
+        settings: sampling settings. None means `CHAT_SETTINGS` combined with the settings in the
+            model's generation_config.json. If a seed is set, answer number n (counted from 0) is
+            sampled with `seed + n`.
         decoder: decoder that is shared by several conversations with the same model to save memory;
             None creates a new decoder.
         template_options: additional variables of the chat template, such as `enable_thinking`.
@@ -197,12 +200,12 @@ class ChatSession:
         messages: messages of the conversation, starting with the system message if there is one.
             Each message is a dict with "role" and "content". A user message is always followed by
             its answer, which has "reasoning_content" if it contains reasoning.
-        stats: statistics of the last answer, or None before the first.
+        stats: statistics of the last answer, or None before the first answer.
 
     Raises:
         ModelError: the model has no tokenizer.
-        ConfigError: a system message or a template option was passed, but the model has no chat
-            template, or the template does not use the option.
+        ConfigError: a system message or a template option was passed, but the model does not have a
+            chat template, or the template does not use the option.
         InputError, TokenizerError: the template is invalid, or does not support system messages.
     """
 
@@ -225,20 +228,21 @@ class ChatSession:
         self._stopping = False
         require_template_options(self._tokenizer, template_options)
         if self.has_template:
-            self._encoded([_message("user", "1")])  # Fail early if the template is broken.
+            # An invalid template raises an error here, and not only when the first message is sent.
+            self._encoded([_message("user", "1")])
         if system:
             self.set_system(system)
 
     @property
     def has_template(self) -> bool:
-        """True if the tokenizer has a chat template. Otherwise the conversation is one text that
+        """True if the tokenizer has a chat template. Otherwise, the conversation is plain text that
         the model continues.
         """
         return self._tokenizer.chat_template is not None
 
     @property
     def context(self) -> int:
-        """The model's context, in tokens."""
+        """Length of the model's context, in tokens."""
         return self._loaded.model.config.max_position_embeddings
 
     @property
@@ -250,7 +254,7 @@ class ChatSession:
 
     @property
     def settings(self) -> SamplingConfig:
-        """Sampling settings for the following answers. Setting a different seed restarts the
+        """Sampling settings for all further answers. Setting a different seed restarts the
         numbering of answers.
         """
         return self._settings
@@ -268,7 +272,7 @@ class ChatSession:
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message; None or "" removes it. The other messages stay.
+        """Replace the system message; None or "" removes it. The other messages are kept.
 
         Raises:
             ConfigError: the model has no chat template.
@@ -312,22 +316,22 @@ class ChatSession:
         return len(self.messages) > (self.system is not None)
 
     def stop(self) -> None:
-        """Stop generating the current answer, if any, after its current token. May be called from
-        any thread.
+        """Stop generating the current answer, if there is one, after its current token. This method
+        may be called from any thread.
         """
         self._stopping = True
 
     def answer(self, text: str) -> Iterator[str]:
-        """Answer a message. Return an iterator over the generated text; text that belongs to the
-        reasoning (see `answers`) has the type `ReasoningText`.
+        """Answer a message. Return an iterator over the pieces of generated text. Pieces that
+        belong to the model's reasoning have the type `ReasoningText`.
 
-        Once the first text has been generated, `messages` contains the message and the answer so
+        Once the first piece has been generated, `messages` contains the message and the answer so
         far. If the iterator is closed early, the partial answer is kept. If generation fails, both
         the message and the answer are removed.
 
         Args:
-            text: the user message. If the model has no chat template, the message may be empty, and
-                the model then continues its previous text.
+            text: the user message. If the model does not have a chat template, the message can be
+                empty, and the model then continues its previous text.
 
         Raises:
             InputError: the message is blank, or the template rejects the conversation.
@@ -338,7 +342,8 @@ class ChatSession:
         return self._answered(self._prompt(self.messages, text))
 
     def retry(self) -> Iterator[str]:
-        """Answer the last message again, replacing its answer; see `answer`.
+        """Answer the last message again, and replace its previous answer. See `answer` for the
+        result.
 
         Raises:
             ConfigError: there is no message to answer.
@@ -380,7 +385,7 @@ class ChatSession:
                     yield from _add_parts(answer, parts)
                     if self._stopping:
                         break
-                if parser and text.finish_reason is None:  # Emit the text that was held back.
+                if parser and text.finish_reason is None:  # Return the text that was held back.
                     yield from _add_parts(answer, parser.push("", ended=True))
         except Exception:
             self.messages[:] = before
@@ -438,8 +443,8 @@ class ChatSession:
 
         Args:
             tokens: number of tokens that must fit into the prompt.
-            what_else: description, for the error message, of the part of `tokens` that is not the
-                user message, such as " with the system message".
+            what_else: phrase for the error message that describes the part of `tokens` in addition
+                to the user message, such as " with the system message".
 
         Raises:
             ConfigError: `tokens` exceeds the maximum.
@@ -455,7 +460,7 @@ class ChatSession:
 
 
 def _add_parts(answer: Message, parts: Sequence[AnswerPart]) -> Iterator[str]:
-    """Add parts to a message, and yield the text of each part."""
+    """Add parts of an answer to a message, and yield the text of each part."""
     for part in parts:
         # A chat session has no tools, so tool calls are shown as text.
         content = part.content + "".join(f"{call.name} {call.arguments}" for call in part.calls)

@@ -21,8 +21,8 @@ class SamplingConfig:
         max_new_tokens: maximum number of new tokens.
         temperature: divisor of the logits; a higher temperature gives unlikely tokens more
             probability; 0 always chooses the most likely token.
-        top_k: number of most likely tokens to choose from; 0 disables this. If several tokens are
-            as likely as the last of these tokens, all of them are kept.
+        top_k: number of most likely tokens to choose from; 0 disables this. All tokens that are as
+            likely as the last of these tokens are kept as well.
         top_p: probability mass to choose from: only the smallest set of most likely tokens whose
             probabilities sum to at least this value is kept; 1 disables this (Holtzman et al.
             2020). Applied after temperature and top_k.
@@ -33,25 +33,25 @@ class SamplingConfig:
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 disables the penalty (Keskar et al.
             2019).
-        stop: texts that end the continuation; they are not part of it.
+        stop: strings that end the continuation. They are not part of the returned text.
         logprobs: number of most likely tokens whose log-probabilities are returned for each new
             token, in addition to the log-probability of that token; None returns none.
         frequency_penalty: number from -2 to 2 that is subtracted from a token's logit for each time
             that the token was chosen; 0 disables the penalty. Defined as in OpenAI's API.
         presence_penalty: number from -2 to 2 that is subtracted from the logit of each token that
-            was chosen before; 0 disables the penalty. Defined as in OpenAI's API.
+            was already chosen; 0 disables the penalty. Defined as in OpenAI's API.
         logit_bias: mapping from token id to a number from -100 to 100 that is added to the token's
             logit.
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned for each
             token of the prompt, in addition to the log-probability of that token; None returns
-            none. If set, `max_new_tokens` may be 0.
+            none. If set, `max_new_tokens` can be 0.
         slide: continue beyond the model's context. When the context is full, its most recent half
             becomes the new prompt, and older text is dropped.
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full,
             instead of half of the context. With 1, as in LLMs-from-scratch, each additional token
             is computed from the full context, which is slower.
         beams: number of beams; 1 disables beam search. Beam search does not sample. It returns the
-            text with the highest mean log-probability per token among the texts that it finds.
+            continuation with the highest mean log-probability per token that it finds.
         choices: number of most likely tokens that are returned for each new token, with their
             probability according to the model and their sampling probability (after penalties,
             biases, temperature, top_k, top_p and min_p); None returns none.
@@ -116,7 +116,8 @@ class SamplingConfig:
             )
 
     def _require_beams(self) -> None:
-        """Raise an error for settings that beam search can't apply because it does not sample."""
+        """Raise an error for settings that beam search does not support, because it does not
+        sample."""
         changed = {
             "temperature": self.temperature not in (0, SamplingConfig.temperature),
             "top_k": self.top_k > 0,

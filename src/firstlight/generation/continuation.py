@@ -1,4 +1,5 @@
-"""Continue one text: choose tokens from logits, decode them and detect the end."""
+"""Continue a single prompt: choose tokens from logits, decode them, and detect the end of the
+text."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ class Generation:
 
     Attributes:
         prompt: text of the prompt.
-        text: the new text, without the stop text.
-        token_ids: ids of the new tokens, without the end token. If generation ended at a stop text,
-            the last id is that of the token that completed the stop text.
+        text: the new text, without the stop string.
+        token_ids: ids of the new tokens, without the end token. If generation ended at a stop
+            string, the last id is that of the token that completed the string.
         prompt_tokens: number of tokens in the prompt, including the beginning-of-text token.
-        finish_reason: "stop" at an end token or stop text, "length" at a limit.
+        finish_reason: "stop" if generation ended at an end token or a stop string, "length" if it
+            ended at a limit.
         seed: seed that reproduces the text.
         logprobs: log-probability of each token in `token_ids`, or None if the config does not
             request them.
@@ -54,32 +56,31 @@ class Generation:
 
 
 class Continuation:
-    """Chooses the tokens of one text from the model's logits and decodes them.
+    """Chooses the tokens of a single text from the model's logits, and decodes them.
 
     Args:
         prompt_ids: token ids of the prompt.
         config: sampling settings. If they do not include a seed, one is drawn.
         context: the model's context, in tokens.
-        eos_token_ids: tokens that end the text.
-        tokenizer: tokenizer that decodes the tokens. Without it, the returned text is empty and
-            stop texts have no effect.
-        constraint: constraint on the tokens; the text ends when the constraint is satisfied. None
-            allows all tokens.
-        shown: see `TextStream`.
+        eos_token_ids: ids of the end-of-text tokens.
+        tokenizer: tokenizer that decodes the tokens. Without a tokenizer, the returned text is
+            empty and stop strings have no effect.
+        constraint: constraint on the tokens, such as a schema. The text ends when the constraint is
+            satisfied. None allows all tokens.
+        shown: special tokens that are included in the text (see `TextStream`).
 
     Attributes:
         config: sampling settings, always including a seed.
         prompt_ids: token ids of the prompt.
         token_ids: tokens chosen so far, without the end token.
-        finish_reason: None while the text is being generated; see `Generation`.
-        logprobs: see `Generation`.
+        finish_reason: None while the text is being generated, then the same as in `Generation`.
+        logprobs: log-probabilities of the chosen tokens (see `Generation`).
         prompt_logprobs: log-probabilities of all prompt tokens except the first, or None if the
             config does not request them.
-        choices: see `Generation`.
+        choices: most likely tokens at each position (see `Generation`).
         is_plain: True if the next token depends only on the logits and the random generator,
             because there are no penalties, biases or constraints.
-        settings: settings by which texts are grouped. The tokens of several texts can be chosen
-            together only if these settings are equal.
+        settings: settings that must be equal for the tokens of several texts to be chosen together.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class Continuation:
 
     @property
     def score_prompt(self) -> Callable[[Tensor], None] | None:
-        """Callback for `BatchDecoder.add(on_logits=...)` that records log-probabilities from the
-        prompt's logits [T, V], or None if the config does not request them.
+        """Callback for `BatchDecoder.add(on_logits=...)` that records the log-probabilities of the
+        prompt's tokens from the logits [T, V]; None if the config does not request them.
         """
         return None if self.prompt_logprobs is None else self._score_prompt
 
@@ -155,14 +156,15 @@ class Continuation:
         return shifted(logits_V, self.config, self._seen, self._counts, allowed_V=allowed_V)
 
     def push(self, chosen: Chosen | Exception) -> str:
-        """Append the next token, or end the text. Return the text that has become final, which is
-        often empty.
+        """Append the next token, or end the text. Return the piece of text that has become final,
+        which is often empty.
 
         If `finish_reason` is still None, the caller computes the logits after the last token in
         `token_ids`, then calls `choose_tokens` and `push` again.
 
         Args:
-            chosen: result of `choose_tokens` for this text; an exception is raised here.
+            chosen: result of `choose_tokens` for this text. If it is an exception, it is raised
+                here.
 
         Raises:
             Exception: `chosen` is an exception.
@@ -234,8 +236,8 @@ def choose_tokens(
             contain the same ids after they have been copied to the host.
 
     Returns:
-        The argument of `Continuation.push` for each text. If the choice failed for a text, this is
-        the exception; the other texts are not affected.
+        For each text, the value to pass to `Continuation.push`. If the choice failed for a text,
+        this is an exception; the other texts are not affected.
     """
     if not logits_BV.is_cuda:  # Apple's GPUs do not support fp64.
         logits_BV = logits_BV.cpu()
@@ -251,7 +253,8 @@ def choose_tokens(
         numbers_B = upload(numbers, logits_BV.device, torch.float64) if config.temperature else None
         columns = [_columns(logits_BV, shifted_BV, config, numbers_B)]
     else:
-        # Copy the indices together with the numbers; they are represented exactly in fp64.
+        # The indices are copied together with the other numbers, because fp64 represents them
+        # exactly.
         both_2B = upload([order, numbers], logits_BV.device, torch.float64)
         order_B, numbers_B = both_2B[0].long(), both_2B[1]
         sizes = [len(rows) for rows in groups.values()]
@@ -281,7 +284,7 @@ def _shifted(
     texts: Sequence[Continuation], logits_BV: Tensor
 ) -> tuple[Tensor, dict[int, Exception]]:
     """Return the logits [B, V] after penalties, biases and constraints, and a mapping from row to
-    error for texts whose constraint or bias failed.
+    error for texts whose constraint or bias raised one.
     """
     shifted, errors = dict[int, Tensor](), dict[int, Exception]()
     for row, text in enumerate(texts):
@@ -301,7 +304,7 @@ def _columns(
     logits_GV: Tensor, shifted_GV: Tensor, config: SamplingConfig, numbers_G: Tensor | None
 ) -> list[Tensor]:
     """Return the tensors from which `_chosen` reads the results of G texts with the same settings.
-    The tensors have the shape [G, W] with different widths W.
+    Each tensor has the shape [G, W], with a different width W.
     """
     ids_G1, probabilities_GV = sample_rows(shifted_GV, config, numbers_G)
     columns = [ids_G1, logits_GV.amax(-1, keepdim=True)]
@@ -321,7 +324,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
     """Return the values of two-dimensional tensors, read from a GPU in a single copy."""
     if not tensors[0].is_cuda:
         return [tensor.tolist() for tensor in tensors]
-    # Ids and fp32 values are represented exactly in fp64.
+    # fp64 represents ids and fp32 values exactly.
     values = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
     return [
         [list(itertools.islice(values, tensor.shape[1])) for _ in range(len(tensor))]
@@ -332,7 +335,7 @@ def _read(tensors: Sequence[Tensor]) -> list[list[list[float]]]:
 def _chosen(
     config: SamplingConfig, ids: list[float], largest: list[float], *further: list[float]
 ) -> Chosen | Exception:
-    """Return the chosen token of a text, given the text's rows of the tensors from `_columns`.
+    """Return the chosen token of a text, given the text's rows in the tensors from `_columns`.
     Return an error if the logits are not finite.
     """
     if not math.isfinite(largest[0]):
@@ -344,22 +347,22 @@ def _chosen(
         logprob, further = _token_logprob(token_id, *further[:3]), further[3:]
     for one, model, sampled in zip(*further, strict=True):
         choices.append(TokenChoice(int(one), model, sampled, int(one) == token_id))
-    # The chosen token is in the last row. Drop this row if the token is also among the most likely
-    # ones.
+    # The chosen token is in the last row. This row is dropped if the token is also among the most
+    # likely tokens.
     if any(choice.is_chosen for choice in choices[:-1]):
         choices.pop()
     return Chosen(token_id, logprob, choices)
 
 
 class StopTexts:
-    """Passes text through until a stop text occurs. Text that may be the beginning of a stop text
-    is held back until the ambiguity is resolved.
+    """Passes text through until a stop string occurs. Text that could be the beginning of a stop
+    string is held back until the following text shows whether it is one.
 
     Args:
-        texts: non-empty stop texts.
+        texts: the stop strings, which must not be empty.
 
     Attributes:
-        found: True after a stop text has occurred.
+        found: True after a stop string has occurred.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -368,7 +371,7 @@ class StopTexts:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add text. Return the text that can no longer become part of a stop text."""
+        """Add text. Return all text that can't be part of a stop string."""
         if not self._texts:
             return piece
         text = self._held + piece
@@ -394,7 +397,7 @@ def overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """A candidate token at one position.
+    """A token that was a candidate at one position.
 
     Attributes:
         token_id: id of the token.
@@ -458,7 +461,7 @@ def _logprob_columns(logits_TV: Tensor, ids_T1: Tensor, top: int) -> tuple[Tenso
 def _token_logprob(
     token_id: int, logprob: list[float], ids: list[float], values: list[float]
 ) -> TokenLogprob:
-    """Return the log-probability of a token, given the token's rows of the tensors from
+    """Return the log-probability of a token, given the token's rows in the tensors from
     `_logprob_columns`.
     """
     return TokenLogprob(token_id, logprob[0], tuple(zip(map(int, ids), values, strict=True)))

@@ -1,4 +1,5 @@
-"""Load a model for generation, and continue one text as a stream or many texts in a batch."""
+"""Load a model for generation, and continue a single prompt as a stream or many prompts in a
+batch."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def load(
         way: "mmap" maps the file into memory, which takes almost no time, but the file must not be
             overwritten in place while the model exists. "sequential" reads each tensor directly
             into its parameter. "straight" reads the whole file before the weights are copied, which
-            takes twice the memory. "auto" means "mmap" on the CPU if no weight is converted,
-            otherwise "sequential".
+            takes twice the memory. "auto" means "mmap" if the model is loaded on the CPU and its
+            weights are not converted, otherwise "sequential".
         best: True to load the checkpoint of a run folder with the lowest validation loss instead of
             the newest one.
 
@@ -78,8 +79,8 @@ def load(
             hint = nearest(value, known) or f" (known: {', '.join(known)})"
             raise ConfigError(f"{name} '{value}' is unknown{hint}")
     if dtype == "int8" and torch.device(device).type == "cuda":
-        # torch's int8 kernel is slower than casting the weights to bf16, which in turn moves 2.5
-        # times as many bytes as a product of bf16 weights.
+        # On CUDA GPUs, torch's int8 kernel is slower than casting the weights to bf16, and the cast
+        # moves 2.5 times as many bytes as a product of bf16 weights.
         raise ConfigError(
             "dtype int8 is supported only on CPUs, because it is slower than bfloat16 on a GPU: "
             "use bfloat16, or set the device to cpu"
@@ -99,21 +100,21 @@ def load(
 
 
 def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
-    """Continue a text to its end, or until the caller closes the generator.
+    """Continue a text until it ends or the caller closes the generator.
 
     Args:
-        text: a new continuation.
-        decoder: an empty decoder; it is emptied again afterwards.
+        text: continuation that has not been started yet.
+        decoder: an empty decoder, which is emptied again afterwards.
 
     Yields:
-        The text that becomes final with each new token, which is often empty.
+        For each new token, the piece of text that becomes final, which is often empty.
 
     Raises:
         ConfigError, ModelError: see `require_prompt` and `Continuation.push`.
     """
     assert len(decoder) == 0
-    # When the context is full, half of it is kept. Keeping less would drop more text than needed;
-    # keeping more would recompute the kept text more often.
+    # When the context is full, half of it is kept. If less were kept, more text than necessary
+    # would be dropped. If more were kept, the kept text would have to be recomputed more often.
     kept = max(decoder.max_tokens // 2, 1)
     slides_by = text.config.slide_tokens
     if slides_by is not None:
@@ -145,15 +146,15 @@ def pieces_of(text: Continuation, decoder: BatchDecoder) -> Iterator[str]:
 def pieces_of_many(
     texts: Sequence[Continuation], decoder: BatchDecoder
 ) -> Iterator[tuple[int, str]]:
-    """Continue texts to their ends, `decoder.max_sequences` at a time. When a text ends, the next
+    """Continue texts until they end, `decoder.max_sequences` at a time. When a text ends, the next
     one starts immediately.
 
     Args:
-        texts: new continuations.
+        texts: continuations that have not been started yet.
         decoder: an empty decoder.
 
     Yields:
-        For each new token, the index of its text and the part of the text that becomes final.
+        For each new token, the index of its text, and the piece of text that becomes final.
 
     Raises:
         ConfigError: the config of a text enables `slide` or `beams`.
@@ -184,8 +185,8 @@ def pieces_of_many(
 
 
 def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Add the prompts of texts to a decoder. Return the first new token of each text; see
-    `choose_tokens`.
+    """Add the prompts of texts to a decoder. Return the first new token of each text, as returned
+    by `choose_tokens`.
 
     Raises:
         ConfigError, ModelError: see `require_prompt`.
@@ -197,8 +198,8 @@ def first_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[C
 
 
 def next_tokens(texts: Sequence[Continuation], decoder: BatchDecoder) -> list[Chosen | Exception]:
-    """Return the next token of each text in a decoder, in the order of its sequences; see
-    `choose_tokens`.
+    """Return the next token of each text in a decoder, as returned by `choose_tokens`. The texts
+    are in the order of the decoder's sequences.
     """
     logits_BV = decoder.step([text.token_ids[-1] for text in texts])
     return choose_tokens(texts, logits_BV, decoder.keep if logits_BV.is_cuda else None)
@@ -242,7 +243,7 @@ def with_model_settings(
     Args:
         config: sampling settings.
         loaded: the model.
-        named: names of settings that the user has specified; these settings are not changed.
+        named: names of the settings that the user has specified, which are not changed.
 
     Raises:
         ConfigError: a setting of the model is out of range.
@@ -255,17 +256,17 @@ def with_model_settings(
 
 
 class GenerationStream:
-    """Iterable that generates a continuation and yields its text as it is produced.
+    """Iterable that generates a continuation and yields its text as it is generated.
 
     Args:
         loaded: a model from `load`.
-        prompt: text to continue.
-        config: see `SamplingConfig`.
+        prompt: text that the model continues.
+        config: sampling settings.
         compile: True to decode with torch.compile, which is faster after about a minute of
-            compiling; see `firstlight.generation.batch`.
+            compilation (see `firstlight.generation.batch`).
 
     Attributes:
-        result: the complete continuation, or None until the iteration ends.
+        result: the complete continuation; None until the iteration ends.
 
     Raises:
         ModelError: the model folder has no tokenizer.
@@ -345,7 +346,8 @@ def generate(
 
     Args:
         checkpoint: a folder or hub id as in `load`, or a model returned by `load`.
-        prompt: text to continue; an empty prompt starts from the model's beginning-of-text token.
+        prompt: text that the model continues. An empty prompt starts from the model's
+            beginning-of-text token.
         max_new_tokens: maximum number of new tokens.
         temperature: divisor of the logits; 0 always chooses the most likely token.
         top_k: number of most likely tokens to choose from; 0 means all.
@@ -356,12 +358,12 @@ def generate(
             0 disables this.
         repetition_penalty: divisor of the positive logits, and factor of the negative logits, of
             tokens that the prompt or the new text contains; 1 disables the penalty.
-        stop: texts that end the continuation.
+        stop: strings that end the continuation.
         logprobs: number of most likely tokens whose log-probabilities are returned; None returns
             none.
         frequency_penalty: number subtracted from a token's logit for each time that the token was
             chosen.
-        presence_penalty: number subtracted from the logit of each token that was chosen before.
+        presence_penalty: number subtracted from the logit of each token that was already chosen.
         logit_bias: number added to the logit of each given token id.
         slide: True to continue beyond the model's context.
         slide_tokens: number of oldest tokens that `slide` drops each time the context is full; None
@@ -369,13 +371,13 @@ def generate(
         beams: number of beams; 1 disables beam search.
         choices: number of most likely tokens that are returned with their probabilities; None
             returns none.
-        compile: see `GenerationStream`.
+        compile: True to decode with torch.compile (see `GenerationStream`).
 
     Raises:
         ConfigError: a value is out of range, or the prompt fills the context.
         ModelError, CheckpointError, TokenizerError: the model is unusable.
     """
-    # `locals()` has only the arguments here, because no other name is bound yet.
+    # `locals()` contains only the arguments here, because no other names have been assigned yet.
     given = {**locals(), "logit_bias": logit_bias or {}}
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     names = [field.name for field in dataclasses.fields(SamplingConfig) if field.name in given]
@@ -399,20 +401,20 @@ def generate_batch(
     batch_size: int = 8,
     compile: bool = False,
 ) -> list[Generation]:
-    """Continue several texts in a batch. Except for rounding, each continuation is the same as with
-    `generate`.
+    """Continue several prompts in a batch. Except for rounding, each continuation is the same as
+    with `generate`.
 
-    When a text ends, the next one starts immediately. If the config has a seed, it is used for
-    every text; otherwise each text gets a different random seed. In a batch, logits can differ in
-    the last fp32 digit from those of a single text. If two tokens are almost equally likely, a
-    different token may therefore be chosen.
+    When one continuation ends, the next one starts immediately. If the config has a seed, it is
+    used for every continuation; otherwise, each of them gets a different random seed. In a batch,
+    logits can differ in the last fp32 digit from those of a single prompt. If two tokens are almost
+    equally likely, a different token can therefore be chosen.
 
     Args:
         loaded: a model from `load`.
-        prompts: texts to continue.
-        config: see `SamplingConfig`.
-        batch_size: maximum number of texts that are generated simultaneously.
-        compile: see `GenerationStream`.
+        prompts: texts that the model continues.
+        config: sampling settings.
+        batch_size: maximum number of continuations that are generated simultaneously.
+        compile: True to decode with torch.compile (see `GenerationStream`).
 
     Returns:
         The continuations, in the order of the prompts.

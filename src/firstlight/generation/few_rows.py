@@ -1,11 +1,11 @@
-"""Linear layers optimised for inputs with few rows on a CPU. Such inputs occur in decoding, where
-each text has only one new token.
+"""Linear layers that are optimised for inputs with few rows on a CPU. Such inputs occur in
+decoding, where each sequence has only one new token.
 
-With few rows, a linear layer is limited by memory bandwidth: its run time is the time needed to
-read its weights. In measurements, torch's kernels for one row reached only a third of the memory
-bandwidth, because they read several rows of the weight matrix at once and do not prefetch across
-pages. The kernels in `few_rows.cpp` read the rows in order and prefetch further ahead. They are
-compiled on first use, which takes one or two seconds, and stored in the user's cache folder.
+With few rows, the speed of a linear layer is limited by memory bandwidth: its run time is the time
+needed to read its weights. In measurements, torch's kernels for one row reached only a third of the
+memory bandwidth, because they read several rows of the weight matrix at once and do not prefetch
+across pages. The kernels in `few_rows.cpp` read the rows in order and prefetch further ahead. They
+are compiled on first use, which takes one or two seconds, and stored in the user's cache folder.
 Weights can be rounded to 8 bits (`Int8Linear`), which halves the number of bytes to read.
 """
 
@@ -61,8 +61,8 @@ _Kernel = Callable[..., None]
 
 
 class FewRowsLinear(nn.Linear):
-    """`nn.Linear` that uses the kernel for few rows if `takes_few_rows` returns True. Inputs have
-    the shape [..., in], outputs [..., out].
+    """`nn.Linear` that uses the few-rows kernel if `takes_few_rows` returns True. Inputs have shape
+    [..., in], and outputs have shape [..., out].
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ class FewRowsLinear(nn.Linear):
 
 
 class FewRowsConv1D(Conv1D):
-    """GPT-2's `Conv1D` that uses the kernel for few rows if `takes_few_rows` returns True and the
-    weight, of shape [in, out], is stored in memory as [out, in] (see `lay_out`). Inputs have the
-    shape [..., in], outputs [..., out].
+    """GPT-2's `Conv1D` that uses the few-rows kernel if `takes_few_rows` returns True and `lay_out`
+    has stored the weight, of shape [in, out], in memory as [out, in]. Inputs have shape [..., in],
+    and outputs have shape [..., out].
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +93,8 @@ def use_few_rows(model: Model) -> None:
         model: a model for generation.
     """
     for module in model.modules():
-        # Change only these exact classes, because a subclass may have a different forward pass.
+        # Only these exact classes are changed, because a subclass can have a different forward
+        # pass.
         if type(module) is nn.Linear:
             module.__class__ = FewRowsLinear
         elif type(module) is Conv1D:
@@ -102,11 +103,11 @@ def use_few_rows(model: Model) -> None:
 
 def lay_out(model: Model) -> None:
     """Copy the weights of `FewRowsConv1D` layers on the CPU into the memory layout [out, in] if a
-    kernel exists for their dtype. Names, shapes and values stay the same; sums over weights may be
-    rounded differently.
+    kernel exists for their dtype. Names, shapes and values stay the same, but sums over weights can
+    be rounded differently.
 
     Args:
-        model: a model changed by `use_few_rows`; other models do not have such layers.
+        model: a model changed by `use_few_rows`. Other models do not have `FewRowsConv1D` layers.
     """
     for module in model.modules():
         if isinstance(module, FewRowsConv1D):
@@ -140,7 +141,7 @@ def use_large_pages(model: Model, *, is_mapped: bool) -> None:
             return
         memory = mmap.mmap(-1, ends[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # Another operating system, or not enough memory.
+    except OSError:  # The operating system is not Linux, or there is not enough memory.
         return
     for weight, start in zip(weights, [0, *ends], strict=False):
         place = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=start)
@@ -234,8 +235,8 @@ def has_kernels() -> bool:
 def ready_to_compile() -> None:
     """Make torch.compile treat the result of `has_kernels` as a constant.
 
-    This is not a decorator because importing torch's compiler takes a second, and most programs
-    that generate text do not use it.
+    This is not done by a decorator, because importing torch's compiler takes a second, and most
+    programs that generate text do not use it.
     """
     torch.compiler.assume_constant_result(has_kernels)  # type: ignore[no-untyped-call]
 
@@ -293,7 +294,7 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler")
-    # The name includes the processor, because machines with different instruction sets may share a
+    # The name includes the processor, because machines with different instruction sets can share a
     # home folder.
     parts = (_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
@@ -311,7 +312,7 @@ def _compiled() -> Path:
 
 
 def _cache_folder() -> Path:
-    """Return the user's cache folder for libraries. Only the user may have write access to it,
+    """Return the user's cache folder for libraries. Other users must not have write access to it,
     because the libraries in it are executed.
 
     Raises:
@@ -337,21 +338,22 @@ def _processor() -> str:
 
 # 8-bit weights
 
-#: Maximum number of rows for torch's int8 kernel on a CPU. With more rows, converting the weights
-#: to bf16 first is faster.
+#: Maximum number of input rows for torch's int8 kernel on a CPU. With more rows, it is faster to
+#: convert the weights to bf16 first.
 _INT8_ROWS = 16
-#: torch's kernel reads past the end of rows whose length is not a multiple of this number, so rows
-#: are zero-padded to a multiple of it.
+#: Rows are zero-padded to a multiple of this length, because torch's kernel reads past the end of
+#: rows of any other length.
 ROW_MULTIPLE = 32
 
 
 class Int8Linear(nn.Module):
-    """Linear layer, [..., in] to [..., out], with int8 weights from -127 to 127 and one scale per
-    output. It takes half the memory of a bf16 layer. Inputs and outputs are bf16.
+    """Linear layer with int8 weights from -127 to 127 and one scale per output, which needs half
+    the memory of a bf16 layer. Inputs have shape [..., in], outputs have shape [..., out], and both
+    are bf16.
 
     Source: pytorch-labs/gpt-fast `quantize.py` (weight-only int8). Weights are rounded to the
-    nearest integer after scaling. For each output, the weight with the largest absolute value
-    becomes 127 or -127.
+    nearest integer after scaling. The scale of each output is chosen so that the weight with the
+    largest absolute value becomes 127 or -127.
 
     Args:
         weight: weights to quantise, [out, in].
@@ -389,8 +391,8 @@ class Int8Linear(nn.Module):
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise weights [out, in]. Return int8 weights of the same shape and their scale, bf16
-    [out].
+    """Quantise weights of shape [out, in]. Return int8 weights of the same shape and their bf16
+    scales, of shape [out].
     """
     scale = weight.float().abs().amax(1).div(127).clamp(min=torch.finfo(torch.bfloat16).tiny)
     scale = scale.to(torch.bfloat16)
@@ -400,9 +402,9 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def quantize_int8(model: Model) -> None:
-    """Replace a model's linear layers, including its head, by `Int8Linear`, in place.
+    """Replace a model's linear layers, including its head, with `Int8Linear`, in place.
 
-    Embeddings, norms, routers and stacked experts are left unchanged. Afterwards the model can't be
+    Embeddings, norms, routers and stacked experts are not changed. Afterwards, the model can't be
     trained or saved.
 
     Args:

@@ -1,7 +1,9 @@
-"""Decoding step of a plain Llama for a few texts on a CPU, as a single call into `few_rows.cpp`.
+"""Compute a decoding step of a plain Llama, for a few sequences on a CPU, in a single call into
+`few_rows.cpp`.
 
 With separate torch operations, a step of a small model takes twice as long as reading the model's
-weights, because each layer consists of 20 operations that start threads and allocate results.
+weights, because each layer consists of 20 operations, each of which starts threads and allocates
+its result.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from firstlight.models.ops import Embedding, attention
 #: Head dimensions must be a multiple of this number, because the kernel processes a head in vectors
 #: of up to 16 numbers.
 _HEAD_MULTIPLE = 16
-#: Maximum number of texts in a step. For more texts, torch's matrix products are faster.
+#: Maximum number of sequences in a step. For more sequences, torch's matrix products are faster.
 MOST_TEXTS = 16
 
 
 class _Linear(ctypes.Structure):
-    """The struct `Linear` in few_rows.cpp. The next two classes are the structs `Layer` and
-    `Llama`.
+    """Mirrors the struct `Linear` in few_rows.cpp. The next two classes mirror the structs `Layer`
+    and `Llama`.
     """
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "scale", "bias")]
@@ -56,10 +58,10 @@ class _Llama(ctypes.Structure):
 
 
 class LlamaStep:
-    """Decoding step for the first sequences of a cache. Created by `llama_step`.
+    """Decoding step for the first sequences of a cache. Instances are created by `llama_step`.
 
-    Results are rounded at the same points as in the model; only attention keeps fp32 between its
-    operations.
+    Results are rounded at the same points as in the model, except that attention keeps fp32 between
+    its operations.
 
     Args:
         model: a model that satisfies `_is_plain`; its parameters must not be replaced afterwards.
@@ -72,7 +74,7 @@ class LlamaStep:
     def __init__(self, model: Llama, cache: KVCache) -> None:
         config = model.config
         final_norm: Any = model.final_norm
-        # Keep the model and cache alive: the pointers refer to their memory.
+        # The model and the cache are kept alive, because the pointers refer to their memory.
         self._model, self._cache = model, cache
         self._dtype, self._rows = model.embedding.weight.dtype, len(model.embedding.weight)
         self.most_rows = min(MOST_TEXTS, len(cache.keys[0]))
@@ -95,7 +97,8 @@ class LlamaStep:
             own.window = config.attention_spec(number).window or 0
         threads, width = torch.get_num_threads(), config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        # Buffer sizes of `Work` in few_rows.cpp: shared by all threads, and per thread.
+        # Sizes of the buffers of `Work` in few_rows.cpp: those that all threads share, and those of
+        # each thread.
         shared = (config.hidden_size, width, keys, keys, width, config.intermediate_size)
         each = (config.head_dim, config.head_dim, max(cache.max_tokens, config.head_dim))
         normed = self.most_rows * _padded(config.hidden_size)
@@ -142,7 +145,7 @@ class LlamaStep:
         assert rows == len(lengths) <= self.most_rows
         ids_B, positions_B = torch.tensor([token_ids, lengths], dtype=torch.int64, device="cpu")
         ((cos, sin),) = self._model.rotary.tables(positions_B[:, None], positions_B + 1)
-        # Round the tables to the model's dtype, as `LlamaAttention` does.
+        # The tables are rounded to the model's dtype, as in `LlamaAttention`.
         cos, sin = (table.to(self._dtype).float().contiguous() for table in (cos, sin))
         logits_BV = torch.empty(rows, self._llama.vocab, dtype=self._dtype, device="cpu")
         self._kernel(
@@ -171,8 +174,8 @@ def llama_step(model: Model, cache: KVCache) -> LlamaStep | None:
 
 def _is_plain(model: Model) -> TypeGuard[Llama]:
     """Return True if the kernel computes exactly the model's forward pass. All modules must have
-    the expected classes, without hooks or replaced functions. All parameters must have the same
-    dtype, and so must the weights of all linear layers.
+    the expected classes, without hooks or replaced functions. All parameters must share one dtype.
+    The weights of all linear layers must also share one dtype, which can be int8.
     """
     if type(model) is not Llama or model.config.head_dim % _HEAD_MULTIPLE:
         return False
@@ -198,7 +201,7 @@ def _is_plain(model: Model) -> TypeGuard[Llama]:
             for module in modules
             if isinstance(module, LlamaAttention)
         )
-        # Exclude fake and distributed tensors.
+        # This excludes fake and distributed tensors.
         and all(type(tensor) in (nn.Parameter, Tensor) for tensor in tensors)
         and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
         and all(parameter.dtype == dtype for parameter in model.parameters())

@@ -20,9 +20,10 @@ def sample_rows(
     host.
 
     Args:
-        logits_GV: logits of one position of each of G texts, after penalties and biases.
-        config: sampling settings, which are the same for all texts.
-        numbers_G: one number from `uniform_numbers` per text; None only with temperature 0.
+        logits_GV: logits for one position in each of G sequences, after penalties and biases.
+        config: sampling settings, which are the same for all sequences.
+        numbers_G: one number from `uniform_numbers` per sequence; can be None only with temperature
+            0.
 
     Returns:
         The ids, int64 [G, 1], and the probabilities from which they were drawn, fp32 [G, V]. With
@@ -45,12 +46,12 @@ def shifted(
     """Return logits [V] after penalties and biases, with -inf for tokens that are not allowed.
 
     Args:
-        logits_V: the model's logits of one position.
+        logits_V: the model's logits for one position.
         config: sampling settings.
         seen: ids to which the repetition penalty applies.
         counts: number of occurrences of each token id among the new tokens, for the frequency and
             presence penalties.
-        allowed_V: bool mask, True for tokens that may be chosen; None allows all tokens.
+        allowed_V: bool mask, true for the tokens that can be chosen; None allows all tokens.
 
     Raises:
         ConfigError: `logit_bias` contains an id beyond the model's vocabulary.
@@ -69,8 +70,8 @@ def uniform_numbers(seed: int) -> Iterator[float]:
     """
     generator = torch.Generator().manual_seed(seed)
     while True:
-        # Draw numbers in blocks, because one call per number would take as long as the rest of a
-        # decoding step of a small model.
+        # Numbers are drawn in blocks, because one call per number would take as long as the rest of
+        # a small model's decoding step.
         yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
 
 
@@ -90,7 +91,7 @@ def draw(probabilities_GV: Tensor, numbers_G: Tensor) -> Tensor:
     """
     cumulative_GV = probabilities_GV.cumsum(-1, dtype=torch.float64)
     totals_G = cumulative_GV[:, -1]
-    # A product rounded up to the total would select an index out of range.
+    # If the product were rounded up to the total, the index would be out of range.
     below_G = (numbers_G * totals_G).minimum(totals_G.nextafter(torch.zeros_like(totals_G)))
     found_G1 = torch.searchsorted(cumulative_GV, below_G[:, None], right=True)
     # NaN probabilities would give an index out of range.
@@ -114,7 +115,7 @@ def shift(logits_V: Tensor, config: SamplingConfig, counts: Mapping[int, int]) -
         logit - count * frequency_penalty - (count > 0) * presence_penalty + bias
 
     Args:
-        logits_V: logits of one position.
+        logits_V: logits for one position.
         config: sampling settings.
         counts: number of occurrences of each token id among the new tokens.
 
@@ -154,7 +155,7 @@ def filter_probabilities(logits_V: Tensor, config: SamplingConfig) -> Tensor:
     """Return the probabilities to draw from, fp32 [..., V], for logits [..., V]. Temperature,
     min-p, top-k and top-p (Holtzman et al. 2020, arXiv 1904.09751) are applied in this order."""
     logits_V = logits_V.float()
-    # Shift the largest logit to 0 so that dividing by a small temperature can't overflow.
+    # The largest logit is shifted to 0, so that dividing by a small temperature can't overflow.
     logits_V = (logits_V - logits_V.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)
     if config.min_p > 0:
         # The most likely token has logit 0, so the logit of any token is log(p / p_max).

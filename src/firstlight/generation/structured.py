@@ -1,9 +1,9 @@
-"""Constrained decoding: each token is chosen from the tokens that a JSON Schema allows.
+"""Constrained decoding: each token is chosen from only the tokens that a JSON Schema allows.
 
 The llguidance library computes the allowed tokens. Some schemas make it use unlimited time and
-memory, so `Matchers` runs in two child processes with limits (see `files.limits`). One process
-tries each new schema before generation starts; the other follows the texts that are being
-generated. These texts therefore never wait for a slow new schema.
+memory, so it runs in two child processes with limits (see `files.limits`). One process tries out
+each new schema before generation starts. The other process tracks the texts that are being
+generated, which therefore never have to wait for a slow new schema.
 
 torch and numpy are imported inside functions, because the child processes do not need them.
 """
@@ -27,11 +27,12 @@ from firstlight.files.limits import LimitedProcess, LimitExceededError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: CPU time limits in seconds for trying a new schema and for each token.
+#: CPU time limits, in seconds, for trying out a new schema and for each token.
 _SCHEMA_SECONDS, _TOKEN_SECONDS = 1.0, 1.0
-#: Memory limit of a process in bytes, not including the loaded vocabulary.
+#: Memory limit of each process in bytes, not including the loaded vocabulary.
 _MEMORY = 256 * 2**20
-#: Maximum length of a schema in characters, and number of tokens generated to try a new schema.
+#: Maximum length of a schema in characters, and number of tokens that are generated to try out a
+#: new schema.
 _LONGEST_SCHEMA, _TRIED_TOKENS = 2**16, 24
 #: Maximum number of characters of llguidance's message that are quoted in an error message.
 _LONGEST_ERROR = 200
@@ -48,7 +49,7 @@ class Vocabulary:
     Attributes:
         tokens: bytes of each token, indexed by id.
         special: ids of control tokens.
-        ends: ids of tokens that end a text.
+        ends: ids of the end-of-text tokens.
     """
 
     tokens: Sequence[bytes]
@@ -62,7 +63,7 @@ def can_structure() -> bool:
 
 
 class Grammars:
-    """Creates constraints for texts that share a vocabulary, and manages the two processes.
+    """Creates constraints for texts that share a vocabulary, and manages the two child processes.
 
     Args:
         vocabulary: tokens of the model.
@@ -79,8 +80,8 @@ class Grammars:
         self._tried = functools.lru_cache(maxsize=256)(self._try)
 
     def constraint(self, schema: dict[str, Any]) -> Constraint:
-        """Create a constraint that makes one text follow a schema. A new schema is tried first,
-        which takes up to `_SCHEMA_SECONDS`.
+        """Create a constraint that makes a single text follow a schema. A new schema is tried out
+        first, which takes at most `_SCHEMA_SECONDS`.
 
         Raises:
             SchemaError: the schema is not supported, or takes too much time or memory.
@@ -117,7 +118,7 @@ class Constraint:
     """Constraint that a schema imposes on the tokens of one text.
 
     Args:
-        process: the process that follows the text.
+        process: the child process that tracks the text.
         number: number that identifies the text in that process.
         schema: the schema as JSON.
     """
@@ -128,14 +129,14 @@ class Constraint:
         self._schema = schema
         self._tokens: list[int] = []
         self._mask: bytes | None = None
-        #: Result of `_Process.start` when the text was sent to the process, or 0 if it has not been
-        #: sent yet.
+        #: Result of `_Process.start` at the time the text was sent to the process, or 0 if it has
+        #: not been sent yet.
         self._known_in = 0
         weakref.finalize(self, process.note_end, number)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Return a bool mask [V] on the CPU, True for tokens that may come next. If the text may
-        end here, these include the end tokens.
+        """Return a bool mask [V] on the CPU, true for the tokens that can come next. If the text
+        can end here, the mask includes the end tokens.
         """
         import numpy as np
         import torch
@@ -150,9 +151,7 @@ class Constraint:
         return found
 
     def push(self, token_id: int) -> bool:
-        """Add the chosen token. Return True if the text is complete, so that no further token can
-        follow.
-        """
+        """Add the chosen token. Return True if the text is complete, so no token can follow."""
         self._tokens.append(token_id)
         return self._follow([token_id])
 
@@ -163,8 +162,8 @@ class Constraint:
         with self._process.lock:
             request: dict[str, Any] = {"text": self._number, "tokens": tokens}
             if self._known_in != self._process.start():
-                # The process does not have the text, because the text is new or because the process
-                # was restarted after another schema exceeded a limit.
+                # The process does not have the text, either because the text is new, or because the
+                # process was restarted after a different schema exceeded a limit.
                 request |= {"schema": self._schema, "tokens": self._tokens}
                 self._known_in = self._process.start()
             complete, self._mask = self._process.ask(request, _TOKEN_SECONDS)
@@ -172,7 +171,7 @@ class Constraint:
 
 
 class _Process(LimitedProcess):
-    """Child process that follows texts; see `Matchers`.
+    """Child process that tracks texts and computes the allowed tokens with `Matchers`.
 
     Args:
         vocabulary: tokens of the model.
@@ -231,10 +230,10 @@ def _schema_limits() -> Iterator[None]:
 #: endless whitespace.
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 #: Options that override the options in a schema (`x-guidance`). `lenient` is off, so that keywords
-#: not supported by llguidance are errors.
+#: that llguidance does not support raise errors.
 _OPTIONS = {**_SEPARATORS, "whitespace_pattern": None, "lenient": False, "coerce_one_of": False}
 
-#: Limits of llguidance for one schema; see its `ParserLimits`.
+#: Limits that llguidance applies to one schema (see its `ParserLimits`).
 _LIMITS = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 200_000,
@@ -248,7 +247,7 @@ _LIMITS = {
 
 
 class _Vocabulary:
-    """The vocabulary, with the attributes required by llguidance.
+    """The vocabulary in the form that llguidance requires.
 
     Args:
         tokens: hexadecimal bytes of each token, indexed by id. The last one is an additional end
@@ -267,8 +266,8 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Encode a text by taking the longest matching token at each position. llguidance does not
-        need the tokenizer's exact ids.
+        """Encode text by taking the longest matching token at each position. llguidance does not
+        need the exact ids that the tokenizer would return.
         """
         content = text.encode() if isinstance(text, str) else text
         found, place = [], 0
@@ -278,7 +277,7 @@ class _Vocabulary:
                     found.append(self._ids[content[place:end]])
                     break
             else:
-                end = place + 1  # No token starts here, so skip one byte.
+                end = place + 1  # No token matches here, so one byte is skipped.
             place = end
         return found
 
@@ -287,8 +286,8 @@ class Matchers:
     """The llguidance matchers of all texts that follow a schema, keyed by text number.
 
     Args:
-        tokens, special: see `_Vocabulary`.
-        ends: ids of tokens that end a text.
+        tokens, special: tokens of the vocabulary (see `_Vocabulary`).
+        ends: ids of the end-of-text tokens.
     """
 
     def __init__(self, tokens: list[str], special: list[int], ends: list[int]) -> None:

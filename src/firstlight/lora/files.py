@@ -1,20 +1,20 @@
-"""Reading and writing of adapters in PEFT's file format.
+"""Read and write adapters in PEFT's file format.
 
     FOLDER/
         adapter_config.json         LoRA's settings, and the folder or hub id of the base model
         adapter_model.safetensors   tensors whose names begin with base_model.model:
-                                    - of adapted layers: LAYER.lora_A.weight [r, in],
+                                    - for adapted layers: LAYER.lora_A.weight [r, in],
                                       LAYER.lora_B.weight [out, r] and, for DoRA,
                                       LAYER.lora_magnitude_vector [out];
-                                    - of an adapted embedding: LAYER.lora_embedding_A [r, V] and
+                                    - for an adapted embedding: LAYER.lora_embedding_A [r, V] and
                                       LAYER.lora_embedding_B [C, r];
-                                    - of trained rows:
+                                    - for trained rows:
                                       LAYER.token_adapter.trainable_tokens_delta [n, C];
-                                    - of modules that are trained in full: their parameter names.
+                                    - for modules that are trained in full: their parameter names.
 
 LAYER is the name of a layer in the base model. The names of the tensors determine which layers are
-adapted. The settings contain the remaining values, such as alpha, and must be consistent with the
-tensors.
+adapted. adapter_config.json specifies all other values, such as alpha, and must be consistent with
+the tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from firstlight.weights.stored import (
     read_header,
 )
 
-#: Maximum number of entries in rank_pattern and alpha_pattern together (the deepest models have 900
+#: Maximum total number of entries in rank_pattern and alpha_pattern (the deepest models have 900
 #: linear layers), and maximum number of characters in an entry.
 _MOST_PATTERNS = 3000
 _MOST_PATTERN_CHARS = 500
@@ -72,15 +72,15 @@ _MOST_MATCH_SECONDS = 2.0
 
 
 def require_quick_patterns(path: Path, patterns: list[str]) -> None:
-    """Raise an error for patterns that may take too long to match, judging by their number, their
-    length and their repetitions.
+    """Raise an error if the number, length or repetitions of the patterns suggest that matching
+    them could take too long.
 
     Args:
         path: path of the settings file, for error messages.
         patterns: entries of rank_pattern and alpha_pattern.
 
     Raises:
-        ModelError: the patterns may take too long to match, or a pattern is invalid.
+        ModelError: the patterns could take too long to match, or a pattern is invalid.
     """
     if len(patterns) > _MOST_PATTERNS:
         raise ModelError(
@@ -103,8 +103,8 @@ def require_quick_patterns(path: Path, patterns: list[str]) -> None:
 
 
 def require_quick_matches(path: Path, patterns: list[str], layers: Iterable[str]) -> None:
-    """Raise an error if matching the patterns against all layer names takes too long in total,
-    although each single match is fast.
+    """Raise an error if matching the patterns against all layer names takes too long in total, even
+    though each individual match is fast.
 
     Args:
         path: path of the settings file, for error messages.
@@ -134,8 +134,8 @@ def short(value: object) -> str:
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-#: Settings that do not affect an adapter whose tensors already exist. They are ignored. All other
-#: settings that are not fields of `PeftConfig` must be off (null, false, empty or 0).
+#: Settings that do not affect an adapter whose tensors already exist, and are therefore ignored.
+#: All other settings that are not fields of `PeftConfig` must be off (null, false, empty or 0).
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "eva_config",
@@ -150,7 +150,7 @@ _WITHOUT_EFFECT = {
     "runtime_config",
     "target_modules",
 }
-#: Values of `init_lora_weights` with which PEFT does not change the base model's weights.
+#: Values of `init_lora_weights` for which PEFT does not change the base model's weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
@@ -233,8 +233,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
     return config
 
 
-#: Maximum length of a chain of adapters in which each adapter is the base model of the previous
-#: one.
+#: Maximum length of a chain in which each adapter is the base model of the previous adapter.
 _LONGEST_CHAIN = 16
 
 
@@ -245,11 +244,12 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_chain(folder: Path) -> list[Path]:
-    """Return the folders of an adapter and of its base, and so on as long as the base is also an
-    adapter. The last folder is a model folder. If `folder` is a model folder, return [folder].
+    """Return the folder of an adapter, followed by the folder of its base model. If the base is
+    itself an adapter, the folder of its base follows, and so on. The last folder is a model folder.
+    If `folder` is a model folder, return [folder].
 
-    The base is read from `base_model_name_or_path`, which is a path relative to the adapter's
-    folder, another path, or the hub id of a model, which is downloaded.
+    The base is specified by `base_model_name_or_path`: a path relative to the adapter's folder, any
+    other path, or the hub id of a model, which is then downloaded.
 
     Raises:
         ModelError: a base is missing, or an adapter is its own base.
@@ -272,8 +272,8 @@ def adapter_chain(folder: Path) -> list[Path]:
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder with the config.json that describes a model: the given folder, or the
-    folder of the base model for an adapter without a config.json.
+    """Return the folder whose config.json describes a model. This is the given folder or, for an
+    adapter without a config.json, the folder of its base model.
 
     Raises:
         ModelError: see `adapter_chain`.
@@ -305,8 +305,9 @@ def _base_of(folder: Path) -> Path:
 
 
 def _adapted_layer(name: str) -> tuple[str, str] | None:
-    """Return the names of the adapted layer and of its parameter to which a tensor in an adapter
-    file belongs, or None if the tensor does not belong to an adapted layer."""
+    """Return two names for a tensor in an adapter file: the adapted layer to which the tensor
+    belongs, and the layer's parameter. Return None if the tensor does not belong to an adapted
+    layer."""
     for kind, suffix in SUFFIXES.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name.removeprefix(PREFIX).removesuffix(f".{suffix}"), kind
@@ -314,8 +315,8 @@ def _adapted_layer(name: str) -> tuple[str, str] | None:
 
 
 def adapter_settings(folder: Path) -> str:
-    """Return the settings that affect the outputs of an adapter, as JSON text. Adapters with the
-    same tensors and the same text produce the same outputs.
+    """Return the settings that affect the outputs of an adapter, as a JSON string. Adapters with
+    the same tensors and the same string produce the same outputs.
 
     Raises:
         ModelError: see `read_peft_config`.
@@ -330,9 +331,9 @@ class Adapter(NamedTuple):
     """An adapter that was read from a folder.
 
     Attributes:
-        config: settings with which `add_lora` creates the adapter's layers.
+        config: settings that `add_lora` needs to create the adapter's layers.
         tensors: values of the adapter's parameters, for `fill_adapter`.
-        changes_base: True if the file replaced the base model's frozen embedding or head.
+        changes_base: True if the adapter file replaced the base model's frozen embedding or head.
     """
 
     config: LoraConfig
@@ -352,13 +353,13 @@ def load_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> None:
 
 
 def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter:
-    """Return the adapter in a folder. If the adapter has tokens that the model lacks, they are
-    added to the model. A different frozen embedding or head in the folder replaces that of the
-    model.
+    """Return the adapter in a folder. Tokens of the adapter that the model does not have are added
+    to the model. If the folder contains a different frozen embedding or head, it replaces the
+    embedding or head of the model.
 
     Args:
         model: the base model without adapters.
-        folder: the adapter's folder, with the files that this module's docstring describes.
+        folder: the adapter's folder, which contains the files described in this module's docstring.
         vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
             number.
 
@@ -382,8 +383,8 @@ def read_adapter(model: Model, folder: Path, vocab_multiple: int = 1) -> Adapter
 
 
 def adapter_lora(model: Model, folder: Path) -> LoraConfig:
-    """Return the settings with which `add_lora` creates the adapter in a folder, without reading
-    the adapter's weights. Tokens that the model lacks are added to the model.
+    """Return the settings that `add_lora` needs to create the adapter in a folder. The adapter's
+    weights are not read. Tokens of the adapter that the model does not have are added to the model.
 
     Args:
         model: the base model without adapters, on any device.
@@ -398,9 +399,8 @@ def adapter_lora(model: Model, folder: Path) -> LoraConfig:
 def _read_layout(
     model: Model, folder: Path, vocab_multiple: int
 ) -> tuple[LoraConfig, dict[str, StoredTensor], set[str]]:
-    """Return the settings of an adapter, the tensors in its file, and the names of those tensors
-    that are copies of tensors of the base model. See `read_adapter` for the arguments and
-    errors."""
+    """Return the settings of an adapter, the tensors in its file, and the names of the tensors that
+    are copies of base model tensors. See `read_adapter` for the arguments and errors."""
     config, path = read_peft_config(folder), folder / ADAPTER_WEIGHTS_NAME
     if not path.is_file():
         raise ModelError(
@@ -443,17 +443,17 @@ def _read_layout(
 
 
 def _short_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the last parts of the names if these do not match any other known name, otherwise the
-    full names. Last parts are preferred, because the memory of a run is planned with a model that
-    has fewer layers, in which a full name may not exist."""
+    """Return the last parts of the names if they do not match any other known name. Otherwise,
+    return the full names. Last parts are preferred, because the memory of a run is planned with a
+    model that has fewer layers and might not contain a layer with the full name."""
     wanted, ends = {*names}, dict.fromkeys(name.rpartition(".")[2] for name in names)
     is_exact = {name for name in known if name.rpartition(".")[2] in ends} == wanted
     return list(ends) if is_exact else list(names)
 
 
 def _is_saved(name: str, modules: list[str]) -> bool:
-    """Return True if a tensor belongs to one of the modules in `modules_to_save`, which PEFT
-    matches against the ends of module names."""
+    """Return True if a tensor belongs to one of the modules in `modules_to_save`. Like PEFT, match
+    the entries against the ends of module names."""
     return any(f"{target}." in name.removeprefix(PREFIX) for target in modules if target)
 
 
@@ -461,8 +461,8 @@ def _without_doubles(
     model: Model, config: PeftConfig, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Return the tensors without duplicates. PEFT writes the tensors of a head twice if the head
-    shares the adapter or the trained rows of the embedding. PEFT also writes the wrappers of an
-    embedding or head to which tokens were added."""
+    shares the embedding's adapter or trained rows. If tokens were added, PEFT also writes the
+    tensors of the wrappers around the embedding and the head."""
     doubles = [".modules_to_save.", ".original_module."]
     if model.config.tie_word_embeddings:
         given = config.trainable_token_indices
@@ -476,15 +476,15 @@ def _without_doubles(
 
 
 def _ensures_tie(model: Model, config: PeftConfig | LoraConfig) -> bool:
-    """Return True if PEFT ties an adapted head to the embedding. PEFT finds the embedding by its
-    name."""
+    """Return True if PEFT ties an adapted head to the embedding. PEFT recognises the embedding by
+    its name."""
     tied = model.config.tie_word_embeddings and config.ensure_weight_tying
     return tied and model.embedding_name.endswith("embed_tokens")
 
 
 def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
-    """Resize the vocabulary of a base model to the number of rows in an adapter file. New rows are
-    initialised with the mean of the existing rows.
+    """Resize the vocabulary of a base model to the number of embedding rows in an adapter file. New
+    rows are initialised with the mean of the existing rows.
 
     Args:
         model: base model, which is modified in place.
@@ -493,8 +493,8 @@ def fit_vocabulary(model: Model, folder: Path, vocab_multiple: int) -> None:
             number.
 
     Raises:
-        ModelError: the adapter trains tokens beyond the vocabulary, and some ids before them have
-            no rows.
+        ModelError: the adapter trains tokens beyond the vocabulary, and some smaller ids do not
+            have rows.
     """
     count, table = model.config.vocab_size, f"{PREFIX}{model.embedding_name}."
     rows, path = count, folder / ADAPTER_WEIGHTS_NAME
@@ -527,8 +527,9 @@ def _require_rank(
     stored: Mapping[str, StoredTensor],
     path: Path,
 ) -> None:
-    """Check that the rank of a layer in the settings equals the rank of its tensor A in the file.
-    This check is done before memory is allocated according to the settings.
+    """Check that the rank of each layer in the settings equals the rank of its tensor A in the
+    file. The check must be done before memory is allocated, because the settings determine the
+    amount.
 
     Raises:
         ModelError: the tensor A is missing or has a different shape.
@@ -559,8 +560,8 @@ def _read(stored: StoredTensor) -> Tensor:
     return stored.read()
 
 
-#: Names under which the file stores the original weight of an embedding or head that is adapted or
-#: has trained rows.
+#: Names under which an adapter file stores the original weight of an embedding or head that is
+#: adapted or has trained rows.
 _COPIES = ("token_adapter.base_layer.weight", "base_layer.weight")
 
 
@@ -570,16 +571,16 @@ def _take_base_tables(
     path: Path,
     trained: Mapping[str, list[int]],
 ) -> bool:
-    """Replace the embedding and the head with those in an adapter file. PEFT writes both to the
-    file if they are adapted, or if tokens were added to the base model. All other tensors must be
-    copies of the base model's tensors.
+    """Replace the embedding and the head of a base model with those in an adapter file. PEFT writes
+    the embedding and the head to the file if they are adapted, or if tokens were added to the base
+    model. All other tensors must be copies of the base model's tensors.
 
     Args:
         model: base model, which is modified in place.
-        copies: tensors in the file that are not part of the adapter, by name.
+        copies: tensors in the file that are not part of the adapter, keyed by name.
         path: path of the adapter file, for error messages.
-        trained: ids of the tokens whose rows the adapter replaces, by the name of the embedding or
-            head.
+        trained: ids of the tokens whose rows the adapter replaces, keyed by the name of the
+            embedding or head.
 
     Returns:
         True if the embedding or the head was replaced.
@@ -624,13 +625,14 @@ def _take_base_tables(
 
 
 def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]:
-    """Return the contents of the text files that are saved with `adapter_tensors`, by file name.
+    """Return the contents of the text files that are saved together with `adapter_tensors`, keyed
+    by file name.
 
     Args:
         model: a model with adapters.
         config: the recipe's `lora` section.
-        base: folder of the base model (absolute, or relative to the adapter's folder), or its hub
-            id, followed by @REVISION unless it is the newest revision.
+        base: folder of the base model (absolute, or relative to the adapter's folder), or the
+            model's hub id, followed by @REVISION unless the newest revision is used.
     """
     revision = ""
     if not Path(base).is_dir():
@@ -669,7 +671,7 @@ def adapter_files(model: Model, config: LoraConfig, base: str) -> dict[str, str]
     return {ADAPTER_CONFIG_NAME: json.dumps(content, indent=2) + "\n"}
 
 
-#: Names of layers that PEFT treats as stacked experts in every model with experts.
+#: Layer names that PEFT always treats as stacked experts in models with experts.
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -711,8 +713,8 @@ def base_name(given: str | Path, folder: Path) -> str:
     GGUF file, and an unchanged hub id otherwise.
 
     Args:
-        given: folder, GGUF file or hub id that the user specified.
-        folder: folder of the base model. For a GGUF file or a hub id, it is in the cache.
+        given: folder, GGUF file or hub id specified by the user.
+        folder: folder of the base model, which is in the cache for a GGUF file or a hub id.
     """
     path = Path(given).expanduser()
     if not path.exists():

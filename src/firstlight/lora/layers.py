@@ -1,8 +1,8 @@
-"""LoRA: the `lora` section of a recipe, the adapted layers, functions to add and merge adapters,
-and the names of the adapters' parameters in PEFT files.
+"""LoRA. This module defines the `lora` section of a recipe, the adapted layers, functions that add
+and merge adapters, and the names of the adapters' parameters in PEFT files.
 
-Like PEFT's adapters, an adapter may contain whole modules (`modules_to_save`) and single rows of
-the embedding and the head (`trainable_token_indices`) in addition to low-rank matrices."""
+As in PEFT, an adapter can contain whole modules (`modules_to_save`) and individual rows of the
+embedding and the head (`trainable_token_indices`) in addition to low-rank matrices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from firstlight.section import Section
 LinearLayer = nn.Linear | Conv1D
 HEAD = "lm_head"
 
-#: Classes of modules that a user may target by mistake -> their names in the error message.
+#: Mapping from the classes of modules that a user could target by mistake to their names in the
+#: error message.
 _OTHER_KINDS: dict[type[nn.Module], str] = {
     Embedding: "an embedding",
     Experts: "a stack of experts",
@@ -44,13 +45,13 @@ _T = TypeVar("_T", int, float)
 @functools.lru_cache(maxsize=6000)
 def compiled(pattern: str) -> re.Pattern[str]:
     """Return the compiled regular expression for an entry of `rank_pattern` or `alpha_pattern`. It
-    matches either the whole name of a layer or the end of the name after a dot."""
+    matches either the whole name of a layer or the part of the name after any dot."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _by_pattern(patterns: Mapping[str, _T], layer: str, otherwise: _T) -> _T:
     """Return the value of the first pattern that matches the end of a layer's name, or `otherwise`
-    if no pattern matches. PEFT uses the same rule."""
+    if none of them matches. PEFT uses the same rule."""
     found = (value for pattern, value in patterns.items() if compiled(pattern).match(layer))
     return next(found, otherwise)
 
@@ -61,8 +62,8 @@ class LoraConfig(Section):
     """
 
     rank: int = Field(8, ge=1)
-    """rank of the matrices A and B that are added to a layer: the number of rows of A and of
-    columns of B."""
+    """rank of the product B A that is added to a layer: the number of rows of A and of columns of
+    B."""
     alpha: float = Field(16.0, gt=0)
     """scale of the product B A that is added to a layer: the product is multiplied by alpha /
     rank."""
@@ -81,17 +82,17 @@ class LoraConfig(Section):
     """true keeps a tied head tied to the embedding if `targets` or `modules_to_save` include one of
     them; false unties the two, as PEFT does by default."""
     use_rslora: bool = False
-    """true multiplies B A by alpha / sqrt(rank) instead of alpha / rank (rank-stabilised LoRA,
+    """true multiplies B A by alpha / sqrt(rank) instead of by alpha / rank (rank-stabilised LoRA,
     Kalajdzievski 2023, arXiv 2312.03732)."""
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default={})
-    """different ranks for some layers, keyed by regular expressions that match the last parts of
-    layer names."""
+    """ranks that replace `rank` for some layers, keyed by regular expressions that match the last
+    parts of layer names."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """different alphas for some layers, keyed by regular expressions that match the last parts of
-    layer names."""
+    """alphas that replace `alpha` for some layers, keyed by regular expressions that match the last
+    parts of layer names."""
     dora: bool = False
-    """true trains the magnitude of each output separately from its direction (DoRA, Liu et al.
-    2024). Each forward pass then reads every adapted weight a second time."""
+    """true trains the magnitude of the weights of each output separately from their direction
+    (DoRA, Liu et al. 2024). Each forward pass then reads every adapted weight a second time."""
     quantize: Literal["none", "nf4"] = "none"
     """"nf4" stores the frozen linear layers, except the head, in 4 bits, and dequantises their
     weights for each multiplication (QLoRA, Dettmers et al. 2023; requires bitsandbytes). Stacked
@@ -116,14 +117,15 @@ class LoraLinear(nn.Module):
 
     See Hu et al. 2021 (arXiv 2106.09685) for LoRA, and Liu et al. 2024 (arXiv 2402.09353) for DoRA.
     |.| denotes the norms of the rows of a weight, [out], which are treated as constants in the
-    backward pass (DoRA, section 4.3). The parameters have at least fp32 precision, even if
+    backward pass (DoRA, section 4.3). A, B and m have at least fp32 precision, even if
     `LanguageModel.cast` converts the model to bf16. Products with A and B are computed in the dtype
-    of the input, or in that of autocast.
+    of the input or, under autocast, in the dtype of autocast.
 
     Args:
-        base_layer: layer with W [out, in] and b [out]. The constructor freezes it.
+        base_layer: linear layer with the weight W [out, in] and the bias b [out]. The constructor
+            freezes it.
         rank: r, the rank of B A.
-        scaling: s, the factor of B A.
+        scaling: s, the factor by which B A is multiplied.
         dropout: dropout probability for the input of A during training.
         dora: True for DoRA. Its magnitudes m are initialised to |W|.
 
@@ -131,8 +133,8 @@ class LoraLinear(nn.Module):
         lora_A: A [r, in]. It is zero until it is set by `reset` or loaded from a file.
         lora_B: B [out, r]. It is zero until it is trained or loaded from a file.
         lora_magnitude_vector: m [out]; None for LoRA.
-        keeps_precision: True, because in bf16 the update of A or B in a single step could be lost
-            to rounding; see `LanguageModel.cast`.
+        keeps_precision: True, so that `LanguageModel.cast` does not convert the parameters. In
+            bf16, the update of A or B in a single step could be lost to rounding.
     """
 
     keeps_precision = True
@@ -178,7 +180,7 @@ class LoraLinear(nn.Module):
         scale = self.lora_magnitude_vector / self._norm()
         scaled = y * scale
         if self.base_layer.bias is not None:
-            # y already includes the bias, which must not be scaled.
+            # y already includes the bias, which must not be multiplied by the magnitudes.
             scaled = scaled + (1 - scale) * self.base_layer.bias
         return scaled.to(y.dtype)
 
@@ -191,8 +193,8 @@ class LoraLinear(nn.Module):
         return weight
 
     def _norm(self) -> Tensor:
-        # The norm is computed in fp32 even under autocast, because m is initialised as an fp32
-        # norm, and m / |W| must be 1 at the start.
+        # The norm is computed in fp32 even under autocast. m is initialised with a norm in fp32,
+        # and m / |W| must be 1 at the start.
         with torch.no_grad(), torch.autocast(self.lora_A.device.type, enabled=False):
             norm: Tensor = torch.linalg.vector_norm(self._changed(), dim=1)
         # The padding rows of a vocabulary are zero, so they have m = 0 and |W| = 0, and 0 / 0 would
@@ -240,7 +242,7 @@ class LoraEmbedding(_Table):
 
     Args:
         base_layer: embedding, which the constructor freezes.
-        rank, scaling: see `LoraLinear`. There is no dropout, as in PEFT.
+        rank, scaling: see `LoraLinear`. As in PEFT, there is no dropout.
 
     Attributes:
         lora_embedding_A: A [r, V]. It is zero until it is trained or loaded from a file.
@@ -279,7 +281,7 @@ class LoraEmbedding(_Table):
 
 
 class TrainableTokens(_Table):
-    """A frozen embedding or head in which some rows are replaced by trainable rows.
+    """A frozen embedding or head, some of whose rows are replaced by trainable rows.
 
     Args:
         base_layer: embedding or head, which the constructor freezes.
@@ -287,9 +289,10 @@ class TrainableTokens(_Table):
 
     Attributes:
         trainable_tokens_delta: trainable rows [n, C], initialised with the values of the frozen
-            rows. (PEFT chose the name, but the rows are values, not differences.)
+            rows. Despite the name, which PEFT uses, they contain values and not differences.
         token_ids: token ids of the trainable rows, int64 [n].
-        rows: row of each token in `trainable_tokens_delta`, or -1 if its row is frozen, int64 [V].
+        rows: index of each token's row in `trainable_tokens_delta`, or -1 if the token's row is
+            frozen, int64 [V].
         is_table: True, so that the optimizer uses the settings of embeddings.
     """
 
@@ -325,7 +328,7 @@ class TrainableTokens(_Table):
 
 
 class TiedHead(nn.Module):
-    """The tied head of a model whose embedding is wrapped. It uses the rows of the wrapped
+    """The tied head of a model whose embedding is wrapped. It uses the weight of the wrapped
     embedding.
 
     Args:
@@ -370,11 +373,11 @@ def add_lora(
     Args:
         model: model, which is modified in place.
         config: the recipe's `lora` section.
-        generator: CPU generator with which each A (B for an embedding) is initialised; None leaves
-            the matrices zero, to be loaded from a file.
-        frozen_dtype: dtype of the weights of frozen linear layers except the head; None leaves the
-            dtype unchanged. Under autocast to the same dtype, the results do not change, and 16-bit
-            weights take half as much memory as fp32 weights.
+        generator: CPU generator that is used to initialise each A (B for an embedding); None leaves
+            the matrices zero, so that they can be loaded from a file.
+        frozen_dtype: dtype to which the weights of frozen linear layers, except the head, are cast;
+            None leaves their dtype unchanged. Under autocast with the same dtype, the cast does not
+            change the results. 16-bit weights take half as much memory as fp32 weights.
 
     Raises:
         ConfigError: a target is not a layer that can be adapted, two keys change the same embedding
@@ -390,8 +393,8 @@ def add_lora(
         names = [name for name in names if name != HEAD]
         saved = [name for name in saved if name != HEAD]
     if is_tied and model.embedding_name in tokens:
-        # The head shares the embedding's rows. If the head also has another adapter, this is
-        # rejected below.
+        # The head shares the embedding's trained rows. If the head also has a different adapter, an
+        # error is raised below.
         tokens.pop(HEAD, None)
     _require_used_once(model, names, saved, tokens, is_tied=is_tied)
     model.requires_grad_(False)
@@ -491,11 +494,11 @@ def token_tables(model: Model, config: LoraConfig) -> dict[str, list[int]]:
 
 def with_new_tokens(model: Model, config: LoraConfig, first: int, end: int) -> LoraConfig:
     """Return a config that also trains the rows of new tokens in the embedding and the head, unless
-    the config already trains these modules in full. The ids of the new tokens are `first` to `end`
-    - 1.
+    the given config already trains these modules in full. The ids of the new tokens are `first` to
+    `end - 1`.
 
     Raises:
-        ConfigError: the embedding or the head with these rows already has another adapter.
+        ConfigError: the embedding or the head already has a different adapter.
     """
     saved, tokens = saved_modules(model, config), token_tables(model, config)
     tables = [model.embedding_name]
@@ -530,11 +533,11 @@ def _keeps_tie(
     model: Model, config: LoraConfig, saved: list[str], tokens: Mapping[str, list[int]]
 ) -> bool:
     """Return True if the head stays tied to the embedding according to PEFT's rules. Trained rows
-    are shared unless the config lists different rows for the two. Other changes are shared with
-    `ensure_weight_tying`."""
+    are shared unless the config lists different rows for the embedding and the head. All other
+    changes are shared only with `ensure_weight_tying`."""
     if not model.config.tie_word_embeddings:
         return False
-    # PEFT finds the embedding by this name, but GPT-2's embedding is `wte`.
+    # PEFT recognises the embedding by this name, but GPT-2's embedding is called `wte`.
     ensured = config.ensure_weight_tying and _is_target(model.embedding_name, "embed_tokens")
     embedding = tokens.get(model.embedding_name)
     if embedding is None:
@@ -571,7 +574,7 @@ def _require_used_once(
 
 
 def _train_in_full(model: Model, saved: list[str], *, is_tied: bool) -> None:
-    """Make all parameters of some modules trainable. The parameters are copied, because they may be
+    """Make all parameters of some modules trainable. The parameters are copied, because they can be
     memory-mapped."""
     for name in saved:
         module = model.get_submodule(name)
@@ -597,8 +600,8 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear | LoraEmbedd
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of the adapters by name, without those of modules that are trained in
-    full. Return {} for a model without adapters."""
+    """Return the parameters of the adapters, keyed by name. Parameters of modules that are trained
+    in full are not included. Return {} for a model without adapters."""
     return {
         f"{name}.{kind}": parameter
         for name, module in model.named_modules()
@@ -608,9 +611,9 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def modules_in_full(model: nn.Module) -> list[str]:
-    """Return the names of the modules that are trained in full in addition to the adapters. PEFT
-    can't load a module that is inside another module in the list, so only the outer module is
-    included."""
+    """Return the names of the modules that are trained in full in addition to the adapters. If one
+    of them contains another, only the outer module is included, because PEFT can't load nested
+    modules."""
     adapters = lora_parameters(model)
     trained = (n for n, p in model.named_parameters() if p.requires_grad and n not in adapters)
     names = list(dict.fromkeys(name.rpartition(".")[0] for name in trained))
@@ -618,11 +621,11 @@ def modules_in_full(model: nn.Module) -> list[str]:
 
 
 def merge_lora(model: Model) -> None:
-    """Merge the adapters into the base weights, in place. The model then has plain layers with
-    weights in the dtype of the base weights, and all parameters are trainable. 4-bit weights are
-    dequantised.
+    """Merge the adapters into the base weights, in place. Afterwards, the model has plain layers
+    with weights in the dtype of the base weights, and all parameters are trainable. 4-bit weights
+    are dequantised.
 
-    If the adapters untie the head from the embedding, it is also untied in `model.config`.
+    If the adapters untie the head from the embedding, `model.config` is changed accordingly.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLinear):
@@ -662,8 +665,8 @@ def _plain(base: LinearLayer | NF4Linear, weight: Tensor) -> LinearLayer:
 
 
 def linear_layers(model: Model) -> dict[str, LinearLayer]:
-    """Return the linear layers by name, except for the routers of experts. Adapting a router could
-    change the output considerably, and PEFT files do not contain adapters of routers."""
+    """Return the linear layers, keyed by name, except for the routers of experts. Adapting a router
+    could change the output considerably, and PEFT files do not contain adapters of routers."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -716,7 +719,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 PREFIX = "base_model.model."
 #: Name of the parameter of `TrainableTokens`.
 TOKENS = "trainable_tokens_delta"
-#: Parameter of an adapted layer -> suffix of the tensor's name in a PEFT adapter file.
+#: Mapping from a parameter of an adapted layer to the suffix of its tensor's name in a PEFT adapter
+#: file.
 SUFFIXES = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
@@ -753,16 +757,16 @@ def fill_adapter(model: Model, tensors: Mapping[str, Tensor], where: str) -> Non
 
 
 def adapter_tensors(model: Model) -> dict[str, Tensor]:
-    """Return the tensors to be written to `adapter_model.safetensors`, by name. They are contiguous
-    and on the CPU: A [r, in], B [out, r] and, for DoRA, the magnitudes [out] of each adapted
-    layer."""
+    """Return the tensors to be written to `adapter_model.safetensors`, keyed by name. For each
+    adapted layer, they are A [r, in], B [out, r] and, for DoRA, the magnitudes [out]. They are
+    contiguous and on the CPU."""
     return {name: place.detach().cpu().contiguous() for name, place in _places(model)}
 
 
 def _places(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield pairs of a name in the PEFT file and a parameter, for all parameters of the adapters
-    and of modules that are trained in full. Padding rows of the vocabulary are excluded. Parameters
-    that a tied head shares have two names in the file."""
+    """Yield each parameter of the adapters, and of the modules that are trained in full, as a pair
+    (name in the PEFT file, parameter). Padding rows of the vocabulary are excluded. Parameters that
+    a tied head shares are yielded twice, because they have two names in the file."""
     count, embedding = model.config.vocab_size, model.embedding
     adapters = lora_parameters(model)
     for name, parameter in adapters.items():

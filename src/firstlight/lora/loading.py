@@ -1,7 +1,7 @@
-"""Loading of model folders in the Hugging Face layout, with their tokenizers.
+"""Load models and their tokenizers from folders in the Hugging Face layout.
 
-If the folder contains an adapter (from PEFT, or a checkpoint of a run with `lora`), the base model
-is loaded and the adapter is merged into it.
+If a folder contains an adapter (from PEFT, or a checkpoint of a run with `lora`), the base model is
+loaded, and the adapter is merged into it.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from firstlight.weights.stored import FileState, stored_tensors
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer and files.
+    """A loaded model with its tokenizer and related settings.
 
     Attributes:
         model: model in evaluation mode, on the requested device.
         tokenizer: tokenizer of the folder; None if it does not have one.
-        eos_token_ids: ids that end a generation.
+        eos_token_ids: ids of the tokens that end generation.
         folder: the model folder, or the adapter's folder.
         mapped: files that are memory-mapped as parameters; () if the weights were copied.
-        trained_on: description of a checkpoint's training data (`checkpoint.selection.trained_on`);
-            None if it was not read.
+        trained_on: description of the checkpoint's training data, as returned by
+            `checkpoint.selection.trained_on`; None if it was not read.
         generation: content of generation_config.json.
-        adapter: adapter of the folder, if it was not merged.
+        adapter: adapter in the folder; None unless it was left unmerged.
     """
 
     model: Model
@@ -71,13 +71,14 @@ class LoadedModel:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Sampling settings of the model, for a `SamplingConfig`; see `sampling_settings`."""
+        """Sampling settings of the model, as arguments for a `SamplingConfig` (see
+        `sampling_settings`)."""
         return sampling_settings(self.generation)
 
     @functools.cached_property
     def chat_end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer in a chat: `eos_token_ids`, and the token that ends
-        a turn in the chat template."""
+        """Ids of the tokens that end an answer in a chat: the `eos_token_ids`, and the token that
+        ends a turn in the chat template."""
         turn_ends = () if self.tokenizer is None else turn_end_ids(self.tokenizer)
         return tuple(dict.fromkeys((*self.eos_token_ids, *turn_ends)))
 
@@ -103,14 +104,14 @@ def load_model(
 ) -> LoadedModel:
     """Load the weights, the config and the tokenizer of a Hugging Face model folder or hub id.
 
-    An adapter is merged into its base model. Files that the adapter's folder does not contain
-    (tokenizer, generation config) are read from the base model's folder.
+    An adapter is merged into its base model. If the adapter's folder does not contain a tokenizer
+    or a generation config, they are read from the base model's folder.
 
     Args:
         folder: model folder, adapter folder or hub id.
         device: device of the parameters.
         dtype: dtype of the parameters; None for the dtype in the files.
-        mode: loading mode; see `firstlight.weights.loading`.
+        mode: loading mode (see `firstlight.weights.loading`).
         vocab_multiple: the number of rows of the embedding is rounded up to a multiple of this
             number.
         config: config used to create the model; None for the folder's config.
@@ -136,8 +137,8 @@ def load_model(
         else:
             kept = read_adapter(model, adapter, vocab_multiple)
         own = tokenizer_of(adapter)
-        # The chat tokenizer of an adapter may have a different end-of-text token from that of the
-        # base. The model may generate either token, so both end a text.
+        # The chat tokenizer of an adapter can have a different end-of-text token than the tokenizer
+        # of the base model. The model can generate either token, so both of them end generation.
         eos_token_ids = eos_ids_of(adapter, None) or tuple(
             dict.fromkeys((*eos_token_ids, *(() if own is None else eos_ids_of(adapter, own))))
         )
@@ -152,13 +153,13 @@ def model_without_weights(
     folder: Path, config: ModelConfig, *, merge: bool = True
 ) -> tuple[Model, LoraConfig | None]:
     """Create, on the meta device, the model that `load_model` would load from a folder. Return the
-    model and the settings of the folder's adapter (None if there is no adapter).
+    model, and the settings of the folder's adapter or, if there is no adapter, None.
 
     Args:
         folder: model folder or adapter folder.
         config: config of the base model.
-        merge: False to leave the folder's adapter out of the model. New tokens of the adapter are
-            added even so.
+        merge: False to create the model without the folder's adapter. Tokens that the adapter adds
+            are still included.
 
     Raises:
         ModelError: see `load_model`.
@@ -183,8 +184,8 @@ def base_identity(folder: Path) -> str:
     adapter, the weights and the config of its base model are included.
 
     The checkpoints of a run with `lora` do not contain the base model. A resumed run uses this hash
-    to detect that its base model has changed. All weights are read, which takes about a second per
-    GB.
+    to detect whether its base model has changed. All weights are read, which takes about a second
+    per GB.
 
     Raises:
         ModelError: a file is missing or damaged.

@@ -1,9 +1,10 @@
-"""Linear layers with 4-bit weights: NF4 (Dettmers et al. 2023, arXiv 2305.14314, section 3).
+"""Linear layers with 4-bit weights in the NF4 format (Dettmers et al. 2023, arXiv 2305.14314,
+section 3).
 
-A block of 64 weights is stored as a scale (the largest absolute value in the block) and, for each
-weight, the nearest of 16 quantiles of a normal distribution. The scales are themselves quantised to
-8 bits. This takes 0.516 bytes per weight. Quantisation and dequantisation are done by bitsandbytes,
-on CPUs and CUDA GPUs.
+A block of 64 weights is stored as a scale (the largest absolute value in the block) and a 4-bit
+code for each weight, which selects the nearest of 16 quantiles of a normal distribution. The scales
+are themselves quantised to 8 bits. This takes 0.516 bytes per weight. Quantisation and
+dequantisation are done by bitsandbytes, on CPUs and CUDA GPUs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from firstlight.errors import ConfigError, MissingDependencyError
 from firstlight.models.gpt2 import Conv1D
 from firstlight.models.ops import product_dtype
 
-#: Number of weights that share a scale, and number of scales that share a second scale. These are
-#: the defaults of bitsandbytes.
+#: Number of weights that share a scale, and number of scales that share a second-level scale. These
+#: are the defaults of bitsandbytes.
 BLOCK_SIZE = 64
 _NESTED_BLOCK_SIZE = 256
 #: Number of entries in the table that maps the 8-bit code of a scale to its value.
@@ -30,7 +31,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_nf4(device: torch.device) -> None:
-    """Check that there are kernels for 4-bit weights on a device.
+    """Check that kernels for 4-bit weights are available on a device.
 
     Raises:
         MissingDependencyError: bitsandbytes is not installed.
@@ -52,11 +53,11 @@ class NF4Linear(nn.Module):
         layer: layer to quantise. Its bias is not quantised.
 
     Attributes:
-        packed: 4-bit codes of the weight [out, in] in row-major order, two per byte; uint8.
-        scales: code of the scale of each block; uint8 [blocks].
-        statistics: concatenation of the table for the codes of the scales [256], the mean of the
-            scales [1], and the second scales. The fp32 values are viewed as uint8, so that
-            `LanguageModel.cast` does not round them.
+        packed: 4-bit codes of the weight [out, in] in row-major order, two codes per uint8.
+        scales: 8-bit code of each block's scale, uint8 [blocks].
+        statistics: concatenation of the table that maps the codes of the scales to values [256],
+            the mean of the scales [1], and the second-level scales. The fp32 values are stored as
+            bytes (uint8), so that `LanguageModel.cast` does not round them.
         is_conv1d: True if the layer was a `Conv1D`, which stores weights as [in, out].
         dtype: dtype of the original weight.
     """
@@ -128,8 +129,8 @@ def dequantized(
 
 
 # This is a custom operator, so that the backward pass can dequantise the weight again. With plain
-# operators, autograd would keep the dequantised weight, and the memory savings of 4 bits would be
-# lost. In addition, torch.compile does not trace into a custom operator.
+# operators, autograd would keep the dequantised weight, which would cancel out the memory savings.
+# In addition, torch.compile does not trace into a custom operator.
 @torch.library.custom_op("firstlight::nf4_linear", mutates_args=())
 def _nf4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, statistics: Tensor, rows: int, columns: int

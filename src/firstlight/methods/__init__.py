@@ -1,7 +1,7 @@
-"""Efficiency methods, which change how a step is computed but not its result, and the z-loss, which
-is part of the training loss. Each method corresponds to one key of a recipe and is applied to a
-plain model from outside. `loss_function` creates the loss function of a training step from the
-resulting model."""
+"""Efficiency methods, which change how a step is computed but not its result, and the z-loss, an
+additional term of the training loss. Each method corresponds to one recipe key and is applied to a
+plain model from outside. `loss_function` then creates the loss function of a training step from the
+model."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ __all__ = [
 class LossFunction(Protocol):
     """Interface of loss functions: (input_ids int64 [B, T], labels int64 [B, T], document_ids int
     [B, T] or None) -> summed loss [], fp32. The loss function for preference pairs has an
-    additional argument, their `Batch.references` [B, D]."""
+    additional argument, the `Batch.references` [B, D] of the pairs."""
 
     def __call__(
         self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None
     ) -> Tensor: ...
 
 
-#: A function that receives a function (input_ids, labels None, document_ids) -> logits [B, T, V]
-#: and returns a loss function.
+#: A function that creates a loss function from a function (input_ids, labels None, document_ids) ->
+#: logits [B, T, V].
 Objective = Callable[[Callable[..., Tensor]], LossFunction]
 
 
@@ -87,12 +87,12 @@ def apply_methods(
     z_loss_coef: float = 0.0,
 ) -> None:
     """Install the attention backend, the loss, activation checkpointing and fp8 layers in a model.
-    The outputs of the model do not change, including those in evaluation and generation.
+    The outputs of the model do not change, including its outputs in evaluation and generation.
 
     Args:
         model: plain model, which is modified in place.
         config: the recipe's `efficiency` section.
-        hardware: hardware on which the model is computed.
+        hardware: hardware on which the model runs.
         documents: True if rows are masked by document.
         z_loss_coef: the recipe's `loss.z_loss_coef`.
 
@@ -100,7 +100,8 @@ def apply_methods(
         ConfigError: a method does not support this model or hardware.
     """
     dtype = resolve_precision(config, hardware)
-    # The length of the rows is not known here, but it is at most `max_position_embeddings`.
+    # The length of the rows is not known at this point, but it is at most
+    # `max_position_embeddings`.
     longest = model.config.max_position_embeddings
     backend = resolve_attention(
         config,
@@ -138,8 +139,8 @@ def loss_function(
     Args:
         model: model to which the methods of `config` have been applied.
         config: the recipe's `efficiency` section.
-        hardware: hardware on which the model is computed.
-        forward: replacement for the forward pass of the model, such as that of an engine
+        hardware: hardware on which the model runs.
+        forward: function that replaces the model's forward pass, such as that of an engine
             (`Engine.share`); None for the model itself.
         objective: function that creates the loss function from a function that computes logits;
             None for the cross-entropy, which the model computes itself.
@@ -177,7 +178,7 @@ def plain_loss(
     hardware: Hardware,
     objective: Objective | None = None,
 ) -> LossFunction:
-    """Return the loss function for evaluation. It has the same precision as in training, but is not
-    compiled, because compiling would take longer than the time it saves."""
+    """Return the loss function for evaluation. It uses the same precision as in training, but it is
+    not compiled, because compilation would take more time than it saves."""
     plain = config.model_copy(update={"compile": False})
     return loss_function(model, plain, hardware, objective=objective)

@@ -1,4 +1,4 @@
-"""Selection of the attention backend, and its installation in a plain model.
+"""Select the attention backend and install it in a plain model.
 
 Shape letters are defined in `models/ops.py`.
 """
@@ -33,7 +33,7 @@ from firstlight.models.ops import (
 )
 
 #: Minimum head dimension and maximum number of tokens for which blockwise attention was faster than
-#: torch's CPU kernel; see `takes_blockwise` for the measurements.
+#: torch's CPU kernel. See `takes_blockwise` for the measurements.
 BLOCKWISE_HEAD_SIZE, _BLOCKWISE_TOKENS = 64, 1024
 
 #: Backends that support training only on CUDA.
@@ -57,13 +57,14 @@ def resolve_attention(
     documents: bool,
     compiles: bool,
 ) -> str:
-    """Return the attention backend. "auto" becomes "sdpa", for which torch selects a kernel, except
-    for:
+    """Return the attention backend. "auto" is resolved to "sdpa", for which torch selects a kernel,
+    except in these cases:
 
     - models that torch's fused kernels do not support (see `able_backends`): "flex" on CUDA if it
-      supports the model, the model has no sinks, and `compiles` is True; otherwise "blockwise";
-    - rows masked by document on CUDA, without dropout and if `compiles` is True: "flex", whose mask
-      takes no memory;
+      supports the model, the model does not have sinks, and `compiles` is True; otherwise
+      "blockwise";
+    - rows masked by document on CUDA, if there is no dropout and `compiles` is True: "flex", which
+      does not store the mask;
     - CPUs: "blockwise" if `takes_blockwise` returns True.
 
     Args:
@@ -82,8 +83,8 @@ def resolve_attention(
     spec = model.attention_spec(0)
     dropout = spec.dropout
     if able is not None:
-        # With flex, sinks are computed from the log-sum-exp of the kernel. The backward pass of the
-        # log-sum-exp has not been tested on a GPU yet.
+        # With flex, the effect of sinks is computed from the kernel's log-sum-exp. The backward
+        # pass of the log-sum-exp has not been tested on a GPU.
         takes_flex = "flex" in able and not spec.sinks
         return "flex" if takes_flex and device == "cuda" and compiles else "blockwise"
     if documents and device == "cuda":
@@ -94,11 +95,13 @@ def resolve_attention(
 def takes_blockwise(model: ModelConfig, dtype: torch.dtype, seq_len: int) -> bool:
     """Return True if "auto" selects blockwise attention on a CPU. This is the case in bf16 with a
     head dimension of at least 64 and up to 1,024 tokens. With dropout, which torch's fused CPU
-    kernel does not support, either bf16 or such a head dimension is sufficient.
+    kernel does not support, it is sufficient to use bf16 or to have a head dimension of at least
+    64.
 
-    The measured time relative to torch's kernel was 0.7 to 0.9 in bf16 within these limits,
-    compiled or not. It was 1.0 to 1.2 with 2,048 tokens, and up to 1.3 with head dimension 32. With
-    dropout, it was 0.5 to 0.9, but 1.2 in fp32 with head dimension 32.
+    In measurements, blockwise attention took 0.7 to 0.9 times as long as torch's kernel in bf16
+    within these limits, compiled or not. It took 1.0 to 1.2 times as long with 2,048 tokens, and up
+    to 1.3 times as long with head dimension 32. With dropout, it took 0.5 to 0.9 times as long, but
+    1.2 times in fp32 with head dimension 32.
     """
     half, large = dtype == torch.bfloat16, model.head_dim >= BLOCKWISE_HEAD_SIZE
     if model.attention_spec(0).dropout:
@@ -118,8 +121,8 @@ def able_backends(model: ModelConfig) -> tuple[str, ...] | None:
 
 
 def why_unable(model: ModelConfig, backend: str, device: str = "cuda") -> str:
-    """Return the reason why a backend does not support a model, as the end of a sentence, or "" if
-    the backend supports it.
+    """Return the reason why a backend does not support a model, phrased as the end of a sentence.
+    Return "" if the backend supports the model.
 
     Args:
         model: config of the model.
@@ -150,8 +153,8 @@ def choose_attention(model: Model, backend: str) -> None:
     attend, make_mask = _backends()[backend]
     spec = model.config.attention_spec(0)
     if backend == "flex" and (spec.softcap is not None or spec.sinks):
-        # By default, a purely causal mask is handled by fused kernels, but these support neither
-        # caps nor sinks.
+        # By default, fused kernels handle purely causal masks, but they support neither soft caps
+        # nor sinks.
         make_mask = functools.partial(flex_mask, always=True)
     model.make_mask = make_mask
     for module in model.modules():
@@ -178,27 +181,28 @@ def _by_kernel(
     v_BKSD: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    # Not every kernel supports grouped-query attention.
+    # Some kernels do not support grouped-query attention.
     k_BKSD, v_BKSD = (for_each_query_head(x, q_BHTD.shape[1]) for x in (k_BKSD, v_BKSD))
     with sdpa_kernel(backend):
         return attention(q_BHTD, k_BKSD, v_BKSD, options)
 
 
 #: Settings to restore, one for each active `varying_lengths` context. The setting applies to the
-#: whole process, and several threads can generate at the same time. The last thread to finish
-#: restores the original setting.
+#: whole process, and several threads can generate text at the same time, so the last thread to
+#: finish restores the original setting.
 _BEFORE: list[bool] = []
 _CHANGING = threading.Lock()
 
 
 @contextlib.contextmanager
 def varying_lengths() -> Iterator[None]:
-    """Context manager or decorator for attention over texts whose lengths change from call to call.
+    """Context manager or decorator for attention over sequences whose lengths change from call to
+    call.
 
-    Within the context, torch chooses among all kernels except cuDNN's, which it would prefer on
-    Hopper and Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape, and
-    decoding has a new shape for each token. In training, all rows have the same length, so cuDNN
-    plans only once.
+    Within the context, torch does not use cuDNN's attention kernel, which it would otherwise prefer
+    on Hopper and Blackwell. cuDNN takes tens of milliseconds on the host to plan each new shape,
+    and decoding has a new shape for each token. In training, all rows have the same length, so
+    cuDNN plans only once.
     """
     cuda: Any = torch.backends.cuda
     with _CHANGING:
@@ -221,23 +225,23 @@ def flex_mask(
 ) -> Any:
     """Create the block mask for `flex_attention`. It is equivalent to the result of `dense_mask`,
     but blocks of 128 x 128 without a visible key are skipped, and no T x S mask is stored. For a
-    purely causal mask, or with a cache, return the result of `dense_mask`.
+    purely causal mask, or if there is a cache, return the result of `dense_mask` instead.
 
     Args:
         positions: positions of the queries in their rows, int64 [T] or [B, T].
         total: number of keys. Their positions are counted from 0.
-        window: number of tokens that a query sees, including itself; None for all earlier tokens.
-        document_ids_BT: document of each token, int [B, T], or None for a single document. A query
-            sees only keys of its own document.
+        window: number of tokens that a query attends to, including its own token; None for all
+            earlier tokens.
+        document_ids_BT: id of each token's document, int [B, T], or None for a single document. A
+            query attends only to keys of its own document.
         always: True to create a block mask even for a purely causal mask.
     """
-    # No block mask is needed here, because torch's fused kernels support causal masks, and there
-    # are no documents with a cache.
+    # No block mask is needed in this case, because torch's fused kernels support causal masks, and
+    # a cache can't be combined with documents.
     plain = document_ids_BT is None and window is None and not always
     if plain or positions.dim() == 2 or len(positions) != total:
         return dense_mask(positions, total, window, document_ids_BT)
-    # This is imported here, because the import loads torch's compiler, which other backends do not
-    # need.
+    # This is imported here because it loads torch's compiler, which the other backends do not need.
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -248,7 +252,7 @@ def flex_mask(
             seen = seen & (document_ids_BT[batch, query] == document_ids_BT[batch, key])
         return seen
 
-    # Without documents, all rows share one mask. All heads always share one mask.
+    # Without documents, all rows share one mask. The heads always share one mask.
     rows = None if document_ids_BT is None else len(document_ids_BT)
     return create_block_mask(
         visible, rows, None, len(positions), total, device=str(positions.device)
@@ -258,9 +262,9 @@ def flex_mask(
 def flex_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute attention [B, H, T, D] for a block mask with torch's compiled FlexAttention (Dong et
-    al. 2024, arXiv 2412.05496). Without a block mask, use torch's fused kernels or, with a soft cap
-    or sinks, blockwise attention. See `AttentionFunction` for the arguments.
+    """Compute attention [B, H, T, D]. With a block mask, use torch's compiled FlexAttention (Dong
+    et al. 2024, arXiv 2412.05496). Without a block mask, use torch's fused kernels or, if there is
+    a soft cap or there are sinks, blockwise attention. See `AttentionFunction` for the arguments.
     """
     mask, dropout, scale, softcap, sinks_H = options
     if mask is None or isinstance(mask, Tensor):
@@ -288,7 +292,8 @@ def flex_attention(
 
 @functools.cache
 def _capping(bound: float) -> Callable[..., Tensor]:
-    # The function is cached for each bound, because a new function would be compiled again.
+    # The function is cached for each value of the soft cap, because a new function would be
+    # compiled again.
     def cap(score: Tensor, *_: Tensor) -> Tensor:
         return soft_capped(score, bound)
 

@@ -1,4 +1,4 @@
-"""Compilation of the training step with torch.compile, and bitwise reproducible training steps."""
+"""Compile the training step with torch.compile, and make training steps bitwise reproducible."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from firstlight.hardware.environment import usable_cpus
 from firstlight.methods.config import EfficiencyConfig
 from firstlight.models import Model, ModelConfig
 
-#: Minimum CUDA compute capability that is supported by Triton, which inductor uses for its kernels.
+#: Minimum CUDA compute capability supported by Triton, which inductor uses to generate its kernels.
 TRITON_CAPABILITY = (7, 0)
 
 
 def require_compiler(config: EfficiencyConfig, hardware: Hardware) -> None:
-    """Check that the software that inductor requires on a CPU is installed.
+    """Check that all software that inductor requires on a CPU is installed.
 
     Raises:
         ConfigError: required software is not installed.
@@ -50,8 +50,8 @@ def can_compile(device: torch.device) -> bool:
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return False
-        # If this machine has no GPU, the call is part of planning a run on another machine, whose
-        # software is unknown.
+        # If this machine does not have a GPU, a run on a different machine is being planned, and
+        # the software of that machine is unknown.
         if not torch.cuda.is_available():
             return True
         has_c = "CC" in os.environ or any(map(shutil.which, ("gcc", "clang")))
@@ -61,8 +61,8 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _missing_on_cpu() -> str:
-    """Return the software that is missing for inductor on a CPU, with installation instructions, or
-    "" if nothing is missing."""
+    """Return a description of the software that inductor requires on a CPU and that is missing,
+    with installation instructions. Return "" if nothing is missing."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "a C++ compiler on a CPU: install g++ or clang"
     if not _has_python_headers():
@@ -86,8 +86,8 @@ def _has_python_headers() -> bool:
 
 
 def find_compiler(hardware: Hardware) -> Compiler | None:
-    """Return the `Compiler` for a device of this machine, assuming that no other programs are
-    running, or None if code can't be compiled for the device."""
+    """Return the `Compiler` for a device on this machine, or None if code can't be compiled for the
+    device. The result assumes that no other programs are running."""
     if not can_compile(hardware.device):
         return None
     return Compiler(hardware.device.type, hardware.name, usable_cpus())
@@ -107,8 +107,8 @@ def compiled(
         config: the recipe's `efficiency` section.
         forward: function that computes the forward pass: the model, or an engine that wraps it.
     """
-    # All micro-batches of a run have the same shape, and code for a fixed shape is faster than code
-    # for arbitrary shapes.
+    # All micro-batches of a run have the same shape, and code that is compiled for a fixed shape is
+    # faster than code for arbitrary shapes.
     options: dict[str, Any] = {"backend": config.compile_backend, "dynamic": False}
     if config.compile_mode != "default":
         options["mode"] = config.compile_mode
@@ -127,7 +127,7 @@ def compiled(
 
 def is_compile_failure(error: Exception) -> bool:
     """Return True if an error was raised by torch.compile. The error is recognised by the name of
-    its class, because importing the class would take seconds."""
+    its class, because importing the class would take several seconds."""
     return any(kind.__name__ == "TorchDynamoException" for kind in type(error).__mro__)
 
 
@@ -143,11 +143,11 @@ def needs_compiling(config: EfficiencyConfig) -> bool:
 def compile_time_recorder(
     config: EfficiencyConfig, hardware: Hardware, model: ModelConfig
 ) -> Callable[[float], None]:
-    """Return a function that stores a compile time in seconds for later runs. Call
+    """Return a function that stores a compile time, in seconds, for later runs. Call
     `compile_time_recorder` before the first step.
 
-    The function does not store anything for a run without torch.compile, for a backend or mode
-    other than the default, or if part of the code was in inductor's cache.
+    The returned function does not store anything for a run without torch.compile, for a backend or
+    mode other than the default, or if part of the code was already in inductor's cache.
     """
     compiler, how = find_compiler(hardware), (config.compile_backend, config.compile_mode)
     if not config.compile or compiler is None or how != ("inductor", "default"):
@@ -165,37 +165,35 @@ def compile_time_recorder(
 
 
 def records_cuda_graphs(config: EfficiencyConfig) -> bool:
-    """Return True if the config specifies that training steps on a GPU run as recorded CUDA
-    graphs."""
+    """Return True if the config selects CUDA graphs for training steps on a GPU."""
     modes = ("reduce-overhead", "max-autotune")
     recorded = config.compile_backend == "cudagraphs" or config.compile_mode in modes
     return config.compile is True and recorded
 
 
 def uses_cuda_graphs(config: EfficiencyConfig, hardware: Hardware) -> bool:
-    """Return True if the training step runs as recorded CUDA graphs. The results of CUDA graphs are
-    in memory that belongs to the graphs."""
+    """Return True if the training step runs as recorded CUDA graphs. The results of the step are
+    then stored in memory that belongs to the graphs."""
     return records_cuda_graphs(config) and hardware.device.type == "cuda"
 
 
 def why_unrecordable(model: ModelConfig, config: EfficiencyConfig, hardware: Hardware) -> str:
-    """Return the reason why a model can't be trained with the CUDA graphs that a config selects, or
-    "" if it can be trained or if the config does not use CUDA graphs."""
+    """Return the reason why a model can't be trained with the CUDA graphs that a config selects.
+    Return "" if the model can be trained, or if the config does not select CUDA graphs."""
     if not (model.expert_count and uses_cuda_graphs(config, hardware)):
         return ""
     setting = f"efficiency.compile_mode {config.compile_mode}"
     instead = "default or max-autotune-no-cudagraphs"
     if config.compile_backend == "cudagraphs":
         setting, instead = "efficiency.compile_backend cudagraphs", "inductor"
-    # With torch 2.11, the backward pass reads activations at the addresses of an earlier step
-    # (https://github.com/pytorch/pytorch/pull/197438).
+    # With torch 2.11, the backward pass reads activations from the memory addresses of an earlier
+    # step (https://github.com/pytorch/pytorch/pull/197438).
     return f"{setting} gives wrong gradients for mixtures of experts on GPUs: set it to {instead}"
 
 
 def keep_results(model: Model) -> None:
-    """Copy the gradients from the earlier micro-batches of a step out of the memory of CUDA graphs.
-    The next forward pass overwrites this memory, and torch raises an error if it is read
-    afterwards."""
+    """Copy the gradients of the step's previous micro-batches out of the memory of CUDA graphs. The
+    next forward pass overwrites this memory, and torch raises an error if it is read afterwards."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
@@ -207,7 +205,8 @@ def _compiled_in_training(
     compiled_function: Callable[..., Any],
     *arguments: Any,
 ) -> Any:
-    # In generation, every call has a different length, for which the code would be compiled again.
+    # In generation, every call has a different length, and the code would be compiled again for
+    # each of them.
     in_training = owner.training and torch.is_grad_enabled()
     return (compiled_function if in_training else plain)(*arguments)
 
@@ -215,12 +214,12 @@ def _compiled_in_training(
 @contextlib.contextmanager
 def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
     """Context manager for compilation. With activation_checkpointing "budget", torch's min-cut
-    partitioner selects the activations to recompute such that the others fit into
-    `activation_memory_budget`."""
+    partitioner selects which activations to recompute. The remaining activations, which are stored,
+    then fit into `activation_memory_budget`."""
     if config.activation_checkpointing != "budget":
         yield
         return
-    # This is imported here, because it loads torch's compiler, which takes a second.
+    # This is imported here because it loads torch's compiler, which takes a second.
     import torch._functorch.config as functorch
 
     with functorch.patch(activation_memory_budget=config.activation_memory_budget):
@@ -229,8 +228,8 @@ def memory_budget(config: EfficiencyConfig) -> Iterator[None]:
 
 def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that raises the limits on the number of compilations. torch counts
-    the compilations of `forward` for all models of a process together, and by default compiles at
-    most eight."""
+    the compilations of `forward` for all models of a process together, and by default it stops
+    compiling after eight."""
     if config.compile is not True:
         return contextlib.nullcontext()
     patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(
@@ -242,14 +241,14 @@ def room_for_programs(config: EfficiencyConfig) -> contextlib.AbstractContextMan
 # Reproducible steps
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-#: Sizes of the cuBLAS workspace for which the order of sums is fixed (cuBLAS documentation,
-#: "Results Reproducibility"). The first size is the default on Hopper.
+#: Sizes of the cuBLAS workspace for which the order of sums is fixed (see "Results Reproducibility"
+#: in the cuBLAS documentation). The first size is the default on Hopper.
 _CUBLAS_SIZES = (":4096:8", ":16:8")
 
 
 def require_same_bits(hardware: Hardware) -> None:
-    """Prepare for `same_bits` with `deterministic`, by setting a fixed size of the cuBLAS workspace
-    on CUDA GPUs. Call this before the first matrix product of the process on a GPU, because torch
+    """Set a fixed size for the cuBLAS workspace on CUDA GPUs, as `same_bits` with `deterministic`
+    requires. Call this before the process computes its first matrix product on a GPU, because torch
     reads the environment variable only once.
 
     Raises:
@@ -264,8 +263,8 @@ def require_same_bits(hardware: Hardware) -> None:
             f"run.deterministic requires {_CUBLAS} to be {' or '.join(_CUBLAS_SIZES)}, but it is "
             f"'{size}': unset it"
         )
-    # In deterministic mode, torch raises an error for this product if cuBLAS was initialised with a
-    # different workspace.
+    # In deterministic mode, torch raises an error for this matrix product if cuBLAS was initialised
+    # with a different workspace.
     one = torch.ones(8, 8, device=hardware.device)
     with _deterministic():
         try:
@@ -283,13 +282,13 @@ def require_same_bits(hardware: Hardware) -> None:
 def same_bits(
     config: EfficiencyConfig, hardware: Hardware, *, deterministic: bool = False
 ) -> Iterator[None]:
-    """Context manager that makes computations bitwise reproducible. It applies to compiled code on
-    a CPU, and to CUDA GPUs with `deterministic`, which requires an earlier call to
-    `require_same_bits`.
+    """Context manager that makes computations bitwise reproducible. It has an effect on compiled
+    code on a CPU and, with `deterministic`, on CUDA GPUs. `deterministic` requires an earlier call
+    to `require_same_bits`.
 
-    Without this context, the order of some sums is not fixed. On a CPU, this concerns the gradient
-    of the embedding in compiled code, and on a GPU, the backward passes of attention and of a
-    compiled embedding. In addition, inductor chooses kernels for a GPU by measuring their speed.
+    Without this context, the order of some sums is not fixed. On a CPU, this affects the gradient
+    of the embedding in compiled code. On a GPU, it affects the backward passes of attention and of
+    a compiled embedding. In addition, inductor chooses kernels for a GPU by measuring their speed.
     """
     kind = hardware.device.type
     if (kind == "cpu" and config.compile is True) or (kind == "cuda" and deterministic):
@@ -301,8 +300,9 @@ def same_bits(
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager that enables torch's deterministic algorithms. Unlike torch's default in this
-    mode, new memory is not filled. The settings are global, so they are restored at the end."""
+    """Context manager that enables torch's deterministic algorithms. By default, torch also fills
+    newly allocated memory in this mode; this is turned off. The settings are global, so they are
+    restored on exit."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -17,7 +17,7 @@ ActivationCheckpointing = Literal["none", "full", "selective", "budget"]
 
 
 class LossConfig(Section):
-    """The `loss` section of a recipe: terms of the training loss in addition to the
+    """The `loss` section of a recipe: additional terms of the training loss besides the
     cross-entropy."""
 
     z_loss_coef: float = Field(0.0, ge=0)
@@ -51,19 +51,20 @@ class EfficiencyConfig(Section):
     torch's setting, which is "highest"."""
     attention: Attention = "auto"
     """backend of attention. "auto" is the fastest backend for the available hardware. "sdpa" is
-    torch's fused attention, which chooses a kernel itself; "flash", "efficient", "cudnn" and "math"
-    select a specific kernel. "flex" is torch's compiled attention (CUDA). "plain" is two matrix
-    products and a softmax, and stores all T x T scores. "blockwise" computes the same for 128
-    queries at a time and recomputes the scores in the backward pass; it is the fastest backend on
-    CPUs in bf16 with up to 1,024 tokens."""
+    torch's fused attention, for which torch chooses the kernel; "flash", "efficient", "cudnn" and
+    "math" select a specific kernel. "flex" is torch's compiled attention (CUDA). "plain" is two
+    matrix products and a softmax, and stores all T x T scores. "blockwise" computes the same result
+    for 128 queries at a time and recomputes the scores in the backward pass; it is the fastest
+    backend on CPUs in bf16 with up to 1,024 tokens."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """activations that are recomputed in the backward pass instead of being stored. "none"
-    recomputes none, and "full" those of every layer. "selective" recomputes all except the results
-    of matrix products and attention. With "budget", torch.compile selects the activations such that
-    the stored ones fit into `activation_memory_budget`."""
+    recomputes no activations, and "full" recomputes the activations of every layer. "selective"
+    recomputes all activations except the results of matrix products and attention. With "budget",
+    torch.compile selects which activations to store, so that they fit into
+    `activation_memory_budget`."""
     activation_memory_budget: float = Field(0.5, ge=0, le=1)
-    """fraction of the memory of all activations that "budget" can use: 1 stores all activations, 0
-    is like "full"."""
+    """with "budget", stored activations can take up to this fraction of the memory of all
+    activations: 1 stores all of them, 0 is like "full"."""
     activation_offload: bool = False
     """store activations for the backward pass in CPU memory instead of GPU memory. This has no
     effect on a CPU."""
@@ -77,17 +78,18 @@ class EfficiencyConfig(Section):
     GPU, groups of parameters with up to 8 million values are updated together. Requires one
     micro-batch per step and no gradient clipping."""
     empty_cache_steps: int = Field(0, ge=0)
-    """number of steps between releases of the GPU's unused cached memory; 0 never releases it."""
+    """interval, in steps, at which the GPU's unused cached memory is released; 0 never releases
+    it."""
     vocab_multiple: int = Field(1, ge=1)
     """the number of rows of the embedding and the head is rounded up to a multiple of this number
-    (64 suits tensor cores); 1 adds no rows. Rows beyond the vocabulary do not produce logits and
-    are not exported."""
+    (64 is suitable for tensor cores); 1 adds no rows. Rows beyond the vocabulary do not produce
+    logits and are not exported."""
     compile: bool | Literal["auto"] = "auto"
     """compile the forward and backward pass of the training step with torch.compile, which reduces
-    memory accesses and memory use. Compilation takes between seconds and a minute at the start. It
-    requires a C++ compiler and Python's headers on CPUs, or Triton and a C compiler on GPUs. "auto"
-    compiles if these are installed and the run is long enough to save time. In short runs, it uses
-    `compile_regional`."""
+    memory accesses and memory use. Compilation at the start of a run takes from a few seconds to a
+    minute. It requires a C++ compiler and Python's headers on CPUs, or Triton and a C compiler on
+    GPUs. "auto" compiles if the required software is installed and the run is long enough to save
+    time. In short runs, "auto" uses `compile_regional`."""
     compile_backend: Literal["inductor", "cudagraphs", "aot_eager", "eager"] = "inductor"
     """backend of torch.compile: "inductor"; "cudagraphs", which launches torch's own kernels
     together as CUDA graphs and does not need a compiler; or "aot_eager" and "eager" for
@@ -111,7 +113,7 @@ class EfficiencyConfig(Section):
 
     @property
     def products(self) -> Precision:
-        """Number format of matrix products on a GPU: `precision`, or "tf32" for fp32 tensors with
-        `matmul_precision` "high" or "medium"."""
+        """Number format of matrix products on a GPU. This is `precision`, or "tf32" for fp32
+        tensors if `matmul_precision` is "high" or "medium"."""
         is_tf32 = self.precision == "fp32" and self.matmul_precision in ("high", "medium")
         return "tf32" if is_tf32 else self.precision

@@ -1,6 +1,6 @@
 """Methods that reduce the memory use of a training step: recomputing or offloading activations, and
-computing the head and the cross-entropy in chunks of tokens. The module also contains settings for
-the heap of the C library.
+computing the head and the cross-entropy in chunks of tokens. This module also configures the heap
+of the C library.
 
 Shape letters are defined in `models/ops.py`. In addition, N is B x T, and n is the number of tokens
 in a chunk.
@@ -44,8 +44,8 @@ from firstlight.models.ops import (
 
 _aten = torch.ops.aten
 
-#: Operators whose results are kept with "selective", because they take longest to recompute
-#: (Korthikanti et al. 2022; torchtitan).
+#: Operators whose results are kept with "selective", because recomputing them would take the most
+#: time (Korthikanti et al. 2022; torchtitan).
 _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -73,8 +73,8 @@ _DROPOUT_AT = {
 _OFFLOADED_ELEMENTS = 1024
 
 
-#: Arguments that prevent tensors saved by selective checkpointing from being offloaded. torch has
-#: had this option since version 2.14. Earlier versions never offload these tensors.
+#: Arguments that prevent tensors saved by selective checkpointing from being offloaded. torch added
+#: this option in version 2.14. Earlier versions never offload these tensors.
 _CHOICE: dict[str, Any] = (
     {"respect_saved_tensors_hooks": False}
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
@@ -83,8 +83,8 @@ _CHOICE: dict[str, Any] = (
 
 
 def checkpoint_layers(model: Model, selective: bool) -> None:
-    """Change a model so that its backward pass recomputes the activations of every layer (Chen et
-    al. 2016, arXiv 1604.06174).
+    """Change a model so that its backward pass recomputes the activations of every layer instead of
+    storing them (Chen et al. 2016, arXiv 1604.06174).
 
     The random state is restored for the recomputation, so that dropout drops the same values. The
     gradients are bit-identical to those without recomputation.
@@ -100,11 +100,11 @@ def checkpoint_layers(model: Model, selective: bool) -> None:
 def _recomputed(
     layer: nn.Module, forward: Callable[..., Any], selective: bool, *arguments: Any
 ) -> Any:
-    # In evaluation and generation, no activations are kept for a backward pass.
+    # In evaluation and generation, there is no backward pass, so no activations are kept.
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*arguments)
-    # Reentrant checkpoints do not compute gradients if no input requires a gradient, for example
-    # after frozen layers.
+    # Reentrant checkpoints do not compute gradients if none of the inputs requires a gradient, for
+    # example after frozen layers.
     if not selective:
         return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, keeps_result)
@@ -112,11 +112,11 @@ def _recomputed(
 
 
 def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """Decide whether selective checkpointing keeps the result of an operator.
+    """Return whether selective checkpointing keeps the result of an operator.
 
     Attention with dropout is recomputed. If its result were kept, the recomputation would not draw
-    random numbers for attention, so later dropout layers would draw different numbers from those in
-    the forward pass.
+    random numbers for attention, and later dropout layers would draw different numbers than in the
+    forward pass.
     """
     place = _DROPOUT_AT.get(operator, len(arguments))
     drops = bool(named.get("dropout_p")) or (place < len(arguments) and bool(arguments[place]))
@@ -127,7 +127,7 @@ def keeps_result(_: object, operator: Any, *arguments: Any, **named: Any) -> Che
 def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that stores the activations of a forward pass in CPU memory
     (page-locked if there is a GPU) until the backward pass needs them. Parameters and buffers are
-    not moved. On a GPU, activations are copied in parallel with the computation; see `_Copies`.
+    not moved. On a GPU, activations are copied in parallel with the computation (see `_Copies`).
     """
     # Parameters are recognised by their storage, because autograd also saves views of parameters,
     # such as a transposed weight.
@@ -152,8 +152,8 @@ def offloaded_activations(model: nn.Module) -> contextlib.AbstractContextManager
 
 
 #: Number of activations that are copied in parallel with the computation, in each direction. With
-#: one, the copy of a checkpointed layer overlaps with the computation of the next layer. With two,
-#: the planned memory for full fine-tuning of Llama 3.2 3B would be 1.3 GiB larger.
+#: one, the copy of a checkpointed layer's activation overlaps with the computation of the next
+#: layer. With two, the planned memory for full fine-tuning of Llama 3.2 3B would be 1.3 GiB larger.
 COPIES_BESIDE = 1
 
 #: A tensor on the GPU, and the event that marks the end of its copy.
@@ -162,15 +162,15 @@ _Copy = tuple[Tensor, torch.cuda.Event]
 
 @dataclass(eq=False)
 class _Activation:
-    """A GPU activation that is stored in pinned host memory.
+    """A GPU activation that is stored in page-locked host memory.
 
     Attributes:
-        kept: the values in host memory.
+        kept: copy of the activation in host memory.
         device: GPU of the activation.
         before: function that returns the activation that was saved before this one, which the
             backward pass needs next, or None if that activation has been freed.
-        back: the tensor on the GPU, from the time when its copy is started until the backward pass
-            uses it; None at all other times.
+        back: the tensor on the GPU. It is set when the copy back to the GPU starts, and None before
+            that and after the backward pass has used it.
         is_back: True if the backward pass has used the tensor on the GPU.
     """
 
@@ -185,9 +185,10 @@ class _Copies:
     """Copies of activations from a GPU to page-locked memory and back, on a separate stream.
 
     All GPU tensors are allocated on the stream of the computation. Before a tensor is freed, this
-    stream waits for the end of the tensor's copy, so memory is reused only after the copy.
-    `Tensor.record_stream` is not used: memory would be freed only after the host has noticed the
-    end of a copy, and a host that runs ahead would allocate additional memory for each layer.
+    stream waits for the end of the tensor's copy, so the memory is not reused before the copy has
+    finished. `Tensor.record_stream` is not used. With it, memory would be freed only after the host
+    has noticed the end of a copy, and a host that runs ahead of the GPU would allocate additional
+    memory for each layer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -200,14 +201,14 @@ class _Copies:
 
     def take(self, tensor: Tensor) -> _Activation:
         """Start the copy of an activation to page-locked memory."""
-        # torch would copy a non-contiguous tensor, such as a view of a fused product for q, k and
-        # v, through pageable memory, and the host would wait for the copy. Therefore, the tensor is
-        # made contiguous on the GPU first.
+        # The tensor is made contiguous on the GPU first. torch would copy a non-contiguous tensor,
+        # such as a view of a fused product for q, k and v, through pageable memory, and the host
+        # would wait for the copy.
         dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         tensor = tensor.detach() if dense else tensor.detach().contiguous()
         kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        # The tensor is detached, because a failed pass would otherwise keep its graph in memory
-        # until the next pass.
+        # The tensor is detached, because a pass that fails would otherwise keep its autograd graph
+        # in memory until the next pass.
         self._leaving.append((tensor, self._copy(kept, tensor)))
         self._drop(self._leaving, COPIES_BESIDE)
         activation = _Activation(kept, self._device, self._last)
@@ -231,16 +232,16 @@ class _Copies:
         assert activation.back is not None
         tensor, event = activation.back
         activation.back, activation.is_back = None, True
-        # All copies are dropped after the last activation of the pass, so that the next pass does
-        # not find them.
+        # All copies are dropped after the last activation of the pass, so that they do not
+        # interfere with the next pass.
         beside = COPIES_BESIDE if activation.before() else 0
         torch.cuda.current_stream(self._device).wait_event(event)
         self._drop(self._arriving, beside)
         return tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        """Start a copy that runs after all work that the computation has queued, and return the
-        event that marks its end."""
+        """Start a copy that runs after all work queued by the computation so far. Return the event
+        that marks the end of the copy."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -254,21 +255,21 @@ class _Copies:
             copies.popleft()
 
 
-#: The copies of each GPU. They outlive a backward pass, because they may contain a tensor whose
-#: copy has started but that has not been used by any operation yet.
+#: The copies of each GPU. They outlive a backward pass, because they can contain a tensor whose
+#: copy has started but that no operation has used yet.
 _copies = functools.cache(_Copies)
 
 
 # The C library's heap
 
-#: Parameters of mallopt, from malloc.h. Their values are 32-bit integers.
+#: Parameters of mallopt, as defined in malloc.h. Their values are 32-bit integers.
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
 _MMAP_THRESHOLD = -3
 
 
-#: Maximum size in bytes of freed allocations that are kept, for an unsharded and for a sharded
-#: model.
+#: Maximum size, in bytes, of freed allocations whose memory is kept, for an unsharded and for a
+#: sharded model.
 _LIMIT, _LIMIT_SHARDED = 1 << 30, 4 << 20
 
 
@@ -276,17 +277,18 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     """Configure glibc to keep freed memory, instead of returning it to the system and allocating it
     again, page by page, in every step. This applies only to processes that compute on a CPU.
 
-    A step allocates and frees the same large tensors as the previous step. By default, glibc maps
-    and unmaps each of these tensors, which took a third of the time of a step in a measurement. The
-    settings last for the rest of the process. Return True if they were applied.
+    Each step allocates and frees large tensors of the same sizes as the previous step. By default,
+    glibc maps and unmaps the memory of each of these tensors, which took a third of a step's time
+    in one measurement. The settings remain in effect for the rest of the process. Return True if
+    they were applied.
 
     Args:
         hardware: hardware of the process.
         sharded: True for a model that is sharded over processes, for which the memory of large
-            tensors is returned to the system. Gathered layers and gradients have many sizes and lie
-            between the activations. If their memory were kept, there would be gaps into which no
-            other tensor fits. In a measurement, there was 1 GiB of gaps in addition to 0.8 GiB in
-            use, so that fsdp took more memory than ddp.
+            tensors is returned to the system. Gathered layers and gradients have many different
+            sizes and are placed between the activations. If their memory were kept, it would leave
+            gaps into which no other tensor fits. In one measurement, there were 1 GiB of gaps in
+            addition to 0.8 GiB in use, so that fsdp took more memory than ddp.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return False
@@ -294,8 +296,8 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
     if mallopt is None:  # another C library
         return False
     limit = _LIMIT_SHARDED if sharded else _LIMIT
-    # Old versions of glibc accept at most 32 MiB. This parameter is set first, because the other
-    # settings alone would make steps slower.
+    # Old versions of glibc accept at most 32 MiB for this parameter. It is set first, because the
+    # other settings without it would make steps slower.
     if not (mallopt(_MMAP_THRESHOLD, limit) or mallopt(_MMAP_THRESHOLD, 32 << 20)):
         return False
     taken = [bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1)), bool(mallopt(_TOP_PAD, 64 << 20))]
@@ -305,8 +307,9 @@ def keep_memory(hardware: Hardware, *, sharded: bool = False) -> bool:
 def give_back_unused(hardware: Hardware) -> None:
     """Return the free pages of glibc's heap to the system, in processes that compute on a CPU.
 
-    Call this after a run has been set up and compiled. The memory that was used for this is
-    scattered over the heap, and would stay resident in addition to the memory of the steps.
+    Call this after a run has been set up and compiled. Setup and compilation leave free memory
+    scattered over the heap, which would otherwise stay resident in addition to the memory of the
+    steps.
     """
     if hardware.device.type != "cpu" or sys.platform != "linux":
         return
@@ -315,13 +318,13 @@ def give_back_unused(hardware: Hardware) -> None:
         trim(0)
 
 
-# The loss in chunks of tokens. It is a custom operator, which torch.compile calls without tracing
-# into it.
+# The loss, computed in chunks of tokens. It is a custom operator, which torch.compile calls without
+# tracing into it.
 
 
 def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> None:
-    """Change a model so that it computes its loss for `chunk_tokens` tokens at a time, and the
-    logits of all tokens are never in memory together.
+    """Change a model so that it computes its loss for `chunk_tokens` tokens at a time. The logits
+    of all tokens are then never in memory at the same time.
 
     The gradients of a chunk are computed directly after its logits, in the forward pass, so that no
     logits are kept and nothing is computed twice. The same idea is used in Cut Cross-Entropy
@@ -330,7 +333,7 @@ def chunk_loss(model: Model, chunk_tokens: int, z_loss_coef: float = 0.0) -> Non
     Args:
         model: plain model, which is modified in place.
         chunk_tokens: number of tokens in a chunk.
-        z_loss_coef: see `head_loss`.
+        z_loss_coef: coefficient of the z-loss (see `head_loss`).
 
     Raises:
         ConfigError: the head is not a plain linear layer.
@@ -402,14 +405,14 @@ def _linear_cross_entropy(
 
     Returns:
         The loss [] in fp32 (in fp64 if `dtype` is fp64), the gradient of `x_NC`, [N, C], and the
-        gradient of `weight_VC`, [V, C], in the dtype of the loss. The latter is empty unless
-        `learns` is True.
+        gradient of `weight_VC`, [V, C], in the dtype of the loss. The gradient of the weight is
+        empty unless `learns` is True.
     """
-    weight = weight_VC.to(dtype)  # rounded once for all chunks
+    weight = weight_VC.to(dtype)  # rounded only once, for all chunks
     grad_x_NC = torch.empty_like(x_NC)
     wide = torch.promote_types(dtype, torch.float32)
-    # The sum is in fp32, because the gradient of a chunk could be lost if the sum were rounded to
-    # bf16.
+    # The sum is computed in fp32, because the gradient of a chunk could be lost if the sum were
+    # rounded to bf16.
     grad_weight_VC = weight_VC.new_zeros(weight_VC.shape if learns else 0, dtype=wide)
     loss = torch.zeros((), dtype=wide, device=x_NC.device)
     for start in range(0, len(x_NC), chunk_tokens):
@@ -428,8 +431,8 @@ def _linear_cross_entropy(
         target_n1 = labels_n.where(valid_n, 0)[:, None]
         loss -= grad_nV.gather(1, target_n1)[:, 0].where(valid_n, 0).sum()
         if z_loss_coef:
-            # Because log p = logit - z, a single entry of a row determines z, without an fp32 copy
-            # of the logits.
+            # Because log p = logit - z, z can be computed from a single entry of each row, without
+            # an fp32 copy of the logits.
             z_n1 = logits_nV.gather(1, target_n1) - grad_nV.gather(1, target_n1)
             loss += z_loss_coef * z_n1[:, 0].square().where(valid_n, 0).sum()
         # The gradient of -log p(label) with respect to the logits is p - 1 at the label, and p
@@ -471,8 +474,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None, None]:
     grad_x_NC, grad_weight_VC = ctx.saved_tensors
     return (
-        # The product is computed in the precision of the loss. With a rounded factor 1/tokens, all
-        # gradients except that of the head would be rescaled.
+        # The product is computed in the precision of the loss. If the factor 1/tokens were rounded,
+        # all gradients except that of the head would be rescaled.
         (grad_x_NC.to(grad_loss.dtype) * grad_loss).to(grad_x_NC.dtype),
         (grad_weight_VC * grad_loss).to(ctx.weight_dtype) if ctx.learns else None,
         *(None,) * 7,

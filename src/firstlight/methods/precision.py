@@ -1,4 +1,4 @@
-"""Number formats of a training step."""
+"""Number formats used in a training step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from firstlight.models.ops import product_dtype
 #: Minimum CUDA compute capability of GPUs with fp8 matrix units.
 FP8_CAPABILITY = (8, 9)
 
-#: Error bounds by precision, which docs/methods.md documents: the maximum difference of the loss
-#: from that of a more precise run, in nats, and the maximum `weights_distance`. The bounds of fp32
-#: also apply to methods that only change the order of sums.
+#: Error bounds for each precision, as documented in docs/methods.md: the maximum difference between
+#: the loss and that of a more precise run, in nats, and the maximum `weights_distance`. The bounds
+#: of fp32 also apply to methods that only change the order of sums.
 BOUNDS = {"fp32": (1e-5, 1e-3), "bf16": (0.01, 0.05), "fp16": (0.001, 0.03)}
 
 
 def weights_distance(
     found: Iterable[Tensor], exact: Iterable[Tensor], start: Iterable[Tensor]
 ) -> float:
-    """Return the L2 distance between trained weights and exact weights, divided by the distance
+    """Return the L2 distance between trained weights and exact weights, divided by the L2 distance
     that the exact weights moved in training. Each argument contains the same tensors [...] of a
     model, in the same order and on the CPU."""
     apart = moved = 0.0
@@ -75,7 +75,7 @@ def dtype_of(precision: str) -> torch.dtype:
     "auto"."""
     return {
         "fp32": torch.float32,
-        # tf32 is not a dtype, but a mode in which fp32 tensors are multiplied.
+        # tf32 is not a dtype, but a mode for multiplying fp32 tensors.
         "tf32": torch.float32,
         "fp16": torch.float16,
     }.get(precision, torch.bfloat16)
@@ -87,8 +87,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     # torch's cache of rounded weights is disabled. A forward pass uses each weight only once, and
-    # with activation checkpointing, the cache would keep all rounded weights in memory, which takes
-    # 2 bytes per parameter.
+    # with activation checkpointing, the cache would keep all rounded weights in memory, at 2 bytes
+    # per parameter.
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
@@ -107,16 +107,17 @@ def keep_bf16_residual(model: Model) -> None:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    # Autocast would pass an fp32 copy of x to CUDA's kernel, and keep the copy for the backward
-    # pass. The kernel computes in fp32 anyway, but requires that the weight has the dtype of x.
+    # Autocast would pass an fp32 copy of x to the CUDA kernel, and keep the copy for the backward
+    # pass. The copy is not needed, because the kernel computes in fp32 for any dtype of x, but it
+    # requires the weight to have the same dtype.
     dtype = product_dtype(x)
     weight, bias = (None if p is None else p.to(dtype) for p in (norm.weight, norm.bias))
     with torch.autocast(x.device.type, enabled=False):
         return F.layer_norm(x.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
 
 
-#: Bytes per number in a matrix product, by `EfficiencyConfig.products`. All other formats take 2
-#: bytes.
+#: Bytes per number in a matrix product, keyed by `EfficiencyConfig.products`. All other formats
+#: take 2 bytes.
 _PRODUCT_BYTES = {"fp32": 4, "tf32": 4, "fp8": 1}
 
 
@@ -127,14 +128,15 @@ def packet_note(
     *,
     above: int = 1,
 ) -> str | None:
-    """Return a note about those widths of a model that a GPU's tensor cores can't read at full
-    speed (see `matrix_packet_bytes`), and their cost. Return None if there are no such widths.
+    """Return a note about the widths of a model that a GPU's tensor cores can't read at full speed
+    (see `matrix_packet_bytes`), and about the cost of these widths. Return None if there are no
+    such widths.
 
     Args:
         config: config of the model.
         efficiency: the recipe's `efficiency` section.
-        capability: CUDA compute capability of the GPU; None for another device.
-        above: number of which a width must be a multiple to be reported.
+        capability: CUDA compute capability of the GPU; None for any other device.
+        above: only widths that are multiples of this number are reported.
     """
     products = efficiency.products
     if capability is None or capability < FP16_CAPABILITY or products == "fp32":
@@ -164,8 +166,8 @@ def packet_note(
 @contextlib.contextmanager
 def matmul_precision(config: EfficiencyConfig) -> Iterator[None]:
     """Set the precision of fp32 matrix products to `config.matmul_precision` within the context.
-    With precision "tf32", they use TF32 (inputs with a 10-bit mantissa) if the hardware supports
-    it. torch's global setting is restored at the end."""
+    With precision "tf32", the products use TF32 (inputs with a 10-bit mantissa) if the hardware
+    supports it. torch's global setting is restored on exit."""
     chosen = "high" if config.precision == "tf32" else config.matmul_precision
     if chosen is None:
         yield
@@ -217,8 +219,8 @@ def convert_to_fp8(model: nn.Module) -> None:
 
     layers = fp8_layers(model)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in layers)
-    # torchao has a module only for weights [out, in]. GPT-2's layers, whose weights are [in, out],
-    # use the settings of this module.
+    # torchao has a module only for weights of shape [out, in]. GPT-2's layers, whose weights have
+    # the shape [in, out], use the settings of this module.
     settings = Float8Linear(1, 1, bias=False, device="meta", config=Float8LinearConfig())
     for layer in layers.values():
         if isinstance(layer, Conv1D):
@@ -236,9 +238,10 @@ def _fp8_conv1d(layer: Conv1D, settings: Any, x: Tensor) -> Tensor:
 
 
 def fp8_layers(model: nn.Module) -> dict[str, nn.Linear | Conv1D]:
-    """Return the layers whose matrix products are computed in fp8 with precision "fp8", by name.
-    These are large layers whose sizes are multiples of 16, as fp8 tensor cores require. The head is
-    excluded, because its errors would directly affect the loss. Routers are also excluded."""
+    """Return the layers whose matrix products are computed in fp8 with precision "fp8", keyed by
+    name. These are the large layers whose sizes are multiples of 16, as fp8 tensor cores require.
+    The head is excluded, because its rounding errors would directly affect the loss. Routers are
+    also excluded."""
     # With LoRA, the head's linear layer is called `lm_head.base_layer`.
     return {
         name: module

@@ -1,8 +1,8 @@
-"""Model families: config classes, models (plain `nn.Module`s), and the table of all families,
-`FAMILIES`.
+"""Model families: their config classes, their models (plain `nn.Module`s), and `FAMILIES`, the
+table that lists all of them.
 
-Families that use `LlamaConfig` are defined in `llama_families.py`. If such a family needs more than
-the `Llama` model, its model class is in `llama_variants.py`.
+Families that use `LlamaConfig` are defined in `llama_families.py`. Those whose layers differ from
+the layers of `Llama` have a model class in `llama_variants.py`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _CLASSES: tuple[tuple[type[ModelConfig], type[GPT2] | type[Llama]], ...] = (
     (Qwen35Config, Qwen35),
 )
 
-#: Families by the `model_type` in config.json.
+#: Families, keyed by the `model_type` in config.json.
 FAMILIES: dict[str, Family] = {
     name: Family(config, VARIANTS.get(name, model), spec)
     for config, model in _CLASSES
@@ -107,19 +107,19 @@ DEFAULT_FAMILY = LlamaConfig.default_type()
 
 
 def families_with(has: Callable[[Family], object]) -> str:
-    """Return the names of all families for which `has` returns a true value, as a phrase like
-    "llama, qwen2 and phi3"."""
+    """Return a phrase such as "llama, qwen2 and phi3" that lists all families for which `has`
+    returns a true value."""
     *others, last = (name for name, family in FAMILIES.items() if has(family))
     return f"{', '.join(others)} and {last}"
 
 
 def build_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model described by a config, on torch's current default device, without
-    initialising its parameters.
+    """Create the model described by a config on torch's current default device. Its parameters are
+    not initialised.
 
     Args:
         config: config of the model.
-        vocab_multiple: the number of rows of the embedding and of the head is rounded up to a
+        vocab_multiple: the numbers of rows of the embedding and of the head are rounded up to a
             multiple of this number.
     """
     rows = padded_vocab_size(config.vocab_size, vocab_multiple)
@@ -132,8 +132,8 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
 
 
 def empty_model(config: ModelConfig, vocab_multiple: int = 1) -> Model:
-    """Create the model described by a config on the CPU, with allocated but uninitialised
-    parameters.
+    """Create the model described by a config on the CPU. Memory for its parameters is allocated but
+    not initialised.
 
     This skips torch's default initialisation, which takes time. The caller must initialise the
     parameters or load their values. See `build_model` for the arguments.

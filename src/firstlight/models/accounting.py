@@ -1,5 +1,5 @@
-"""Counts of parameters, FLOPs and bytes, computed from a model's modules. The functions also accept
-models on the meta device (see `meta_model`), whose parameters use no memory.
+"""Count the parameters, FLOPs and bytes of a model by inspecting its modules. The functions also
+accept models on the meta device, whose parameters use no memory (see `meta_model`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ParameterCount:
     shared experts are counted in `mlp`.
 
     Attributes:
-        idle: number of parameters of routed experts that are not used for a given token.
+        idle: number of routed-expert parameters that any given token does not use.
     """
 
     embedding: int
@@ -39,7 +39,8 @@ class ParameterCount:
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Number of parameters by part. The numbers add up to `total`."""
+        """Number of parameters in each part, keyed by the part's name. The values add up to
+        `total`."""
         return {name: getattr(self, name) for name in _PARTS}
 
     @property
@@ -56,13 +57,14 @@ class ParameterCount:
 _PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
-#: Models most recently created by `meta_model`, by the class and the JSON values of their config.
+#: Models most recently created by `meta_model`, keyed by the class and the JSON values of their
+#: config.
 _meta_models: dict[tuple[type, str], Model] = {}
 _META_MODELS = 4
 
 
 def meta_model(config: ModelConfig) -> Model:
-    """Return the model on the meta device, where its parameters use no memory.
+    """Return the model described by a config, on the meta device, where parameters use no memory.
 
     A run or a plan needs the same model many times, so the model is cached. Callers must not modify
     it.
@@ -100,7 +102,7 @@ def matrix_shapes(config: ModelConfig, vocab_multiple: int = 1) -> list[tuple[in
 
 
 def count_parameters(model: Model) -> ParameterCount:
-    """Count a model's parameters by part."""
+    """Count the parameters in each part of a model."""
     counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():
         counts[_part_for(model, name)] += parameter.numel()
@@ -136,21 +138,23 @@ def is_multiplied(model: Model, name: str) -> bool:
 
 
 def _visited_share(config: ModelConfig) -> float:
-    """Return the fraction of a layer's routed experts that a token uses, or 1 for dense models."""
+    """Return the fraction of a layer's routed experts that each token uses, or 1 for dense
+    models."""
     return config.visited_experts / config.expert_count if config.expert_count else 1.0
 
 
 def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -> float:
     """Return the FLOPs per token of a forward and backward pass, without recomputation.
 
-    - Matrices: 6 FLOPs per weight that multiplies a token, 2 in the forward pass and 4 in the
-      backward pass. The head is included even if it is tied. Embedding lookups are not included,
-      and neither are routed experts that are not chosen for the token.
-    - Attention: 12 * heads * head_dim FLOPs per layer for each visible token. Because attention is
-      causal, a token sees half of the sequence on average, or less with a sliding window. Chowdhery
-      et al. 2022 (arXiv 2204.02311, appendix B) count the full sequence instead.
-    - Linear attention: 18 FLOPs per element of the state. Each token decays the element, reads it
-      for the update, writes it, and reads it for the output.
+    - Matrices: 6 FLOPs per weight that is applied to the token, 2 in the forward pass and 4 in the
+      backward pass. The head is included even if it is tied. Embedding lookups and routed experts
+      that are not chosen for the token are not included.
+    - Attention: 12 * heads * head_dim FLOPs per layer for each token that is attended to. Because
+      attention is causal, a token attends to half of the sequence on average, or less with a
+      sliding window. Chowdhery et al. 2022 (arXiv 2204.02311, appendix B) count the full sequence
+      instead.
+    - Linear attention: 18 FLOPs per element of the recurrent state. For each token, the element is
+      decayed, read for the update, written, and read for the output.
 
     Args:
         model: model to count.
@@ -160,8 +164,8 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
     """
     config = model.config
     matrix_weights = 0.0
-    # Duplicates are included so that a tied head is counted. Under the name of the embedding, the
-    # shared weight is only looked up.
+    # Duplicates are included so that a tied head is counted. Under the embedding's name, the shared
+    # weight is used only for lookups, which cost no FLOPs.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.dim() == 3 and "experts" in name.split("."):  # stacked
             matrix_weights += parameter.numel() * _visited_share(config)
@@ -176,28 +180,27 @@ def train_flops_per_token(model: Model, seq_len: int, *, frozen: bool = False) -
             states += spec.state_size
             continue
         width = min(spec.window or seq_len, seq_len)
-        # The first `width` tokens see width / 2 tokens on average, and all later tokens see
-        # `width`.
+        # The first `width` tokens attend to width / 2 tokens on average, and all later tokens
+        # attend to `width` tokens.
         seen += width - width * width / (2 * max(seq_len, 1))
     matrices = (4.0 if frozen else 6.0) * matrix_weights
     return matrices + 12.0 * config.num_attention_heads * config.head_dim * seen + 18.0 * states
 
 
 def cache_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the size of the key-value cache per token in bytes, over all layers with keys and
-    values."""
+    """Return the number of bytes that the key-value cache needs per token, summed over all layers
+    that cache keys and values."""
     layers = config.num_hidden_layers - len(config.state_shapes)
     return layers * config.cached_numbers * dtype.itemsize
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Return the size in bytes of the fp32 states of one sequence, over all layers with linear
-    attention. The size does not depend on the sequence length."""
+    """Return the number of bytes of fp32 state that one sequence needs, summed over all layers with
+    linear attention. It does not depend on the sequence length."""
     shapes = (shape for layer in config.state_shapes.values() for shape in layer)
     return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def is_inside_a_layer(name: str) -> bool:
-    """Return True if the parameter `name` belongs to a layer, which means that the name contains
-    the layer's number."""
+    """Return True if the parameter `name` belongs to a numbered layer of the model."""
     return any(part.isdigit() for part in name.split("."))

@@ -1,10 +1,11 @@
-"""Causal attention, computed in blocks of queries without saving scores for the backward pass.
+"""Causal attention that is computed in blocks of queries and does not save the scores for the
+backward pass.
 
 Attention (Vaswani et al. 2017, arXiv 1706.03762) is computed for one block of queries at a time,
-with the keys that these queries see, so that the scores fit in a CPU core's cache. The backward
-pass recomputes the scores with the formulas of FlashAttention (Dao et al. 2022, arXiv 2205.14135).
-A block contains all keys that its queries see, so no running softmax is needed. On CPUs, for bf16
-and up to 1,024 tokens, this is faster than torch's fused kernel.
+together with all keys that these queries attend to. The scores of a block fit in a CPU core's
+cache. The backward pass recomputes the scores with the formulas of FlashAttention (Dao et al. 2022,
+arXiv 2205.14135). Because all keys of a block are processed at once, no running softmax is needed.
+On CPUs, in bf16 and with up to 1,024 tokens, this is faster than torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def blockwise_attention(
 ) -> Tensor:
     """Compute causal attention in blocks of queries.
 
-    See `ops.AttentionFunction` for the arguments. The dimension of value heads may differ from that
+    See `ops.AttentionFunction` for the arguments. The dimension of value heads can differ from that
     of query and key heads. With dropout, a mask for all T x S weights is drawn and saved for the
     backward pass, which takes one byte per weight.
 
@@ -55,7 +56,7 @@ def blockwise_attention(
     if dropout:
         shape = *q_BHTD.shape[:-1], k_BKSD.shape[-2]
         kept_BHTS = q_BHTD.new_empty(shape, dtype=torch.bool).bernoulli_(1 - dropout)
-    # As in torch's dropout, kept weights are multiplied by 1 / (1 - dropout).
+    # As in torch's dropout, the weights that are kept are multiplied by 1 / (1 - dropout).
     growth, bound = 1 / (1 - dropout), softcap or 0.0
     result: Tensor = _attention(
         q_BHTD, k_BKSD, v_BKSD, mask, kept_BHTS, growth, bound, sinks_H, scale
@@ -63,8 +64,8 @@ def blockwise_attention(
     return result
 
 
-#: Arguments of the forward operator. The backward operator takes the gradient of the result,
-#: followed by the same arguments.
+#: Arguments of the forward operator. The backward operator takes the gradient of the forward
+#: operator's result, followed by the same arguments.
 _ARGUMENTS = (
     "Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor? mask, Tensor? kept_BHTS, float growth, "
     "float softcap=0.0, Tensor? sinks_H=None, float? scale=None"
@@ -73,8 +74,8 @@ _FORWARD = f"({_ARGUMENTS}) -> Tensor"
 _BACKWARD = f"(Tensor grad_BHTD, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
-# This is a custom operator, because the code that torch.compile generates for the blocks is several
-# times slower and saves most of the scores for the backward pass.
+# This is a custom operator, because torch.compile would generate code for the blocks that is
+# several times slower and saves most of the scores for the backward pass.
 @torch.library.custom_op("firstlight::blockwise_attention", mutates_args=(), schema=_FORWARD)
 def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> Tensor:
     out_BHTD = _like_projected(q_BHTD, v_BKSD.shape[-1])
@@ -86,7 +87,8 @@ def _attention(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *others: Any) -> 
     return out_BHTD
 
 
-# The fake result has the strides of the real result, because compiled code relies on them.
+# The fake result must have the same strides as the real result, because compiled code relies on
+# them.
 @_attention.register_fake
 def _(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
     return _like_projected(q_BHTD, v_BKSD.shape[-1])
@@ -141,12 +143,13 @@ _attention.register_autograd(_backward, setup_context=_save_inputs)
 
 @dataclass(frozen=True)
 class _Lost:
-    """Mask and dropout that are applied to a `_Part`.
+    """The mask and the dropout that are applied to a `_Part`.
 
     Attributes:
-        mask: True for keys that a query sees, bool [T, S] or [B, 1, T, S]; None for a causal mask.
-        kept: True for weights that dropout keeps, bool [B, H, T, S]; None without dropout.
-        growth: factor of the remaining weights, 1 / (1 - dropout).
+        mask: bool [T, S] or [B, 1, T, S], true for the keys that each query attends to; None for a
+            causal mask.
+        kept: bool [B, H, T, S], true for the weights that dropout keeps; None without dropout.
+        growth: factor by which the remaining weights are multiplied, 1 / (1 - dropout).
     """
 
     mask: Tensor | None
@@ -154,33 +157,34 @@ class _Lost:
     growth: float
 
     def hide_(self, scores_BHtS: Tensor, start: int, end: int, seen: int) -> None:
-        """Mask the scores of keys that the block's queries do not see, in place."""
+        """Mask, in place, the scores of keys that the block's queries must not attend to."""
         if self.mask is None:
-            # Only the last keys can be hidden from some of the block's queries.
+            # All queries of the block attend to all keys before the block, so only the keys at the
+            # block's own positions need a mask.
             near = scores_BHtS[..., seen - (end - start) :]
             near.masked_fill_(~causal_mask(end - start, end - start, near.device), -math.inf)
         else:
             scores_BHtS.masked_fill_(~self.mask[..., start:end, :seen], -math.inf)
 
     def drop_(self, weights_BHtS: Tensor, start: int, end: int, seen: int) -> None:
-        """Apply dropout to a block's weights, or to their gradients, in place."""
+        """Apply dropout in place to the attention weights of a block, or to their gradients."""
         if self.kept is not None:
             weights_BHtS.mul_(self.kept[:, :, start:end, :seen]).mul_(self.growth)
 
 
 class _Part:
-    """A part of the attention that is computed together: some rows of a batch, or some heads of one
+    """A part of a batch for which attention is computed together: some rows, or some heads of one
     row.
 
-    The part contains N key-value heads, counted over all of its rows, with G query heads each.
+    In total, the rows of the part have N key-value heads, each of which is shared by G query heads.
 
     Scores are computed in fp32, as in fused kernels. In bf16, a score of 10 would have an error of
-    up to 0.03, and its weight an error of up to 3%. torch does not have a CPU matrix product with
-    bf16 inputs and an fp32 result.
+    up to 0.03, and the resulting attention weight would have an error of up to 3%. torch does not
+    have a CPU matrix product with bf16 inputs and an fp32 result.
 
     Attributes:
-        grad_sinks: gradient of the sinks, [H], in the dtype of the scores, which is computed by
-            `backward`; None without sinks.
+        grad_sinks: gradient of the sinks, [H], in the dtype of the scores, set by `backward`; None
+            without sinks.
     """
 
     def __init__(
@@ -200,9 +204,10 @@ class _Part:
         of_keys = 1.0
         self._of_scores = 1.0
         # In fp32, the result must match transformers bit for bit, so the scale must be applied to
-        # the same tensors as in transformers. If value heads differ in size from key heads, torch's
-        # math kernel multiplies queries and keys by the square root of the scale. With sinks or a
-        # soft cap, the model class in transformers multiplies the scores.
+        # the same tensors as in transformers. If value heads and key heads differ in size,
+        # transformers uses torch's math kernel, which multiplies queries and keys by the square
+        # root of the scale. With sinks or a soft cap, the model class in transformers multiplies
+        # the scores.
         if q_BHTD.dtype.itemsize >= 4 and new > 1:
             if v_BKSD.shape[-1] != size:
                 of_queries = of_keys = math.sqrt(self._scale)
@@ -234,10 +239,11 @@ class _Part:
         self, start: int, end: int, seen: int, slopes: list[Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention weights of one block of queries, before dropout, and the weights of
-        the sinks. For the t queries of a block (see `blocks_of`), the attention weights are [N, G *
-        t, seen] and the sinks' weights [N, G * t, 1], or None without sinks.
+        the sinks. For a block of t queries that attend to the first `seen` keys (see `blocks_of`),
+        the attention weights have shape [N, G * t, seen]. The weights of the sinks have shape [N, G
+        * t, 1], or are None without sinks.
 
-        If `slopes` is a list and there is a soft cap c, the derivative of the cap for each score s,
+        If `slopes` is a list and there is a soft cap c, the derivative of the cap at each score s,
         1 - tanh(s / c)^2, is appended to the list.
         """
         queries = self._queries[:, :, start:end].flatten(1, 2)
@@ -273,7 +279,7 @@ class _Part:
         return torch.cat((scores_NXS, sinks_NX1), -1)
 
     def attend(self, out_BHTD: Tensor) -> None:
-        """Compute attention and write the result to `out_BHTD`."""
+        """Compute the attention of this part and write the result to `out_BHTD`."""
         for block in self._blocks:
             self._attend(block, out_BHTD)
 
@@ -285,7 +291,7 @@ class _Part:
         out_BHTD[:, :, start:end] = self._by_heads(result)
 
     def backward(self, grad_BHTD: Tensor, grads: Sequence[Tensor]) -> None:
-        """Compute the gradients of queries, keys and values, and write them to `grads`."""
+        """Compute the gradients of the queries, keys and values, and write them to `grads`."""
         grad = self._grouped(grad_BHTD)
         of_queries = grad.new_empty(self._queries.shape)
         found = (of_queries, torch.empty_like(self._keys), torch.empty_like(self._values))
@@ -344,9 +350,8 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor, is_first: bool) -
 
 
 def at_a_time(heads: int, kept: int, new: int, total: int) -> tuple[int, int]:
-    """Return the number of rows of a batch, and the number of key-value heads per row, that are
-    computed together for `heads` query heads, `kept` key-value heads, `new` queries and `total`
-    keys."""
+    """Return how many rows of a batch, and how many key-value heads per row, are computed together.
+    A row has `heads` query heads, `kept` key-value heads, `new` queries and `total` keys."""
     groups = heads // kept
     scores = groups * min(QUERIES, new) * total
     count = max(SCORES // max(scores, 1), _LEAST_HEADS // groups, 1)
@@ -364,7 +369,7 @@ def _parts(
     sinks_H: Tensor | None = None,
     scale: float | None = None,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], _Part]]:
-    """Yield each part of a batch as a tuple: the slices of [B, H] (rows and query heads), the
+    """Yield a tuple for each part of a batch: the slices of [B, H] (rows and query heads), the
     slices of [B, K] (rows and key-value heads), and the part itself."""
     (batch, heads, new, _), (_, kept, total, _) = q_BHTD.shape, k_BKSD.shape
     groups = heads // kept
@@ -381,8 +386,8 @@ def _parts(
 
 
 def blocks_of(new: int, total: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each block of queries as a tuple: the index of the first query, the end index
-    (exclusive), and the number of keys that the queries of the block see."""
+    """Yield a tuple for each block of queries: the index of the first query, the end index
+    (exclusive), and the number of leading keys that the block's queries attend to."""
     for start in range(0, new, QUERIES):
         end = min(start + QUERIES, new)
         yield start, end, total - new + end
@@ -399,13 +404,13 @@ def _lost(
 
 def _like_projected(x_BHTD: Tensor, size: int | None = None) -> Tensor:
     """Create an empty tensor [B, H, T, size] whose memory is ordered as [B, T, H, size], the order
-    in which projections write and read it; `size` is D by default."""
+    in which linear projections write and read it. By default, `size` is D."""
     B, H, T, D = x_BHTD.shape
     return x_BHTD.new_empty(B, T, H, D if size is None else size).transpose(1, 2)
 
 
 def _sums_like(sinks_H: Tensor | None, q_BHTD: Tensor) -> Tensor:
-    """Create an empty tensor [H], or [0] without sinks, for the gradient of the sinks, in at least
-    fp32."""
+    """Create an empty tensor for the gradient of the sinks, in at least fp32. Its shape is [H], or
+    [0] without sinks."""
     dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
     return q_BHTD.new_empty(0 if sinks_H is None else len(sinks_H), dtype=dtype)

@@ -1,5 +1,5 @@
-"""Caches that forward passes read and extend: the keys and values of earlier tokens, and the
-recurrent states of layers with linear attention.
+"""Caches that forward passes read and extend. They store the keys and values of earlier tokens, and
+the recurrent states of layers with linear attention.
 
 Shape letters are defined in `models/ops.py`.
 """
@@ -30,31 +30,32 @@ class Cache(Protocol):
         sequences have different lengths."""
 
     def total(self, new: int) -> int:
-        """Return S, the number of cache positions that attention reads, including those of the new
-        tokens."""
+        """Return S, the number of cache positions that attention reads, including the positions of
+        the new tokens."""
 
     def text_length(self, new: int) -> int | Tensor:
-        """Return the length of the sequences in tokens, including the new tokens: one integer for
-        all sequences, or int64 [B]. The "dynamic" and "longrope" rotary frequencies depend on this
-        length."""
+        """Return the length of the sequences in tokens, including the new tokens, as a single
+        integer for all sequences or as int64 [B]. The "dynamic" and "longrope" rotary frequencies
+        depend on this length."""
 
     def update(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's keys and values [B, K, T, D] of the new tokens.
+        """Store the keys and values of the new tokens, [B, K, T, D], for one layer.
 
         Returns:
             Keys and values of the cache positions that attention reads, [B, K, S, D] each.
         """
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
-        """Return the state of a linear-attention layer after all tokens so far: tensors [B, ...] in
-        at least fp32, which are zero before the first token."""
+        """Return the state of a linear-attention layer after all tokens so far, as tensors [B, ...]
+        in at least fp32. They are zero before the first token."""
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
-        """Replace a layer's state with the state after the new tokens, whose tensors have the same
+        """Replace a layer's state with its state after the new tokens. The tensors have the same
         shapes."""
 
     def advance(self, new: int) -> None:
-        """Add `new` to the length. This is called after all layers have stored the new tokens."""
+        """Increase the length of all sequences by `new` tokens. This is called after all layers
+        have stored the new tokens."""
 
 
 class KVCache:
@@ -62,21 +63,24 @@ class KVCache:
     of its memory is allocated at creation.
 
     Args:
-        num_layers, num_key_value_heads, head_dim: sizes of the model.
+        num_layers, num_key_value_heads, head_dim: dimensions of the model.
         batch_size: number of sequences.
-        max_tokens: capacity of each sequence, for its prompt and new tokens together.
+        max_tokens: capacity of each sequence in tokens, including its prompt and new tokens.
         dtype, device: dtype and device of keys and values.
         value_dim: dimension of a value head; None for `head_dim`.
         states: shapes, without the batch dimension, of the states that a layer stores instead of
-            keys and values, by layer index (from 0).
+            keys and values, keyed by layer index (counted from 0).
 
     Attributes:
-        keys, values: one tensor [B, K, max_tokens, D] per layer; K is 0 in layers with states. With
-            a single tensor for all layers, a compiled step would copy all of it to write one layer.
-        states: tensors [B, ...] of each layer, in at least fp32; () for layers with attention.
+        keys, values: one tensor [B, K, max_tokens, D] per layer; K is 0 in layers with states. If
+            all layers shared a single tensor, a compiled step would copy the whole tensor to write
+            one layer.
+        states: for each layer, a tuple of tensors [B, ...] in at least fp32; () for layers with
+            keys and values.
         length: number of tokens stored so far.
-        least_length: lower bound of the length in tokens that is used for length-dependent rotary
-            frequencies. It is set when the sequences are known to become at least this long.
+        least_length: lower bound, in tokens, on the length from which length-dependent rotary
+            frequencies are computed. It is set when the sequences are known to become at least this
+            long.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """True if some layers keep a recurrent state. Such a state can't be rewound to an earlier
+        """True if some layers keep a recurrent state, which can't be rewound to an earlier
         token."""
         return any(self.states)
 
@@ -136,8 +140,8 @@ class KVCache:
         return torch.arange(self.length, self.length + new, device=self.keys[0].device)
 
     def total(self, new: int) -> int:
-        """Return the number of tokens that attention reads: the stored tokens and the next `new`
-        tokens."""
+        """Return the number of tokens that attention reads: the tokens already stored and the next
+        `new` tokens."""
         return self.length + new
 
     def text_length(self, new: int) -> int:
@@ -156,7 +160,7 @@ class KVCache:
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
         """See `Cache.state`."""
-        # Before the first token, the memory may still contain the state of another sequence.
+        # Before the first token, the memory can still contain the state of a previous sequence.
         return tuple(one if self.length else torch.zeros_like(one) for one in self.states[layer])
 
     def set_state(self, layer: int, state: Sequence[Tensor]) -> None:
@@ -203,7 +207,7 @@ class KVCache:
         for layer, computed in zip(
             (*self.keys, *self.values), (*other.keys, *other.values), strict=True
         ):
-            # Several rows may begin with the same prompt, which is computed only once.
+            # Several rows can start with the same prompt, which is then computed only once.
             layer[:, :, : other.length] = computed[rows_B, :, : other.length]
         for own, states in zip(self.states, other.states, strict=True):
             for one, computed in zip(own, states, strict=True):
@@ -211,22 +215,23 @@ class KVCache:
         self.length = other.length
 
     def ragged(self, lengths: Tensor, reach: int) -> RaggedCache:
-        """Return a `RaggedCache` of the first `len(lengths)` sequences, each with its own
-        length."""
+        """Return a `RaggedCache` of the first `len(lengths)` sequences, which can have different
+        lengths."""
         return RaggedCache(self.keys, self.values, lengths, reach, states=self.states)
 
 
 class RaggedCache:
-    """A batch of the first `len(lengths)` sequences of a `KVCache`, each with its own length. It
-    shares the memory of the `KVCache`.
+    """A batch of the first `len(lengths)` sequences of a `KVCache`, which can have different
+    lengths. It shares the memory of the `KVCache`.
 
-    Positions beyond a row's length have no effect, because the model masks them.
+    Cache positions beyond the length of a sequence have no effect, because the model masks them.
 
     Args:
         keys, values: `KVCache.keys` and `KVCache.values`.
         lengths: number of tokens of each sequence so far, int64 [B] on the cache's device.
         reach: number of cache positions that attention reads. It must be greater than every length,
-            and at most `max_tokens`. Steps with the same value have the same shapes.
+            and at most `max_tokens`. Decoding steps with the same value have the same tensor
+            shapes.
         states: `KVCache.states`. If there are any states, every sequence must contain at least one
             token.
     """

@@ -1,16 +1,17 @@
 """DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437): multi-head latent attention,
 routed experts and shared experts.
 
-Keys and values of all heads are computed from one KV latent per token. The cache stores this latent
-and one rotated key per token, which all heads share. Experts are divided into groups, and each
-token's experts are chosen from its best groups. In V3, the scores are sigmoids. A bias is added to
-them for choosing the experts, but not for weighting the outputs of the experts. Parameter names are
-those of Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight has the
-architecture of DeepSeek-V3.
+The keys and values of all heads are computed from a single vector per token, the KV latent. The
+cache stores this latent and one rotated key per token, which all heads share. Experts are divided
+into groups. For each token, the groups with the best scores are selected first, and the experts are
+then chosen from these groups. In V3, the scores of the experts are sigmoids, and a bias is added to
+the scores to choose the experts, but not to weight their outputs. Parameter names are those of
+Hugging Face's `DeepseekV2ForCausalLM` and `DeepseekV3ForCausalLM`. Moonlight uses the architecture
+of DeepSeek-V3.
 
 Shape letters are defined in `models/ops.py` and `models/moe.py`. In addition, L is the rank of the
-KV latent (`kv_lora_rank`), R the number of rotated dimensions of a head (`qk_rope_head_dim`), G the
-number of expert groups, and X the number of experts per group.
+KV latent (`kv_lora_rank`), R is the number of rotated dimensions of a head (`qk_rope_head_dim`), G
+is the number of expert groups, and X is the number of experts per group.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ class DeepseekConfig(DecoderConfig):
     kv_lora_rank: int = Field(64, gt=0)
     """rank of the latent vector from which keys and values are computed."""
     q_lora_rank: int | None = Field(None, gt=0)
-    """rank of the latent vector from which queries are computed; null computes queries directly
-    with one full matrix."""
+    """rank of the latent vector from which queries are computed; null computes the queries
+    directly, with one full matrix."""
     qk_nope_head_dim: int = Field(32, gt=0)
     """number of dimensions of each query and key head without rotary positions (RoPE)."""
     qk_rope_head_dim: int = Field(16, gt=0)
@@ -175,8 +176,8 @@ class DeepseekConfig(DecoderConfig):
     routed_scaling_factor: float = Field(1.0, gt=0)
     """factor applied to the routing weights of each token's experts."""
     norm_topk_prob: bool = True
-    """normalise each token's routing weights to sum to 1, before routed_scaling_factor
-    (deepseek_v3)."""
+    """normalise each token's routing weights to sum to 1 before they are multiplied by
+    routed_scaling_factor (deepseek_v3)."""
     router_aux_loss_coef: float = Field(0.001, ge=0)
     """weight of the load-balancing loss during training."""
 
@@ -205,7 +206,8 @@ class DeepseekConfig(DecoderConfig):
             raise ValueError("norm_topk_prob and rope_interleave are keys of deepseek_v3 models")
         return self
 
-    # Overrides `DecoderConfig._check_visited`: with groups, a token can choose among fewer experts.
+    # This overrides `DecoderConfig._check_visited`, because a token can choose among fewer experts
+    # if they are divided into groups.
     @model_validator(mode="after")
     def _check_visited(self) -> Self:
         if self.num_experts % self.n_group or self.topk_group > self.n_group:
@@ -238,18 +240,19 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements cached per token and layer: the KV latent and the rotated key."""
+        """Number of elements that are cached per token and layer: the size of the KV latent plus
+        that of the rotated key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts instead of an MLP."""
         return layer >= self.first_k_dense_replace
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """See `FamilyConfig.attention_spec`."""
         scale, rope = self.head_dim**-0.5, self.rope_scaling
         if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
-            # YaRN multiplies both query and key by mscale, so the score is multiplied by its
+            # YaRN multiplies both queries and keys by mscale, so the scores are multiplied by its
             # square.
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return AttentionSpec(scale=scale, value_dim=self.v_head_dim)
@@ -316,7 +319,8 @@ class DeepseekAttention(SelfAttention):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, H * sum(self.expanded_sizes), bias=False)
         self.o_proj = nn.Linear(H * config.v_head_dim, C, bias=bias)
-        # In transformers, DeepSeek-V2 rotates with complex numbers in fp32, but V3 does not.
+        # In transformers, DeepSeek-V2 computes the rotation with complex numbers in fp32, but
+        # DeepSeek-V3 does not.
         self.rotates_complex = config.family.rope.polar
         self.rotate = apply_rope
         if config.rope_interleave:
@@ -341,12 +345,13 @@ class DeepseekAttention(SelfAttention):
         dtype = q_rope.dtype
         q_rope, k_B1SR = (self.rotate(x, cos, sin).to(dtype) for x in (q_rope, k_B1SR))
         if cache is not None:
-            # The cache stores only L + R elements per token and layer. Every forward pass
+            # The cache stores only L + R elements per token and layer, so every forward pass
             # recomputes the keys and values of all heads from the latents.
             latent_B1SL, k_B1SR = cache.update(self.layer, latent_B1SL, k_B1SR)
         kv_BSHD = self.kv_b_proj(latent_B1SL[:, 0]).unflatten(-1, (self.heads, -1))
         k_nope, v_BHSD = kv_BSHD.transpose(1, 2).split(self.expanded_sizes, dim=-1)
-        # torch's kernel for fp32 on GPUs reads 16 bytes at once, and fails on unaligned values.
+        # On GPUs, torch's fp32 kernel reads 16 bytes at a time and fails if the values are not
+        # aligned.
         if self.expanded_sizes[0] * v_BHSD.element_size() % 16:
             v_BHSD = v_BHSD.contiguous()
         # All heads share one rotated key.
@@ -357,13 +362,13 @@ class DeepseekAttention(SelfAttention):
 
 
 class DeepseekRouter(Router):
-    """A layer's router, without a bias on its logits.
+    """The router of a layer. Its linear projection has no bias.
 
     Attributes:
         has_bias: True for V3.
         e_score_correction_bias: fp32 bias [E] that is added to the scores for choosing experts (V3
-            only). It is a buffer: it does not receive a gradient, is never cast, and is saved with
-            the weights.
+            only). It is a buffer, so it does not receive a gradient. It is never cast, and it is
+            saved with the weights.
     """
 
     e_score_correction_bias: Tensor
@@ -395,7 +400,7 @@ class DeepseekRouter(Router):
 
 
 class DeepseekMLP(RoutedMLP):
-    """The routed experts of a layer, and its shared experts, which process every token."""
+    """The experts of a layer: routed experts, and shared experts that process every token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -407,14 +412,14 @@ class DeepseekMLP(RoutedMLP):
         self.shared_experts = LlamaMLP(config.model_copy(update=shared))
 
     def scores(self, logits_NE: Tensor) -> Tensor:
-        """Return the scores of the experts, fp32 [N, E], for the router's logits [N, E]: their
-        sigmoid in V3, their softmax in V2."""
+        """Return the scores of the experts, fp32 [N, E], for the router's logits [N, E]. The scores
+        are the sigmoid of the logits in V3, and the softmax in V2."""
         return logits_NE.sigmoid() if self.gate.has_bias else logits_NE.softmax(-1)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
-        """Return the indices of each token's experts, int64 [N, K], for the scores [N, E]. The
-        experts of a token are the K experts with the highest scores in its `topk_group` best
-        groups. In V3, the bias is added to the scores first."""
+        """Return the indices of each token's experts, int64 [N, K], for the scores [N, E]. These
+        are the K experts with the highest scores in the token's `topk_group` best groups. In V3,
+        the bias is added to the scores before groups and experts are ranked."""
         config = self.config
         # The choice of experts is not differentiable. The bias affects which experts are chosen,
         # but not the weights of their outputs.
@@ -439,8 +444,8 @@ class DeepseekMLP(RoutedMLP):
         experts_NK = self.chosen(scores_NE)
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.config.norm_topk_prob:
-            # 1e-20 is added, as in transformers, because the sigmoids of very low logits can all be
-            # 0.
+            # 1e-20 is added, as in transformers, to avoid a division by zero: the sigmoids of very
+            # low logits can all be 0.
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
         return logits_NE, weights_NK * self.config.routed_scaling_factor, experts_NK
 
@@ -457,7 +462,7 @@ class DeepseekBlock(RoutedBlock):
 
 
 class Deepseek(Llama):
-    """A DeepSeek language model; see `LanguageModel`."""
+    """A DeepSeek language model. See `LanguageModel` for the interface that all models share."""
 
     config: DeepseekConfig  # type: ignore[assignment]
 
@@ -487,10 +492,12 @@ class Deepseek(Llama):
         )
 
     def balance(self, router_logits: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute the load-balancing loss; see `LanguageModel.balance`. The loss uses the experts
-        chosen by group-limited routing, and scores that are normalised to sum to 1 per token
-        (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken over all tokens of the
-        forward pass."""
+        """Compute the load-balancing loss of a forward pass. See `LanguageModel.balance` for the
+        arguments and the result.
+
+        The loss uses the experts chosen by group-limited routing, and scores that are normalised to
+        sum to 1 for each token (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). Means are taken
+        over all tokens of the forward pass."""
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, DeepseekMLP)]
         scores = [mlp.scores(one) for mlp, one in zip(layers, router_logits, strict=True)]
         chosen = [mlp.chosen(one) for mlp, one in zip(layers, scores, strict=True)]

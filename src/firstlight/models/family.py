@@ -1,7 +1,8 @@
-"""Specifications of the model families, used for loading, conversion, parallelism and planning.
+"""Specifications of model families, which are used for loading, conversion, parallelism and
+planning.
 
-Outside `models/`, only benchmarks and readers of foreign checkpoint formats mention families by
-name. A Llama-like family is one entry of `llama_families.py`. A family with a different
+Outside `models/`, only benchmarks and readers of foreign checkpoint formats refer to families by
+name. A Llama-like family needs only an entry in `llama_families.py`. A family with a different
 architecture has its own module, with a model class and a config class derived from `FamilyConfig`.
 `FAMILIES` in `firstlight.models` lists all families.
 """
@@ -21,13 +22,13 @@ class AttentionSpec:
     """Attention settings of one layer.
 
     Attributes:
-        window: number of tokens that a token sees, including itself; None if it sees all earlier
-            tokens.
+        window: number of tokens that a token attends to, including itself; None if it attends to
+            all earlier tokens.
         dropout: probability of dropping an attention weight in training.
-        scale: factor of the scores; None for 1 / sqrt(head_dim).
-        softcap: bound c of the scores s, which become c tanh(s / c); None for no bound.
-        rope: index of the rotary table for queries and keys: 0, or 1 for the second table, which
-            layers with a window can use; None for no rotation.
+        scale: factor by which the scores are multiplied; None for 1 / sqrt(head_dim).
+        softcap: soft cap c of the scores s, which become c tanh(s / c); None for no cap.
+        rope: index of the rotary table for queries and keys; None for no rotation. The index is 0,
+            or 1 for the second table, which layers with a window can use.
         sinks: True if each head has an attention sink, a learned logit in its softmax that has no
             value vector.
         value_dim: dimension of a value head; None for the dimension of a key head.
@@ -47,11 +48,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names under which a family's checkpoint files store the experts of a layer.
+    """Names that a family's checkpoint files use for the experts of a layer.
 
     Attributes:
         module: name of the layer's module that contains the router and the experts.
-        matrices: names of an expert's matrices, by "gate", "up" and "down".
+        matrices: names of an expert's matrices, keyed by "gate", "up" and "down".
         size: config.json's key for the inner width of an expert.
     """
 
@@ -70,7 +71,8 @@ class ExpertNames:
         return f"{self.module}.experts.{expert}.{self.matrices[word]}.weight"
 
 
-#: Expert settings that llama.cpp requires for Qwen's families, for use in `GGUFSpec.fixed`.
+#: Values of expert settings that llama.cpp requires for the Qwen families; used in
+#: `GGUFSpec.fixed`.
 GGUF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "norm_topk_prob": (True,),
     "decoder_sparse_step": (1,),
@@ -85,38 +87,43 @@ QWEN_EXPERTS = ExpertNames(
 
 @dataclass(frozen=True)
 class GGUFSpec:
-    """Representation of a family in GGUF files, and the limits of llama.cpp in reading them.
+    """How a family is represented in GGUF files, and which of its settings llama.cpp supports.
 
     Attributes:
         architecture: value of general.architecture; "" if the family has no GGUF files.
-        rotates_pairs: True if llama.cpp rotates the pairs of rows (2i, 2i + 1) of a head, where
-            Hugging Face rotates (i, i + R/2). The rows of the query and key weights are then
-            reordered.
+        rotates_pairs: True if llama.cpp rotates the pairs of dimensions (2i, 2i + 1) of a head,
+            whereas Hugging Face rotates the pairs (i, i + R/2). The rows of the query and key
+            weights are then reordered.
         rope_kinds: kinds of rotary scaling that llama.cpp supports.
-        fixed: the only values that llama.cpp supports for a key of config.json, by key. If the key
-            is missing, the family's default is checked. If the family has no default, the first
-            value is assumed.
-        numbers: our name of a floating-point key -> GGUF's name.
-        counts: our name of an integer key -> GGUF's name.
-        optional: keys of `numbers` and `counts` that may be None. In GGUF files, None is
-            represented by a missing number or a count of 0.
-        layer: kind of a layer's tensors: "llama", "named" (the tensors of `block`), "latent"
-            (multi-head latent attention), "sinks" (attention sinks) or "delta" (gated delta rule).
-        block: GGUF's name of a module in a layer -> the family's name, for layers in which all
-            projections have biases and one matrix computes queries, keys and values; {} for the
-            other kinds of layers.
+        fixed: mapping from a key of config.json to the only values that llama.cpp supports for it.
+            If config.json does not contain the key, the family's default is checked. If the family
+            has no default, the first value is assumed.
+        numbers: mapping from the name of a floating-point config key to its name in GGUF.
+        counts: mapping from the name of an integer config key to its name in GGUF.
+        optional: keys of `numbers` and `counts` that can be None. In GGUF files, a missing number
+            or a count of 0 represents None.
+        layer: kind of layer, which determines its tensors: "llama", "named" (the tensors listed in
+            `block`), "latent" (multi-head latent attention), "sinks" (attention sinks) or "delta"
+            (gated delta rule).
+        block: mapping from the GGUF name of a module in a layer to the family's name for it. It is
+            used for layers of the kind "named", in which all projections have biases and one matrix
+            computes queries, keys and values; {} for the other kinds.
         head: "written" if llama.cpp requires a tensor for the head even if it is tied to the
-            embedding; "tied" if it always uses the embedding as the head; "" if it supports both.
-        has_windows: True if llama.cpp supports models that mix layers with and without a window.
-        needs_window: True if llama.cpp requires a window.
-        has_window_base: True if llama.cpp supports a separate rotary base in layers with a window.
+            embedding; "tied" if it always uses the embedding as the head; "" if it supports tied
+            and untied heads.
+        has_windows: True if llama.cpp supports models that mix layers with and without a sliding
+            window.
+        needs_window: True if llama.cpp requires a sliding window.
+        has_window_base: True if llama.cpp supports a separate rotary base in layers with a sliding
+            window.
         exact_heads: True if llama.cpp requires num_attention_heads * head_dim to equal hidden_size.
-        gating: function that is applied to the router's logits in layers with latent attention.
-        inner_eps: epsilon that the model uses for normalisation inside attention, if it is not
-            rms_norm_eps, which llama.cpp uses there; None if the model also uses rms_norm_eps.
-        wide_scale_layers: number of layers by which llama.cpp recognises the model for which it
-            uses hidden_size / num_attention_heads instead of head_dim as query_pre_attn_scalar; 0
-            if the family has no such model.
+        gating: name of the function that is applied to the router's logits, for layers of the kind
+            "latent".
+        inner_eps: epsilon that the model uses for normalisation inside attention, where llama.cpp
+            always uses rms_norm_eps; None if the model uses rms_norm_eps as well.
+        wide_scale_layers: number of layers of the one model in the family for which llama.cpp uses
+            hidden_size / num_attention_heads, instead of head_dim, as query_pre_attn_scalar.
+            llama.cpp recognises the model by this number. 0 if the family has no such model.
     """
 
     architecture: str
@@ -140,8 +147,8 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """Names of a layer's norms in the family's checkpoint files. None means that a layer does not
-    have this norm.
+    """Names of a layer's norms in the family's checkpoint files, or None for norms that the family
+    does not have.
 
     Attributes:
         before_attention, after_attention: norms of the input and of the output of attention.
@@ -160,16 +167,18 @@ class RopeSpec:
 
     Attributes:
         kinds: kinds of scaling that the family supports in addition to "default"; () means all.
-        other_kinds: alternative name of a kind in config.json -> kind.
-        polar: True if transformers rotates with products of complex numbers; see `rope_tables`.
+        other_kinds: mapping from alternative names for kinds in config.json to the names of the
+            kinds.
+        polar: True if transformers computes the rotation as a product of complex numbers (see
+            `rope_tables`).
         partial_factor: fraction of each head that is rotated if config.json does not specify it.
-        original_positions: default of original_max_position_embeddings if config.json has this key
-            at its top level; 0 if the key is one of the rotary settings.
+        original_positions: default value of original_max_position_embeddings in families whose
+            config.json has this key at its top level; 0 if the key is one of the rotary settings.
         nested: True if config.json has separate rotary settings for each kind of layer.
-        local_theta_key: older key of config.json for the rotary base in layers with a window; "" if
-            there is none.
-        default: rotary settings that apply if config.json has none, under the names that
-            config.json uses.
+        local_theta_key: older config.json key for the rotary base of layers with a sliding window;
+            "" if there is none.
+        default: rotary settings that apply if config.json does not contain any, with the key names
+            that config.json uses.
     """
 
     kinds: tuple[str, ...] = ()
@@ -184,47 +193,51 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """Specification of one model family, which is identified by its `model_type`.
+    """Specification of one model family. Families are identified by their `model_type`.
 
     Attributes:
         architecture: name of transformers' class, as in config.json's "architectures".
         gguf: representation in GGUF files.
-        own_keys: config keys of this family that other families of the config class lack.
-        json_names: our name of a key -> config.json's name, if the two differ.
-        hf_defaults: defaults of Hugging Face's config class that differ from the defaults in
-            recipes; config.json may omit these keys. See `hf_values`.
+        own_keys: config keys that this family has and other families with the same config class do
+            not.
+        json_names: mapping from the name of a config key to its name in config.json, for keys whose
+            names differ.
+        hf_defaults: default values of Hugging Face's config class that differ from the defaults in
+            recipes. They apply to keys that config.json omits. See `hf_values`.
         qkv_bias: True if queries, keys and values always have biases.
         output_bias: False if the attention's output projection never has a bias.
         qk_norm: "head" if queries and keys are normalised in each head, "width" if they are
             normalised over all heads together; None without normalisation.
         norms: names of a layer's norms.
-        norm_kind: "rms" for RMSNorm, "one_plus" for RMSNorm with a factor of 1 + weight, or "layer"
-            for LayerNorm with a bias.
+        norm_kind: "rms" for RMSNorm, "one_plus" for RMSNorm that multiplies by 1 + weight, or
+            "layer" for LayerNorm with a bias.
         activation: name of the MLP's activation in config.json.
-        activation_key: config.json's key for the activation.
+        activation_key: key of the activation in config.json.
         gated: True if the MLP has a gate, as in SwiGLU and GeGLU.
-        fused: True if one matrix computes queries, keys and values, and another matrix the gate and
-            up projections; "mlp" if only the gate and up projections are fused.
+        fused: True if one matrix computes queries, keys and values, and a second matrix computes
+            the gate and up projections; "mlp" if only the gate and up projections are fused.
         rope: rotary positions.
-        full_attention_every: n if every n-th layer has full attention and all other layers have the
+        full_attention_every: n if every n-th layer has full attention and all other layers have a
             sliding window; 0 if there is no such pattern.
         no_rope_every: n if every n-th layer has no rotary positions; 0 if there is no such pattern.
-            If the model has a sliding window, only the layers without rotary positions have it.
-        period_key: older key of config.json for `full_attention_every`; "" if there is none.
+            If the model has a sliding window, it applies only to the layers without rotary
+            positions.
+        period_key: older config.json key for `full_attention_every`; "" if there is none.
         divides_width: True if hidden_size must be a multiple of num_attention_heads even if
             head_dim is specified.
         derived_keys: keys that config.json does not contain because their values follow from other
             keys.
-        indivisible: reason why tensor parallelism can't shard the layers; "" if it can.
+        indivisible: reason why tensor parallelism can't shard the layers; "" if they can be
+            sharded.
         has_window_switch: True if config.json has the key use_sliding_window.
-        experts: names of the experts in the files; None for dense models, and for experts that the
-            files store in stacked tensors.
-        has_buffers: True if the files have tensors that are buffers of the model.
-        has_mxfp4: True if the files may store the experts in MXFP4.
-        left_out: name prefixes of tensors in the files that are not part of the model and are
-            ignored.
-        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern with which transformers splits text
-            for all tokenizers of the family; None if the tokenizer's own pattern is used.
+        experts: names of the experts in the checkpoint files; None for dense models, and if the
+            files store the experts in stacked tensors.
+        has_buffers: True if the checkpoint files contain tensors that are buffers of the model.
+        has_mxfp4: True if the checkpoint files can store the experts in MXFP4.
+        left_out: name prefixes of tensors in the checkpoint files that are ignored, because they
+            are not part of the model.
+        tokenizer_split: key in `SPLIT_PATTERNS` of the pattern that transformers uses to split text
+            with any tokenizer of the family; None if the tokenizer's own pattern is used.
     """
 
     architecture: str
@@ -257,7 +270,8 @@ class FamilySpec:
 
     @property
     def has_default_types(self) -> bool:
-        """True if the family has a pattern of layers with and without a window."""
+        """True if the family alternates, in a fixed pattern, between layers with and without a
+        sliding window."""
         return bool(self.full_attention_every or self.no_rope_every)
 
 
@@ -285,13 +299,13 @@ class FamilyConfig(Section):
     """Base class of the model configs, with the properties that all families have.
 
     Attributes:
-        families: family specifications by `model_type`.
-        hf_names: our name of a key -> its name in config.json; {} if `FamilySpec.json_names` is
-            used instead.
-        has_rotary: True if positions are rotary; False if they are learned.
-        stores_transposed: True if linear layers keep their weights as [in, out].
-        tensor_parallel_sizes: keys of sizes that must be multiples of the number of processes in
-            tensor parallelism; empty if tensor parallelism is not supported.
+        families: family specifications, keyed by `model_type`.
+        hf_names: mapping from the name of a config key to its name in config.json; {} if
+            `FamilySpec.json_names` is used instead.
+        has_rotary: True for rotary positions; False for learned positions.
+        stores_transposed: True if linear layers store their weights as [in, out].
+        tensor_parallel_sizes: config keys whose values must be multiples of the number of
+            tensor-parallel processes; empty if tensor parallelism is not supported.
         has_pipeline: True if pipeline parallelism is supported.
     """
 
@@ -306,7 +320,7 @@ class FamilyConfig(Section):
 
     @classmethod
     def default_type(cls) -> str:
-        """Return the `model_type` of a config that does not specify it."""
+        """Return the `model_type` that is used if a config does not specify one."""
         return str(cls.model_fields["model_type"].default)
 
     @property
@@ -316,7 +330,8 @@ class FamilyConfig(Section):
 
     @property
     def indivisible(self) -> str:
-        """Reason why tensor parallelism can't shard this model's layers; "" if it can."""
+        """Reason why tensor parallelism can't shard this model's layers; "" if they can be
+        sharded."""
         return self.family.indivisible
 
     @property
@@ -331,25 +346,26 @@ class FamilyConfig(Section):
 
     @property
     def logit_softcap(self) -> float | None:
-        """Bound c of the logits z, which become c tanh(z / c); None for no bound."""
+        """Soft cap c of the logits z, which become c tanh(z / c); None for no soft cap."""
         return None
 
     @property
     def cached_numbers(self) -> int:
-        """Number of elements cached per token and layer, in layers with keys and values."""
+        """Number of elements that each layer with keys and values caches per token."""
         config: Any = self
         return 2 * int(config.num_key_value_heads) * int(config.head_dim)
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """Shapes, without the batch dimension, of the states that a layer caches instead of keys
-        and values, by layer index (from 0)."""
+        """Shapes, without the batch dimension, of the states that layers cache instead of keys and
+        values, keyed by layer index (counted from 0)."""
         return {}
 
     @property
     def long_from(self) -> int | None:
         """Sequence length in tokens at which the rotary frequencies change; None if they never
-        change. From this length on, keys that were cached for a shorter prefix can't be reused."""
+        change. Keys that were cached for a shorter prefix can't be reused for sequences of at least
+        this length."""
         return rope_changes_at(getattr(self, "rope_scaling", None))
 
     @property
@@ -358,7 +374,7 @@ class FamilyConfig(Section):
         return getattr(self, "router_aux_loss_coef", 0.0)
 
     def require_multiple(self, name: str, of: str) -> None:
-        """Check that the value of one key is a multiple of the value of another.
+        """Check that the value of one key is a multiple of the value of another key.
 
         Raises:
             ValueError: the value of `name` is not a multiple of the value of `of`.
@@ -368,22 +384,22 @@ class FamilyConfig(Section):
             raise ValueError(f"{name} {value} must be a multiple of {of} {divisor}")
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts instead of an MLP."""
         return self.expert_count > 0
 
     def attention_spec(self, layer: int) -> AttentionSpec:
-        """Return the settings of attention in a layer (counted from 0)."""
+        """Return the attention settings of a layer (counted from 0)."""
         return AttentionSpec()
 
 
-#: Maximum number of families that an error message lists as lacking a key. If more families lack
-#: the key, the message lists the families that have it instead.
+#: Maximum number of families that an error message lists as not having a key. If more families do
+#: not have the key, the message lists the families that have it instead.
 _MOST_WITHOUT = 3
 
 
 def not_a_key(name: str, model_type: str) -> str:
-    """Return the error message for a key that a family does not have. The message names the
-    families that have the key. Return "" if no family has such a key."""
+    """Return the error message for a key that a family does not have. The message lists the
+    families that have the key. Return "" if no family has it."""
     classes: list[type[FamilyConfig]] = [FamilyConfig]
     for kind in classes:  # the loop extends this list, so it visits all subclasses
         classes += kind.__subclasses__()

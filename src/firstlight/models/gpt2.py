@@ -1,8 +1,9 @@
-"""GPT-2 (Radford et al. 2019), with LayerNorm, learned positions, multi-head attention and GELU.
+"""GPT-2 (Radford et al. 2019): a Transformer with LayerNorm, learned positions, multi-head
+attention and GELU.
 
-Parameter names, and the [in, out] layout of the projections, are those of Hugging Face's
-`GPT2LMHeadModel`, so that import and export do not change tensors. Recipes use the key names that
-all families share (`hidden_size`), whereas config.json uses GPT-2's names (`n_embd`).
+Parameter names and the [in, out] layout of the projections are those of Hugging Face's
+`GPT2LMHeadModel`, so tensors do not have to be changed for import and export. Recipes use the key
+names that all families share (`hidden_size`), whereas config.json uses GPT-2's names (`n_embd`).
 
 Shape letters are defined in `models/ops.py`. In addition, F is the inner width of the MLP.
 """
@@ -29,14 +30,14 @@ from firstlight.models.family import AttentionSpec, FamilyConfig, FamilySpec, GG
 from firstlight.models.language_model import LanguageModel, token_positions
 from firstlight.models.ops import AttentionOptions, Embedding, SelfAttention, attention
 
-#: Hugging Face name of an activation -> name in recipes.
+#: Mapping from the Hugging Face name of an activation to its name in recipes.
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
     "gelu": "gelu",
     "relu": "relu",
 }
 
-#: Activation name in recipes -> function.
+#: Mapping from the name of an activation in recipes to its function.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     # OpenAI's model was trained with the tanh approximation; exact GELU gives different logits.
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
@@ -44,8 +45,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-#: Keys that the first versions did not have. They are omitted from the section if they have their
-#: default values, so that the hash of a base model matches the hash stored in existing LoRA runs.
+#: Keys that were added after the first versions. They are omitted from the dumped section if they
+#: have their default values. The hash of a base model then still matches the hash stored in
+#: existing LoRA runs.
 _LATER_KEYS = ("scale_attn_weights", "scale_attn_by_inverse_layer_idx")
 
 _GGUF = GGUFSpec(
@@ -108,7 +110,8 @@ class GPT2Config(FamilyConfig):
     activation_function: Literal["gelu_new", "gelu", "relu"] = "gelu_new"
     """"gelu_new" (tanh approximation, as in GPT-2), "gelu" (exact, as in nanoGPT) or "relu"."""
     qkv_bias: bool = True
-    """biases on queries, keys and values: true in OpenAI's models, false in LLMs-from-scratch."""
+    """biases on the query, key and value projections: true in OpenAI's models, false in
+    LLMs-from-scratch."""
     scale_attn_weights: bool = True
     """divide attention scores by the square root of the head dimension."""
     scale_attn_by_inverse_layer_idx: bool = False
@@ -169,7 +172,8 @@ class GPT2Config(FamilyConfig):
             for ours, theirs in cls.hf_names.items()
             if config.get(theirs) is not None
         }
-        # These are defaults of transformers' config class. config.json may omit these keys.
+        # These are the defaults of transformers' config class, because config.json can omit these
+        # keys.
         defaults = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "vocab_size": 50257}
         known["activation_function"] = _ACTIVATIONS[activation]
         # OpenAI's config.json does not contain this key, and the model has biases.
@@ -229,7 +233,8 @@ class Conv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return x @ self.weight
-        # `addmm` fuses product and bias, but accepts only matrices.
+        # `addmm` computes the product and adds the bias in one operation, but accepts only
+        # matrices.
         flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
         return flat.view(*x.shape[:-1], -1)
 
@@ -263,7 +268,7 @@ class GPT2Attention(SelfAttention):
         q_BHTD, k_BHSD, v_BHSD = (part.transpose(1, 2) for part in qkv_BT3HD.unbind(2))
         if cache is not None:
             k_BHSD, v_BHSD = cache.update(self.layer, k_BHSD, v_BHSD)
-        # `attend` is a function, so `eval()` does not turn off its dropout.
+        # `attend` is a function and not a module, so `eval()` does not turn off its dropout.
         options = AttentionOptions(mask, self.dropout if self.training else 0.0, self.scale)
         y_BHTD = self.attend(q_BHTD, k_BHSD, v_BHSD, options)
         y_BTC: Tensor = self.c_proj(y_BHTD.transpose(1, 2).reshape(B, T, C))
@@ -287,7 +292,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One layer, [B, T, C] to [B, T, C]. The input of attention and of the MLP is normalised, and
+    """One layer, [B, T, C] to [B, T, C]. The inputs of attention and of the MLP are normalised, and
     their outputs are added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
@@ -316,7 +321,8 @@ class GPT2Decoder(nn.Module):
 
 
 class GPT2(LanguageModel):
-    """A GPT-2 language model (Radford et al. 2019); see `LanguageModel`."""
+    """A GPT-2 language model (Radford et al. 2019). See `LanguageModel` for the interface that all
+    models share."""
 
     config: GPT2Config
 
@@ -335,8 +341,8 @@ class GPT2(LanguageModel):
     def decode(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the last layer's output [B, T, C] and an empty list of router logits; see
-        `LanguageModel.decode`."""
+        """Return the last layer's output [B, T, C], and an empty list, because there are no
+        routers. See `LanguageModel.decode`."""
         positions, cache_positions, total = token_positions(input_ids, document_ids, cache)
         mask = self.make_mask(cache_positions, total, None, document_ids)
         x_BTC = self.transformer.wte(input_ids) + self.transformer.wpe(positions)

@@ -80,8 +80,8 @@ class GPTNeoXConfig(DecoderConfig):
     attention_bias: bool = True
     """biases on all projections of attention; the MLP's projections always have biases."""
     use_parallel_residual: bool = True
-    """compute attention and MLP in parallel, from the same residual stream; false computes the MLP
-    after attention."""
+    """compute attention and the MLP in parallel, from the same residual stream; false computes the
+    MLP after attention."""
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
@@ -94,13 +94,12 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class GPTNeoXAttention(LlamaAttention):
-    """Multi-head attention with one matrix for queries, keys and values. The rows of the matrix are
-    ordered by head: query, key and value of the first head, then query, key and value of the second
-    head, and so on."""
+    """Multi-head attention with a single projection matrix for queries, keys and values. The rows
+    of the matrix are ordered by head: first the query, key and value rows of the first head, then
+    those of the second head, and so on."""
 
     def add_projections(self, config: DecoderConfig) -> None:
-        """Create the projections, with the names that they have in the family's checkpoint
-        files."""
+        """Create the projections. Their names match the family's checkpoint files."""
         C, bias = config.hidden_size, config.attention_bias
         self.query_key_value = nn.Linear(C, sum(self.sizes), bias=bias)
         self.dense = nn.Linear(C, C, bias=bias)
@@ -132,8 +131,8 @@ class GPTNeoXMLP(nn.Module):
 
 
 class GPTNeoXBlock(nn.Module):
-    """One layer. With `use_parallel_residual`, the MLP and attention have the same input.
-    Otherwise, the input of the MLP includes the output of attention."""
+    """One layer. With `use_parallel_residual`, attention and the MLP read the same residual stream.
+    Otherwise, the MLP reads the residual stream after the output of attention has been added."""
 
     def __init__(self, config: GPTNeoXConfig, layer: int) -> None:
         super().__init__()
@@ -170,7 +169,7 @@ class GPTNeoXDecoder(nn.Module):
 
 
 class GPTNeoX(Llama):
-    """A GPT-NeoX language model; see `LanguageModel`."""
+    """A GPT-NeoX language model. See `LanguageModel` for the interface that all models share."""
 
     config: GPTNeoXConfig  # type: ignore[assignment]
 
@@ -179,7 +178,7 @@ class GPTNeoX(Llama):
     final_modules = ("gpt_neox.final_layer_norm", "lm_head")
     head_file_name = "embed_out.weight"
     residual_projections = ("attention.dense.", "dense_4h_to_h")
-    # The rows for the query, key and value of one head are adjacent, so a shard of rows contains
+    # The rows of a head's query, key and value are adjacent, so a shard of the matrix contains
     # whole heads.
     tensor_parallel_plan: ClassVar[Mapping[str, str]] = {
         "gpt_neox.embed_in": "table",
@@ -191,6 +190,6 @@ class GPTNeoX(Llama):
     }
 
     def add_decoder(self, rows: int) -> None:
-        """Create the embedding (with `rows` rows), the layers and the final norm, with the names
-        that they have in the family's checkpoint files."""
+        """Create the embedding (with `rows` rows), the layers and the final norm. Their names match
+        the family's checkpoint files."""
         self.gpt_neox = GPTNeoXDecoder(self.config, rows)

@@ -1,10 +1,12 @@
 """gpt-oss, OpenAI's open-weight models (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv
-2508.10925): Llama with attention sinks, and experts with biases and a clamped SwiGLU.
+2508.10925). They differ from Llama in their attention sinks, and in their experts, which have
+biases and a clamped SwiGLU.
 
 Every second layer has a sliding window. Parameter names and layouts are those of Hugging Face's
-`GptOssForCausalLM`, so that import and export do not change tensors. The experts of a layer are
-stacked and stored as [in, out], and the columns of the gate and up projections are interleaved.
-OpenAI's files store the experts in MXFP4, a format that `weights/stored.py` reads.
+`GptOssForCausalLM`, so tensors do not have to be changed for import and export. The weights of a
+layer's experts are stacked in tensors with the layout [in, out], and the columns of the gate and up
+projections are interleaved. OpenAI's files store the experts in MXFP4, a format that
+`weights/stored.py` reads.
 
 Shape letters are defined in `models/moe.py`.
 """
@@ -101,12 +103,13 @@ class GptOssConfig(DecoderConfig):
 
 
 class GptOssExperts(Experts):
-    """All experts of a layer, in stacked tensors. The weights are `gate_up_proj` [E, C, 2F], whose
-    columns are ordered gate 0, up 0, gate 1, up 1, ..., and `down_proj` [E, F, C]. Their biases are
-    [E, 2F] and [E, C].
+    """All experts of a layer, in stacked tensors. The weights are `gate_up_proj` of shape [E, C,
+    2F], whose columns are ordered gate 0, up 0, gate 1, up 1, ..., and `down_proj` of shape [E, F,
+    C]. Their biases have the shapes [E, 2F] and [E, C].
 
     The output of an expert is down((u + 1) g sigmoid(a g)), where a is `swiglu_alpha`. The gate
-    projection g is clamped to at most `swiglu_limit`, and the up projection u to +-`swiglu_limit`.
+    projection g is clamped to at most `swiglu_limit`, and the up projection u to between
+    -`swiglu_limit` and `swiglu_limit`.
     """
 
     def __init__(self, config: GptOssConfig) -> None:
@@ -134,7 +137,8 @@ class GptOssExperts(Experts):
             return product + is_own_ME.to(bias_EO.dtype) @ bias_EO
 
         gate_up_M2F = linear(x_MC, self.gate_up_proj, self.gate_up_proj_bias)
-        # The gate does not need a lower bound, because g sigmoid(a g) approaches 0 for negative g.
+        # The gate does not need a lower bound, because g sigmoid(a g) approaches 0 as g approaches
+        # minus infinity.
         gate_MF = gate_up_M2F[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_M2F[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(gate_MF * self.alpha))
@@ -142,8 +146,8 @@ class GptOssExperts(Experts):
 
 
 class GptOssMLP(RoutedMLP):
-    """The router and the experts of one layer. The router has a bias. The routing weights are a
-    softmax over only the logits of the experts that are chosen for the token."""
+    """The router and the experts of one layer. The router has a bias. The routing weights of a
+    token are the softmax over the logits of only those experts that are chosen for the token."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -183,7 +187,7 @@ class GptOssBlock(RoutedBlock):
 
 
 class GptOss(Llama):
-    """A gpt-oss language model; see `LanguageModel`."""
+    """A gpt-oss language model. See `LanguageModel` for the interface that all models share."""
 
     config: GptOssConfig  # type: ignore[assignment]
 

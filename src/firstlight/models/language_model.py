@@ -29,8 +29,9 @@ from firstlight.section import Section
 
 
 class InitConfig(Section):
-    """The `init` section of a recipe: initial weights of a new model. Most weights are drawn with
-    the standard deviation `model.initializer_range`. This section configures the exceptions."""
+    """The `init` section of a recipe, which configures the initial weights of a new model. Most
+    weights are drawn with the standard deviation `model.initializer_range`. This section sets the
+    exceptions."""
 
     residual_projections: Literal["scaled", "zero"] = "scaled"
     """initial weights of the projections that write into the residual stream (o_proj, down_proj,
@@ -45,17 +46,17 @@ class InitConfig(Section):
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model. The constructor does not initialise the parameters: call
-    `init_weights()` or load weights.
+    """A decoder-only language model. The constructor does not initialise the parameters. Call
+    `init_weights()` or load weights before using the model.
 
-    The subclass of a family creates its modules in `__init__`, gives their names in the class
-    attributes, and computes the last layer's output in `decode`. Its `__init__` has a second
-    argument, `padded_vocab_size`: the number of rows of the embedding and the head, rounded up so
-    that matrix products are fast. None means `vocab_size`. Rows beyond the vocabulary are zero, and
-    no logits are returned for them.
+    Each family has a subclass that creates its modules in `__init__`, specifies their names in the
+    class attributes, and computes the last layer's output in `decode`. The subclass's `__init__`
+    has a second argument, `padded_vocab_size`, which is the number of rows of the embedding and the
+    head, rounded up to make matrix products fast. None means `vocab_size`. Rows beyond the
+    vocabulary are zero, and no logits are returned for them.
 
     Args:
-        config: sizes and settings of the model.
+        config: config of the model.
 
     Attributes:
         head_loss: function that computes the loss from the last hidden states; efficiency methods
@@ -63,19 +64,20 @@ class LanguageModel(nn.Module):
         make_mask: function that makes the masks for the layers' `attend`; efficiency methods
             replace it together with `attend`.
         norm_init: initial value of the weights of norms.
-        router_statistics: statistics of the routers during training, collected since they were last
-            read; None for a dense model.
+        router_statistics: statistics of the routers, collected in training since the statistics
+            were last read; None for a dense model.
         embedding_name: name of the module with the token embedding.
-        layers_name: name of the module list with the layers.
-        final_modules: names of the modules after the layers: the final norm and the head.
-        head_file_name: name of the head's weight in the family's files; in the model it is always
-            `lm_head.weight`.
+        layers_name: name of the module list that contains the layers.
+        final_modules: names of the modules that follow the layers (the final norm and the head).
+        head_file_name: name of the head's weight in the family's checkpoint files. In the model,
+            the name is always `lm_head.weight`.
         residual_projections: name substrings of the projections that write into the residual
             stream.
         zero_vectors: name suffixes of the vectors that are initialised to zero. All other vectors
             are weights of norms.
-        tensor_parallel_plan: module name -> kind of sharding in tensor parallelism (see
-            `Llama.tensor_parallel_plan`); empty if tensor parallelism is not supported.
+        tensor_parallel_plan: mapping from a module's name to its kind of sharding in tensor
+            parallelism (see `Llama.tensor_parallel_plan`); empty if tensor parallelism is not
+            supported.
     """
 
     embedding_name: ClassVar[str]
@@ -104,7 +106,7 @@ class LanguageModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers, first to last."""
+        """The layers, in order."""
         return self.get_submodule(self.layers_name)  # type: ignore[return-value]
 
     @property
@@ -113,7 +115,7 @@ class LanguageModel(nn.Module):
         return self.get_submodule(self.final_modules[0])
 
     def finish_loading(self) -> None:
-        """Tie the head to the embedding if `tie_word_embeddings` is true."""
+        """Tie the head to the embedding if the config's `tie_word_embeddings` is true."""
         if self.config.tie_word_embeddings:
             # This is called in `__init__` and again after `to_empty`, which allocates a tied
             # parameter twice.
@@ -134,7 +136,8 @@ class LanguageModel(nn.Module):
         """
         init = init or InitConfig()
         std = self.config.initializer_range
-        # Each layer adds two outputs to the residual stream, that of attention and that of the MLP.
+        # Each layer adds two outputs to the residual stream: the output of attention and the output
+        # of the MLP.
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         # The embedding comes second, so that `embedding_std` takes precedence over `head_std` if
         # the head is tied.
@@ -151,19 +154,19 @@ class LanguageModel(nn.Module):
             is_residual = any(part in name for part in self.residual_projections)
             rows = self.config.vocab_size if id(parameter) in vocabulary else None
             own_std = vocabulary.get(id(parameter)) or (residual_std if is_residual else std)
-            # No random numbers are drawn for padding rows, so that a seed gives the same model
-            # regardless of padding.
+            # No random numbers are drawn for padding rows, so that a seed gives the same model for
+            # any amount of padding.
             parameter[:rows].normal_(0.0, own_std, generator=generator)
             if is_residual and init.residual_projections == "zero":
-                # The random numbers are drawn even so, so that all other weights are the same as
-                # with "scaled".
+                # The random numbers are drawn even if they are not used, so that all other weights
+                # are the same as with "scaled".
                 parameter.zero_()
             if rows is not None:
                 parameter[rows:].zero_()
 
     def cast(self, dtype: torch.dtype, *, frozen: bool = False) -> None:
-        """Cast the parameters, except in modules whose attribute `keeps_precision` is true. Buffers
-        keep their dtype. With `frozen`, only frozen parameters are cast.
+        """Cast the parameters to a dtype, except in modules whose attribute `keeps_precision` is
+        true. Buffers keep their dtype. With `frozen`, only frozen parameters are cast.
 
         Only the data of each parameter is replaced. `nn.Module.to` is not used, because it would
         create new parameters in place of the fake tensors with which the planner traces a step.
@@ -176,7 +179,7 @@ class LanguageModel(nn.Module):
                     parameter.data = parameter.data.to(dtype)
 
     def make_cache(self, batch_size: int, max_tokens: int, dtype: torch.dtype) -> KVCache:
-        """Create an empty cache on the model's device, for keys and values and for the states of
+        """Create an empty cache on the model's device. It stores keys and values, and the states of
         layers with linear attention. See `KVCache` for the arguments."""
         return KVCache(
             self.config.num_hidden_layers,
@@ -217,26 +220,27 @@ class LanguageModel(nn.Module):
 
         Args:
             input_ids: token ids, int64 [B, T].
-            labels: the token after each input token, int64 [B, T]; -100 excludes a token from the
-                loss.
-            document_ids: document of each token, int [B, T]. Neighbouring tokens with the same id
-                belong to the same document. A token sees only its own document, and positions start
-                at 0 in each document. Can't be combined with a cache.
+            labels: id of the token that follows each input token, int64 [B, T]. Positions with the
+                label -100 are excluded from the loss.
+            document_ids: id of each token's document, int [B, T]. Neighbouring tokens with the same
+                id belong to the same document. Tokens attend only to tokens of their own document,
+                and positions start at 0 in each document. Can't be combined with a cache.
             cache: keys and values of the tokens before `input_ids`. The keys and values of
                 `input_ids` are added to the cache.
-            logits_to_keep: number of positions at the end of the sequences for which logits are
-                computed, where 0 means all positions; or one position per sequence, int64 [B].
+            logits_to_keep: positions for which logits are computed. An integer is the number of
+                positions at the end of the sequences, where 0 means all positions. A tensor, int64
+                [B], contains one position per sequence.
 
         Returns:
             Without labels, the logits [B, T, V] of the next token. With labels, the cross-entropy
-            summed over the valid labels, fp32 []. In training, the load-balancing loss of this
-            forward pass, multiplied by `router_aux_loss_coef` and by the number of valid labels, is
-            added for models with experts.
+            summed over the valid labels, fp32 []. In training, models with experts add the
+            load-balancing loss of this forward pass, multiplied by `router_aux_loss_coef` and by
+            the number of valid labels.
         """
         x_BTC, router_logits = self.decode(input_ids, document_ids, cache)
         if cache is not None:
-            # The cache is advanced after the last layer, because all layers store the new tokens at
-            # the same positions.
+            # The length of the cache is increased only after the last layer, because all layers
+            # must store the new tokens at the same positions.
             cache.advance(input_ids.shape[1])
         # The positions are selected before the norm and the head, because the logits of a whole
         # prompt can take gigabytes.
@@ -249,10 +253,10 @@ class LanguageModel(nn.Module):
         vocab_size, softcap = self.config.vocab_size, self.config.logit_softcap
         if labels is None:
             return soft_capped(self.lm_head(x_BTC)[..., :vocab_size], softcap)
-        # Head and loss are computed in one function, so that a chunked loss never materializes all
-        # logits.
+        # The head and the loss are computed in one function, so that a chunked loss never
+        # materialises all logits.
         loss = self.head_loss(x_BTC, self.lm_head, vocab_size, labels, softcap)
-        # In evaluation, the loss is the cross-entropy alone, so that it can be compared with that
+        # In evaluation, the loss is the cross-entropy alone, so that it is comparable with the loss
         # of a dense model.
         if self.training and router_logits:
             loss = loss + self._router_loss_sum(router_logits, labels)
@@ -283,7 +287,7 @@ def token_positions(
         - position of each token in its document, int64 [T] or [B, T];
         - position of each token in the cache or, without a cache, in the sequence, int64 [T] or [B,
           T];
-        - S, the number of keys that attention reads.
+        - the number of keys that attention reads, S.
     """
     T = total = input_ids.shape[1]
     if cache is None:

@@ -1,10 +1,11 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971): an embedding, pre-norm layers with grouped-query
 attention, rotary positions and a SwiGLU MLP, a final norm, and a head.
 
-The modules are ordered from the smallest to the whole model. Families whose layers differ derive
-from these classes. Small differences are in `llama_variants.py`, larger ones in separate files such
-as `gpt_oss.py`. The config is defined in `llama_config.py`, and the specifications of the families
-in `llama_families.py`. Parameter names are those of Hugging Face's `LlamaForCausalLM`.
+The classes are ordered from the smallest module to the complete model. Families with different
+layers derive their classes from the classes in this file. Small variants are defined in
+`llama_variants.py`, and larger ones in separate files such as `gpt_oss.py`. The config is defined
+in `llama_config.py`, and the specifications of the families are in `llama_families.py`. Parameter
+names are those of Hugging Face's `LlamaForCausalLM`.
 
 Shape letters are defined in `models/ops.py`. In addition, F is the inner width of the MLP.
 """
@@ -33,7 +34,7 @@ from firstlight.models.rope import Ropes, RotaryTables, apply_rope
 
 def normalized(x: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) over the last dimension, [..., size] to [..., size], in at least fp32. In
-    bf16, the mean of squares would have only 8 bits of precision."""
+    bf16, the mean of the squares would have only 8 bits of precision."""
     return F.rms_norm(at_least_fp32(x), x.shape[-1:], None, eps)
 
 
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
 
     Args:
         size: length of the last dimension.
-        eps: term added to the mean of squares.
+        eps: term added to the mean of the squares.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -72,7 +73,7 @@ class LlamaAttention(SelfAttention):
         spec = config.attention_spec(layer)
         self.layer, self.head_dim = layer, D
         self.scale, self.rope = spec.scale, spec.rope
-        # Widths of queries, keys and values over all heads.
+        # Total widths of the queries, keys and values of all heads.
         keys = config.num_key_value_heads * D
         self.sizes = (config.num_attention_heads * D, keys, keys)
         self.add_projections(config)
@@ -80,13 +81,12 @@ class LlamaAttention(SelfAttention):
         if self.has_qk_norm:
             self.q_norm = self.norm_class(D, config.rms_norm_eps)
             self.k_norm = self.norm_class(D, config.rms_norm_eps)
-        # This is an attribute, so that efficiency methods can replace the function with another
+        # The function is an attribute, so that efficiency methods can replace it with a different
         # kernel.
         self.attend = attention
 
     def add_projections(self, config: DecoderConfig) -> None:
-        """Create the projections, with the names that they have in the family's checkpoint
-        files."""
+        """Create the projections. Their names match the family's checkpoint files."""
         C, bias = config.hidden_size, config.qkv_bias
         q_size, k_size, v_size = self.sizes
         self.q_proj = nn.Linear(C, q_size, bias=bias)
@@ -119,7 +119,7 @@ class LlamaAttention(SelfAttention):
         return apply_rope(q_BHTD, cos, sin), apply_rope(k_BKTD, cos, sin)
 
     def options(self, mask: Any) -> AttentionOptions:
-        """Return the options that are passed to the attention kernel, in addition to queries, keys
+        """Return the options that are passed to the attention kernel in addition to queries, keys
         and values."""
         return AttentionOptions(mask, scale=self.scale)
 
@@ -133,10 +133,11 @@ class LlamaAttention(SelfAttention):
             cache: keys and values of earlier tokens.
         """
         q_BTHD, k_BTKD, v_BTKD = self.project(x_BTC)
-        # Queries and keys are normalised before the rotation, which does not change their length.
+        # Queries and keys are normalised before the rotation. The rotation does not change their
+        # length.
         q_BTHD, k_BTKD = self.normalize(q_BTHD, k_BTKD)
-        # Transposed views do not have to be copied, because the kernels accept any strides of heads
-        # and tokens.
+        # Transposed views do not have to be copied, because the kernels accept any strides in the
+        # head and token dimensions.
         q_BHTD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         q_BHTD, k_BKSD = self.rotate(q_BHTD, k_BKSD, ropes)
         # Keys are cached after their rotation, because a token's position never changes.
@@ -165,8 +166,8 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """One layer: attention and an MLP. Their inputs are normalised, and their outputs are added to
-    the residual stream.
+    """One layer, which consists of attention and an MLP. Their inputs are normalised, and their
+    outputs are added to the residual stream.
 
     Attributes:
         attention_class, mlp_class, norm_class: classes of attention, MLP and norms, which
@@ -185,8 +186,8 @@ class LlamaBlock(nn.Module):
         self.add_norms(config)
 
     def add_attention(self, config: Any, layer: int) -> None:
-        """Create the module that mixes tokens, with the name that it has in the family's checkpoint
-        files."""
+        """Create the module that mixes information between tokens. Its name matches the family's
+        checkpoint files."""
         self.self_attn = self.attention_class(config, layer)
 
     def make_mlp(self, config: Any, layer: int) -> nn.Module:
@@ -194,7 +195,7 @@ class LlamaBlock(nn.Module):
         return self.mlp_class(config)
 
     def add_norms(self, config: DecoderConfig) -> None:
-        """Create the norms, with the names that they have in the family's checkpoint files."""
+        """Create the norms. Their names match the family's checkpoint files."""
         self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
@@ -207,7 +208,7 @@ class LlamaBlock(nn.Module):
         Args:
             x_BTC: residual stream before this layer, [B, T, C].
             ropes: the model's rotary tables.
-            masks: mask of layers without a window, and mask of layers with a window.
+            masks: the mask for layers without a sliding window, and the mask for layers with one.
             cache: keys and values of earlier tokens.
         """
         mask = self.own_mask(masks)
@@ -233,11 +234,11 @@ class LlamaDecoder(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A language model of the Llama architecture; see `LanguageModel`. Its `forward` computes the
-    logits or the loss from the result of `decode`.
+    """A language model of the Llama architecture. `LanguageModel.forward` computes the logits or
+    the loss from the result of `decode`.
 
     Attributes:
-        rotary: rotary frequencies, from which each forward pass computes its tables.
+        rotary: rotary frequencies, from which each forward pass computes tables of cos and sin.
         block_class: class of a layer.
     """
 
@@ -277,8 +278,8 @@ class Llama(LanguageModel):
         self.finish_loading()
 
     def add_decoder(self, rows: int) -> None:
-        """Create the embedding (with `rows` rows), the layers and the final norm, with the names
-        that they have in the family's checkpoint files."""
+        """Create the embedding (with `rows` rows), the layers and the final norm. Their names match
+        the family's checkpoint files."""
         self.model = LlamaDecoder(self.config, rows, self.block_class)
 
     def finish_loading(self) -> None:
@@ -297,12 +298,13 @@ class Llama(LanguageModel):
     def make_masks(
         self, cache_positions: Tensor, total: int, document_ids: Tensor | None, positions: Tensor
     ) -> tuple[Any, Any]:
-        """Return the mask of layers without a window and the mask of layers with a window. Both are
-        made by `make_mask`, and they are the same object if the model has no window.
+        """Return the mask for layers without a sliding window and the mask for layers with one.
+        Both are made by `make_mask`. If the model does not have a sliding window, they are the same
+        object.
 
         Args:
             cache_positions, total, positions: results of `token_positions`.
-            document_ids: document of each token, int [B, T]; see `forward`.
+            document_ids: id of each token's document, int [B, T] (see `LanguageModel.forward`).
         """
         window = self.config.sliding_window
         mask = self.make_mask(cache_positions, total, None, document_ids)

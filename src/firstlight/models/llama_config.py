@@ -21,14 +21,14 @@ MOST_LAYERS = 10_000
 LayerType = Literal["full_attention", "sliding_attention"]
 
 if TYPE_CHECKING:
-    # Type checkers can't evaluate a Literal whose values come from a table.
+    # Type checkers can't evaluate a Literal whose values are read from a table.
     DenseType: TypeAlias = str
 else:
     DenseType = Literal[tuple(DENSE)]
 
 
 class DecoderConfig(FamilyConfig):
-    """Keys of the Llama-like families, with the names and meanings that they have in Hugging Face's
+    """Config keys of the Llama-like families. Names and meanings are those of Hugging Face's
     configs."""
 
     model_type: str
@@ -67,9 +67,9 @@ class DecoderConfig(FamilyConfig):
     mlp_bias: bool = False
     """biases on the projections of the MLP (llama, granite, smollm3, arcee)."""
     sliding_window: int | None = Field(None, gt=0)
-    """size of the sliding window: number of tokens that a token attends to, including itself; null
-    is all earlier tokens (not supported in llama, granite, olmo2, arcee, glm4, stablelm,
-    gpt_neox)."""
+    """size of the sliding window: the number of tokens that a token attends to, including itself;
+    null is all earlier tokens (a window is not supported in llama, granite, olmo2, arcee, glm4,
+    stablelm, gpt_neox)."""
     max_window_layers: int = Field(0, ge=0)
     """number of initial layers without the sliding window (qwen2, qwen3)."""
     tie_word_embeddings: bool = False
@@ -81,8 +81,8 @@ class DecoderConfig(FamilyConfig):
     attention_multiplier: float | None = Field(None, gt=0)
     """factor applied to attention scores; null is 1 / sqrt(head_dim) (granite)."""
     residual_multiplier: float = Field(1.0, gt=0)
-    """factor applied to the outputs of attention and MLP before they are added to the residual
-    stream (granite)."""
+    """factor applied to the outputs of attention and of the MLP before they are added to the
+    residual stream (granite)."""
     logits_scaling: float = Field(1.0, gt=0)
     """divisor of the logits (granite)."""
 
@@ -101,22 +101,25 @@ class DecoderConfig(FamilyConfig):
     """base of the rotary frequencies in layers with a sliding window (olmo3, gemma3_text); null is
     rope_theta."""
     query_pre_attn_scalar: int | None = Field(None, gt=0)
-    """number whose square root divides attention scores; null is head_dim (gemma2, gemma3_text)."""
+    """attention scores are divided by the square root of this number; null is head_dim (gemma2,
+    gemma3_text)."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
-    """bound c of attention scores s, which become c tanh(s / c); null is no bound (gemma2)."""
+    """soft cap c of the attention scores s, which become c tanh(s / c); null is no cap (gemma2)."""
     final_logit_softcapping: float | None = Field(None, gt=0)
-    """bound c of the logits z, which become c tanh(z / c); null is no bound (gemma2,
+    """soft cap c of the logits z, which become c tanh(z / c); null is no cap (gemma2,
     gemma3_text)."""
     qk_layernorm: bool = False
     """normalise each query and key head with a separate LayerNorm (stablelm)."""
     use_parallel_residual: bool = False
-    """compute attention and MLP in parallel, from the same residual stream (stablelm, gpt_neox)."""
+    """compute attention and the MLP in parallel, from the same residual stream (stablelm,
+    gpt_neox)."""
 
     @model_serializer(mode="wrap")
     def _leave_later_keys_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # For families without `LATER_KEYS`, the dumped section is the same as before these keys
-        # were added, so that the hash of a base model matches the hash stored in existing LoRA
-        # runs. None is omitted if it is the default.
+        # For families that do not have the `LATER_KEYS`, these keys are omitted from the dumped
+        # section. It is then the same as before the keys were added, so that the hash of a base
+        # model matches the hash stored in existing LoRA runs. A value of None is omitted if it is
+        # the default.
         own, fields = self.family.own_keys, type(self).model_fields
         return {
             name: value
@@ -128,7 +131,7 @@ class DecoderConfig(FamilyConfig):
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
         """Return the default inner width of the MLP. With this width, the three matrices of SwiGLU
-        have about as many weights as the two matrices of an MLP with width 4 * hidden_size."""
+        have about as many weights as the two matrices of a plain MLP of width 4 * hidden_size."""
         return math.ceil(hidden_size * 8 / 3 / 32) * 32
 
     @model_validator(mode="before")
@@ -138,8 +141,8 @@ class DecoderConfig(FamilyConfig):
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys, where missing, null and 0 values are replaced by values derived from
-        other keys.
+        """Return the keys with all missing, null and 0 values replaced by values derived from other
+        keys.
 
         Raises:
             ValueError: hidden_size is not a multiple of num_attention_heads, although the family or
@@ -174,8 +177,8 @@ class DecoderConfig(FamilyConfig):
                 )
         if self.head_dim % 2 and self.rotary_dim == self.head_dim:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary positions")
-        # The family's config.json has no such keys, so an exported config would describe a
-        # different model.
+        # Keys of other families must have their default values. This family's config.json does not
+        # contain these keys, so an exported config would describe a different model.
         for name in sorted(OWN_KEYS - set(self.family.own_keys)):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(not_a_key(name, self.model_type))
@@ -226,19 +229,21 @@ class DecoderConfig(FamilyConfig):
 
     @property
     def qk_norm(self) -> str | None:
-        """`FamilySpec.qk_norm`, or "own" if each head has a norm with a separate weight."""
+        """Kind of normalisation of queries and keys: the value of `FamilySpec.qk_norm`, or "own" if
+        each head has a norm with separate weights."""
         return "own" if self.qk_layernorm else self.family.qk_norm
 
     @property
     def indivisible(self) -> str:
-        """Reason why tensor parallelism can't shard this model's layers; "" if it can."""
+        """Reason why tensor parallelism can't shard this model's layers; "" if they can be
+        sharded."""
         if self.qk_layernorm:
             return "each head of queries and keys has a separate norm (qk_layernorm)"
         return super().indivisible
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated dimensions of each head (R), starting from its first dimension."""
+        """Number of rotated dimensions of each head (R). The first R dimensions are rotated."""
         return int(self.head_dim * (self.partial_rotary_factor or 1.0))
 
     @property
@@ -345,9 +350,9 @@ class LlamaConfig(DecoderConfig):
     glm4, gemma2, gemma3_text, stablelm."""
 
 
-# Reading and writing config.json, in the formats of transformers 4 and 5
+# Read and write config.json, in the formats of transformers 4 and 5
 
-#: Keys for which null in config.json is a value. For all other keys, null means the default.
+#: Keys for which null in config.json is a valid value. For all other keys, null means the default.
 _NULLABLE = ("attn_logit_softcapping", "final_logit_softcapping")
 
 #: Settings that are read by `_windows_from_json` and `_rope_from_json` only.
@@ -370,8 +375,8 @@ def values_from_json(
         ModelError: the config has a setting that would change the outputs and is not implemented.
     """
     _check_built(spec, config, has_choice=spec.activation_key in names)
-    # Keys are renamed to our names. If config.json contains both names of a key, transformers reads
-    # the family's name.
+    # Keys of config.json are renamed to the field names of the config class. If config.json
+    # contains a key under both names, transformers reads the family's name.
     own = {ours: config[theirs] for ours, theirs in spec.json_names.items() if theirs in config}
     config = {**{key: value for key, value in config.items() if key not in spec.json_names}, **own}
     values = dict(spec.hf_defaults)
@@ -407,8 +412,9 @@ def values_from_json(
 
 
 def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: bool) -> None:
-    """Raise an error for an activation or a kind of attention that is not implemented. `has_choice`
-    is True if the config class has a key for the activation, which is then not checked here."""
+    """Raise an error for an activation or a kind of attention that is not implemented. The
+    activation is not checked if `has_choice` is True, which means that the config class has a key
+    for it."""
     activation = config.get(spec.activation_key) or spec.activation
     if not has_choice and _SAME_ACTIVATION.get(activation, activation) != spec.activation:
         raise ModelError(
@@ -421,7 +427,8 @@ def _check_built(spec: FamilySpec, config: Mapping[str, Any], *, has_choice: boo
 def _windows_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `sliding_window`, `max_window_layers` and `layer_types` of a config.json."""
+    """Return the values of `sliding_window`, `max_window_layers` and `layer_types` for a
+    config.json."""
     if "sliding_window" not in spec.own_keys:
         return {}
     window = config.get("sliding_window", spec.hf_defaults.get("sliding_window"))
@@ -458,8 +465,9 @@ def _windows_from_json(
 def _rope_from_json(
     spec: FamilySpec, config: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `rope_theta`, `rope_scaling` and all other keys for rotary positions."""
-    # transformers 5 writes a single object, rope_parameters. transformers 4 writes the keys
+    """Return the values of `rope_theta`, `rope_scaling` and all other keys that configure rotary
+    positions."""
+    # transformers 5 writes a single object, rope_parameters. transformers 4 writes two keys,
     # rope_theta and rope_scaling. If config.json contains both forms, transformers reads the two
     # keys.
     settings = config.get("rope_scaling") or config.get("rope_parameters") or spec.rope.default
@@ -483,8 +491,8 @@ def _rope_from_json(
     rope.pop("type", None)
     kind = spec.rope.other_kinds.get(kind, kind)
     if spec.rope.nested:
-        # transformers looks for truncate one level above the settings of each kind of layer. No
-        # config.json has the key there, so its value has no effect.
+        # transformers looks for the key truncate one level above the settings of each kind of
+        # layer. No config.json contains the key at that level, so its value has no effect.
         rope.pop("truncate", None)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in spec.own_keys:
@@ -521,7 +529,7 @@ def _scaling_from_json(
             f"rope type '{kind}' is not supported (supported: default, {', '.join(ROPE_KINDS)})"
         )
     fields = ROPE_KINDS[kind].model_fields
-    # Keys of other kinds are ignored, as in transformers.
+    # Keys that belong to other kinds of scaling are ignored, as in transformers.
     scaling = {name: rope[name] for name in fields if rope.get(name) is not None}
     scaling["rope_type"] = kind
     positions = config.get("max_position_embeddings", values.get("max_position_embeddings"))
@@ -544,7 +552,7 @@ def config_json(
     Args:
         spec: specification of the family.
         model: config of the model.
-        values: values of the keys that all families have.
+        values: values of the config.json keys that all families share.
     """
     own = {name: getattr(model, name) for name in spec.own_keys}
     if spec.has_window_switch:
@@ -557,8 +565,8 @@ def config_json(
             "sliding_attention" if model.has_window(i) else "full_attention" for i in layers
         ]
         if spec.full_attention_every and model.sliding_window is None:
-            # transformers always creates a mask with a window, even if no layer uses it, so it
-            # needs a value.
+            # transformers always creates a mask with a window, even if no layer uses it, so the
+            # window must have a value.
             own["sliding_window"] = model.max_position_embeddings
     elif "layer_types" in own:
         del own["layer_types"]
@@ -581,7 +589,8 @@ def config_json(
         **own,
         spec.activation_key: spec.activation,
         "attention_dropout": 0.0,
-        # Some config classes of transformers have a default id, which can be beyond the vocabulary.
+        # Some config classes of transformers have a default token id, which can be beyond the
+        # vocabulary.
         "pad_token_id": None,
         # Both forms are written, because transformers 5 reads rope_parameters, while transformers 4
         # and other programs read the two keys.

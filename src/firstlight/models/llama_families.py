@@ -30,8 +30,8 @@ MULTIPLIERS = (
     "logits_scaling",
 )
 
-# Default sizes that several Hugging Face config classes share. Missing keys are derived from the
-# other keys.
+# Default sizes that several Hugging Face config classes share. Sizes that are missing here are
+# derived from other keys.
 _SIZES_OF_LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -353,7 +353,7 @@ DENSE: dict[str, FamilySpec] = {
 OWN_KEYS: frozenset[str] = frozenset(key for spec in DENSE.values() for key in spec.own_keys)
 
 #: Keys that were added after the first families. They are omitted when the config of a family
-#: without these keys is dumped, so that hashes of older configs stay valid.
+#: without them is dumped, so that the hashes of older configs stay valid.
 LATER_KEYS: frozenset[str] = frozenset(
     (
         *MULTIPLIERS,

@@ -1,4 +1,4 @@
-"""Variants of Llama's layers, for families that differ from `llama.py` in a few lines.
+"""Variants of Llama's layers for families that differ from `llama.py` in only a few lines.
 
 `VARIANTS` maps each of these families to its model class. All other families use `Llama` itself.
 The specifications of all families are in `llama_families.py`. Shape letters are those of
@@ -32,8 +32,8 @@ class WideRMSNorm(RMSNorm):
 
 
 class OnePlusRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by 1 + weight and then rounds its result (Gemma, Qwen3-Next). The
-    stored weight is the factor minus 1, so that weight decay pulls the factor towards 1."""
+    """RMSNorm that multiplies by 1 + weight and then rounds its result (Gemma, Qwen3-Next). Because
+    the stored weight is the factor minus 1, weight decay pulls the factor towards 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (normalized(x, self.eps) * (1.0 + at_least_fp32(self.weight))).to(x.dtype)
@@ -56,9 +56,9 @@ class FusedMLP(nn.Module):
 
 
 class OutputNormBlock(LlamaBlock):
-    """A layer that normalises the outputs of attention and MLP before they are added to the
-    residual stream. `FamilySpec.norms` contains the names of these norms, and of the norms of the
-    inputs if the family has them."""
+    """A layer that normalises the outputs of attention and of the MLP before they are added to the
+    residual stream. `FamilySpec.norms` contains the names of these norms and, if the family also
+    normalises the inputs, the names of the input norms."""
 
     def add_norms(self, config: DecoderConfig) -> None:
         """See `LlamaBlock.add_norms`."""
@@ -116,8 +116,8 @@ class Arcee(Llama):
 
 
 class GemmaAttention(LlamaAttention):
-    """Attention with a soft cap on its scores (Gemma 2 only) and norms of queries and keys (Gemma 3
-    only)."""
+    """Gemma's attention: with a soft cap on the scores in Gemma 2, and with norms of queries and
+    keys in Gemma 3."""
 
     norm_class = OnePlusRMSNorm
 
@@ -143,7 +143,7 @@ class GemmaMLP(LlamaMLP):
 
 
 class GemmaBlock(OutputNormBlock):
-    """One layer that normalises the inputs and outputs of attention and MLP."""
+    """One layer that normalises the inputs and outputs of attention and of the MLP."""
 
     attention_class = GemmaAttention
     mlp_class = GemmaMLP
@@ -151,7 +151,7 @@ class GemmaBlock(OutputNormBlock):
 
 
 class Gemma(Llama):
-    """A Gemma 2 or Gemma 3 language model (arXiv 2408.00118, 2503.19786), which also multiplies
+    """A Gemma 2 or Gemma 3 language model (arXiv 2408.00118, 2503.19786). It also multiplies the
     embeddings by sqrt(hidden_size)."""
 
     block_class = GemmaBlock
@@ -175,7 +175,8 @@ class Gemma(Llama):
         self.embedding_factor = root.item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
+        """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
+        arguments."""
         return super().embed(input_ids) * self.embedding_factor
 
 
@@ -183,7 +184,7 @@ class Gemma(Llama):
 
 
 class Glm4Attention(LlamaAttention):
-    """Attention that rotates pairs of neighbouring dimensions."""
+    """Attention whose rotary positions rotate pairs of neighbouring dimensions."""
 
     def rotate(self, q_BHTD: Tensor, k_BKTD: Tensor, ropes: Ropes) -> tuple[Tensor, Tensor]:
         """See `LlamaAttention.rotate`."""
@@ -193,7 +194,7 @@ class Glm4Attention(LlamaAttention):
 
 
 class Glm4Block(OutputNormBlock):
-    """One layer that normalises the inputs and outputs of attention and MLP."""
+    """One layer that normalises the inputs and outputs of attention and of the MLP."""
 
     attention_class, mlp_class = Glm4Attention, FusedMLP
 
@@ -208,7 +209,7 @@ class Glm4(Llama):
 
 
 class GraniteBlock(LlamaBlock):
-    """One layer that multiplies the outputs of attention and MLP by a factor."""
+    """One layer that multiplies the outputs of attention and of the MLP by a factor."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -231,13 +232,15 @@ class Granite(Llama):
     block_class = GraniteBlock
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
+        """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
+        arguments."""
         return super().embed(input_ids) * self.config.embedding_multiplier
 
     def finish(self, x_BTC: Tensor) -> Tensor:
-        """Return the head's input [B, T, C]; see `LanguageModel.finish`."""
-        # Dividing the hidden states has the same effect as dividing the logits, which have more
-        # elements.
+        """Return the head's input [B, T, C] for the last layer's output. See `LanguageModel.finish`
+        for the arguments."""
+        # The hidden states are divided instead of the logits. The effect is the same, and hidden
+        # states have fewer elements.
         return super().finish(x_BTC) * (1 / self.config.logits_scaling)
 
 
@@ -266,7 +269,7 @@ class OlmoAttention(LlamaAttention):
 
 
 class OlmoBlock(OutputNormBlock):
-    """One layer that normalises only the outputs of attention and MLP."""
+    """One layer that normalises only the outputs of attention and of the MLP."""
 
     attention_class, norm_class = OlmoAttention, WideRMSNorm
 
@@ -347,7 +350,7 @@ class HeadNorms(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        # There is one module per head only to match the names in the family's checkpoint files.
+        # There is one module per head only so that the names match the family's checkpoint files.
         # `forward` normalises all heads at once.
         self.norms = nn.ModuleList(nn.LayerNorm(head_dim, eps, bias=False) for _ in range(heads))
         self.eps = eps
@@ -380,8 +383,8 @@ class StableLMAttention(LlamaAttention):
 
 
 class StableLMBlock(LlamaBlock):
-    """One layer. With `use_parallel_residual`, attention and MLP read the output of the same norm,
-    so that neither depends on the other (Wang and Komatsuzaki 2021, GPT-J)."""
+    """One layer. With `use_parallel_residual`, attention and the MLP read the output of the same
+    norm, so neither depends on the other (Wang and Komatsuzaki 2021, GPT-J)."""
 
     attention_class, norm_class = StableLMAttention, nn.LayerNorm
 
@@ -409,7 +412,7 @@ class StableLM(Llama):
     block_class = StableLMBlock
 
 
-#: Model classes by `model_type`, for the families of `LlamaConfig` that need more than `Llama`.
+#: Model classes of the `LlamaConfig` families that can't use `Llama` itself, keyed by `model_type`.
 VARIANTS: dict[str, type[Llama]] = {
     "granite": Granite,
     "smollm3": SmolLM3,

@@ -1,5 +1,5 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE (Qwen team 2025, arXiv 2505.09388):
-Llama with experts in place of the MLP. The models of other families with experts derive from these
+Llama with experts instead of the MLP. The models of other families with experts derive from these
 classes.
 
 Shape letters are defined in `models/moe.py`.
@@ -91,7 +91,7 @@ class MoEConfig(DecoderConfig):
     """interval n between layers with experts: layers n, 2n, ..., counted from 1, have experts (not
     in mixtral)."""
     mlp_only_layers: list[int] = Field([])
-    """layers, counted from 0, without experts (not in mixtral)."""
+    """indices of layers without experts, counted from 0 (not in mixtral)."""
 
     @classmethod
     def _filled_in(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class MoEConfig(DecoderConfig):
         return self
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer (counted from 0) has experts in place of an MLP."""
+        """Return True if a layer (counted from 0) has experts instead of an MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def to_hf(self) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class MoEConfig(DecoderConfig):
 
 
 class SparseMLP(RoutedMLP):
-    """The router and the experts of one layer. Each token uses the experts that have the greatest
-    probabilities in a softmax over all experts."""
+    """The router and the experts of one layer. For each token, the experts with the highest
+    probabilities are chosen; the probabilities are a softmax over all experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -157,15 +157,15 @@ class SparseMLP(RoutedMLP):
         # The probabilities are computed in fp32, as in transformers, because rounding to bf16 would
         # change the order of experts with similar logits.
         weights_NK, experts_NK = logits_NE.float().softmax(-1).topk(self.num_experts_per_tok)
-        # Without normalisation, the weights sum to less than 1, because they do not include the
-        # probabilities of the other experts.
+        # Without this normalisation, the weights sum to less than 1, because they do not include
+        # the probabilities of the experts that were not chosen.
         if self.normalise:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         return logits_NE, weights_NK, experts_NK
 
 
 class RoutedBlock(LlamaBlock):
-    """One layer of a model in which all layers, or some of them, have experts in place of the MLP.
+    """One layer of a model in which some or all layers have experts instead of the MLP.
 
     Attributes:
         experts_class: class of the module with the router and the experts.
@@ -186,8 +186,8 @@ class RoutedBlock(LlamaBlock):
         return self.add_mlp_output(x_BTC)
 
     def add_mlp_output(self, x_BTC: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add the output of the experts or the MLP to the residual stream [B, T, C]. Return the
-        residual stream and the router's logits [N, E], or None for a layer with an MLP."""
+        """Add the output of the experts or of the MLP to the residual stream [B, T, C]. Return the
+        residual stream, and the router's logits [N, E] or, for a layer with an MLP, None."""
         y_BTC = self.post_attention_layernorm(x_BTC)
         if not isinstance(self.mlp, RoutedMLP):
             return x_BTC + self.mlp(y_BTC), None
@@ -196,7 +196,8 @@ class RoutedBlock(LlamaBlock):
 
 
 class Mixtral(Llama):
-    """A mixture-of-experts model; see `LanguageModel`."""
+    """A mixture-of-experts language model. See `LanguageModel` for the interface that all models
+    share."""
 
     config: MoEConfig  # type: ignore[assignment]
 

@@ -1,6 +1,6 @@
 """Mixture of experts: a router chooses a few MLPs (experts) for each token.
 
-A visit is a pair of a token and one of the experts chosen for this token.
+In this module, a visit is a pair of a token and one of the experts that are chosen for it.
 
 Shape letters: N is the number of tokens in a batch, K the number of experts per token, E the number
 of experts per layer, C the hidden size, F the inner width of an expert, M = N * K the number of
@@ -26,8 +26,8 @@ class Router(nn.Linear):
 
 class Experts(nn.Module):
     """All experts of a layer. Each expert is a SwiGLU MLP (Shazeer 2020, arXiv 2002.05202). The
-    weights are stored in stacked tensors: `gate_up_proj` [E, 2F, C], in which the rows of the gate
-    come first, and `down_proj` [E, C, F].
+    weights are stored in stacked tensors: `gate_up_proj` of shape [E, 2F, C], in which the rows of
+    the gate come first, and `down_proj` of shape [E, C, F].
 
     Args:
         experts: number of experts, E.
@@ -50,15 +50,14 @@ class Experts(nn.Module):
         Args:
             x_NC: input of the layer.
             experts_NK: indices of each token's experts, int64 [N, K].
-            weights_NK: weights of the experts' outputs in the sum, [N, K].
+            weights_NK: weights by which the experts' outputs are multiplied, [N, K].
         """
         N, K = experts_NK.shape
         experts_M = experts_NK.flatten()
-        # The sort is stable, because otherwise the order of equal indices would depend on the
-        # device.
+        # The sort must be stable. Otherwise, the order of equal indices would depend on the device.
         order_M = experts_M.argsort(stable=True)
         ends_E = _visits(experts_NK, len(self.down_proj)).cumsum(0)
-        # There is one row per visit, so a token occurs once for each of its experts.
+        # There is one row per visit, so each token occurs once for each of its experts.
         x_MC = x_NC[:, None].expand(N, K, -1).reshape(N * K, -1)[order_M]
         y_MC = self.visited(x_MC, experts_M[order_M], ends_E)
         # The outputs are gathered with the inverse permutation. A scatter would add them up in an
@@ -73,7 +72,7 @@ class Experts(nn.Module):
         return (y_NKC * weights_NK[..., None].to(y_NKC.dtype)).sum(1)
 
     def visited(self, x_MC: Tensor, experts_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the output of the assigned expert for each row, [M, C].
+        """Compute the output of the assigned expert for each row, and return the outputs, [M, C].
 
         Args:
             x_MC: inputs, one row per visit, sorted by expert.
@@ -110,14 +109,14 @@ class RoutedMLP(nn.Module):
 
 
 def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
-    """Compute a grouped matrix product, [M, F]: the rows of each expert e are multiplied by the
-    transpose of `weight_EFC[e]`. The result has the dtype of autocast if it is enabled, otherwise
-    that of the weight.
+    """Compute a grouped matrix product, [M, F], in which the rows of each expert e are multiplied
+    by the transpose of `weight_EFC[e]`. The result has the dtype of autocast if autocast is
+    enabled, otherwise the dtype of the weight.
 
-    torch's grouped kernel requires that the size of a row is a multiple of 16 bytes. On GPUs, it
-    also requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, a separate
-    product is computed for each expert, either over its own rows or, if that is faster, over blocks
-    of rows (see `_takes_blocks`).
+    torch's grouped kernel requires the size of a row to be a multiple of 16 bytes. On GPUs, it also
+    requires bf16 and compute capability 8.0 or higher. If the kernel can't be used, a separate
+    product is computed for each expert. This product covers either exactly the expert's rows or, if
+    that is faster, a block of rows (see `_takes_blocks`).
 
     Args:
         x_MC: input rows, sorted by expert.
@@ -130,8 +129,8 @@ def grouped_linear(x_MC: Tensor, weight_EFC: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
-#: Without a grouped kernel, the CPU reads the number of rows of each expert from the GPU. A CUDA
-#: graph can't contain such a read, so torch.compile records only the code before and after the
+#: Without a grouped kernel, the CPU must read the number of rows of each expert from the GPU. A
+#: CUDA graph can't contain such a read, so torch.compile records only the code before and after the
 #: operator.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
@@ -169,7 +168,8 @@ def _grouped_linear_backward(
         grad_x_MC, grad_EFC = torch.empty_like(x_MC), weight_EFC.new_empty(weight_EFC.shape)
         for expert, (rows, block, own) in enumerate(_blocks(x_MC, ends_E)):
             grad_x_MC[rows] = (grad_MF[block] @ weight_EFC[expert])[own]
-            # The product sums over the rows of the block, so rows of other experts must be zero.
+            # This product sums over the rows of the block, so the rows of other experts must be
+            # zero.
             grad_NF = torch.zeros_like(grad_MF[block])
             grad_NF[own] = grad_MF[rows]
             torch.mm(grad_NF.T, x_MC[block], out=grad_EFC[expert])
@@ -205,7 +205,7 @@ _grouped_linear.register_autograd(_backward, setup_context=_save_inputs)
 
 
 def _has_kernel(weight_EFC: Tensor) -> bool:
-    """Return True if torch's grouped kernel can multiply by these weights on their device."""
+    """Return True if torch's grouped kernel supports these weights on their device."""
     dtype, device = weight_EFC.dtype, weight_EFC.device.type
     aligned = all(size * dtype.itemsize % 16 == 0 for size in weight_EFC.shape[1:])
     if device == "cuda":
@@ -231,8 +231,8 @@ def reads_rows_of_experts(model: nn.Module) -> bool:
     )
 
 
-#: Mean number of rows per expert from which `_blocks` is faster. With fewer rows, only a few
-#: different row counts occur, and oneDNN can cache its code for all of them; see `_takes_blocks`.
+#: Minimum mean number of rows per expert for which `_blocks` is faster. With fewer rows, only a few
+#: different row counts occur, and oneDNN can cache its code for all of them (see `_takes_blocks`).
 ROWS_OF_BLOCKS = 128
 
 
@@ -240,34 +240,34 @@ def _takes_blocks(x_MC: Tensor, weight_EFC: Tensor) -> bool:
     """Return True if the products of experts should be computed in `_blocks`, which is the case on
     CPUs in bf16 with many rows per expert.
 
-    In this case, oneDNN compiles code for each new number of rows, and caches the code of the last
-    `_KEPT_PRODUCTS` products. Routers assign each expert a different number of rows in every step,
-    so the code for most products would have to be compiled again. Blocks have only a few different
-    numbers of rows.
+    oneDNN compiles code for each new number of rows, and caches the code of the last
+    `_KEPT_PRODUCTS` products. Routers assign a different number of rows to each expert in every
+    step, so the code of most products would have to be compiled again. Blocks avoid this, because
+    only a few different block sizes occur.
     """
     on_cpu = weight_EFC.device.type == "cpu" and weight_EFC.dtype == torch.bfloat16
     return on_cpu and len(x_MC) >= ROWS_OF_BLOCKS * len(weight_EFC)
 
 
 #: Number of kinds of matrix products that the experts compute in a step. For each of the two
-#: weights, there are the forward product and the products for the gradients of the input and of the
-#: weight.
+#: weights, there is one product in the forward pass, one for the gradient of the input, and one for
+#: the gradient of the weight.
 _PRODUCTS = 6
-#: Number of products for which oneDNN caches its code, and bytes of memory per cached product (0.7
-#: MiB), measured on an AMD EPYC with avx512_bf16 in a run that filled the cache.
+#: Number of products whose code oneDNN caches, and memory in bytes per cached product (0.7 MiB).
+#: Both were measured on an AMD EPYC with avx512_bf16, in a run that filled the cache.
 _KEPT_PRODUCTS, _PRODUCT_BYTES = 1024, 7 * 2**20 // 10
 
 
 def kept_code_bytes(rows: int, experts: int) -> int:
-    """Estimate the bytes of code that oneDNN caches for the products of experts on a CPU in bf16.
+    """Estimate how many bytes of code oneDNN caches for the products of experts on a CPU in bf16.
 
     Args:
-        rows: number of rows of all experts of a layer in a forward pass (tokens times experts per
-            token).
+        rows: total number of rows of all experts of a layer in a forward pass (tokens times experts
+            per token).
         experts: number of experts of a layer.
     """
-    # Without blocks, an expert can have any number of rows, and routers assign most experts less
-    # than twice the mean number. With blocks, about 32 different numbers of rows occur.
+    # Without blocks, any number of rows can occur, but most experts have less than twice the mean
+    # number. With blocks, about 32 different numbers of rows occur.
     sizes = 32 if rows >= ROWS_OF_BLOCKS * experts else -(-2 * rows // experts)
     return min(_PRODUCTS * sizes, _KEPT_PRODUCTS) * _PRODUCT_BYTES
 
@@ -276,8 +276,8 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
     """Yield one block of rows for each expert, such that the blocks have only a few different
     sizes.
 
-    A block contains the rows of its expert, and as many rows of neighbouring experts as are needed
-    to reach one of these sizes.
+    A block contains all rows of its expert. It is extended to one of these sizes by rows of
+    neighbouring experts.
 
     Yields:
         The slice of the expert's rows in `x_MC`, the slice of the block's rows in `x_MC`, and the
@@ -298,7 +298,7 @@ def _blocks(x_MC: Tensor, ends_E: Tensor) -> Iterator[tuple[slice, slice, slice]
 
 def _split(rows: Tensor, ends_E: Tensor) -> tuple[Tensor, ...]:
     """Return views of the rows of each expert."""
-    # `tolist` waits for the device, so this is used only without a grouped kernel.
+    # `tolist` waits for the device, so this function is used only without a grouped kernel.
     return torch.split(rows, ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
 
 
@@ -306,10 +306,10 @@ class RouterStatistics:
     """Statistics of a model's routers, accumulated over forward passes.
 
     Attributes:
-        loss_sum: load-balancing loss times the number of valid labels, summed over the passes, [];
+        loss_sum: load-balancing loss times the number of valid labels, summed over the forward
+            passes, []; None before the first pass.
+        visits_LE: number of tokens that were routed to each expert of each layer, int64 [L, E];
             None before the first pass.
-        visits_LE: number of tokens routed to each expert of each layer, int64 [L, E]; None before
-            the first pass.
     """
 
     def __init__(self) -> None:
@@ -318,14 +318,14 @@ class RouterStatistics:
 
     def add(self, loss_sum: Tensor, visits_LE: Tensor) -> None:
         """Add the results of a forward pass: its load-balancing loss times its number of valid
-        labels, [], and its visits, int64 [L, E]."""
+        labels, [], and its number of visits to each expert, int64 [L, E]."""
         # The sums stay on the device, because reading them would mean waiting for the GPU in each
         # micro-batch.
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
         self.visits_LE = visits_LE if self.visits_LE is None else self.visits_LE + visits_LE
 
     def take(self, tokens: int) -> dict[str, float]:
-        """Return the metrics of the passes so far, and clear the statistics.
+        """Return the metrics of the forward passes since the last call, and clear the statistics.
 
         The load of an expert is its number of tokens divided by the mean over all experts of its
         layer. With perfect balance, every expert has a load of 1.
@@ -334,9 +334,10 @@ class RouterStatistics:
             tokens: number of valid labels in these passes.
 
         Returns:
-            An empty dictionary if there was no pass, otherwise
+            An empty dictionary if there was no forward pass, otherwise a dictionary with these
+            keys:
             - `moe/router_loss`: mean load-balancing loss,
-            - `moe/max_load`, `moe/min_load`: greatest and least load of an expert, over all layers,
+            - `moe/max_load`, `moe/min_load`: highest and lowest load of an expert, over all layers,
             - `moe/unused_experts`: number of experts that received no tokens, over all layers.
         """
         if self.loss_sum is None or self.visits_LE is None:
@@ -362,15 +363,15 @@ def load_balancing_loss(
     2101.03961, equation 4). As in transformers, means are taken over the tokens of all layers
     together.
 
-    The loss is E times the sum over all experts of (visits per token) x (mean probability). It
-    equals K if all experts receive the same number of tokens, and is usually greater otherwise.
+    The loss is E times the sum, over all experts, of (visits per token) x (mean probability). It
+    equals K if all experts receive the same number of tokens, and it is usually greater otherwise.
 
     Args:
         logits_LNE: logits of the router [N, E] for each layer.
         num_experts_per_tok: number of experts per token, K.
 
     Returns:
-        The loss, fp32 [], and the visits to each expert, int64 [L, E].
+        The loss, fp32 [], and the number of visits to each expert, int64 [L, E].
     """
     probabilities_LNE = [logits.float().softmax(-1) for logits in logits_LNE]
     # The choice of experts is not differentiable. Gradients reach the router through the
@@ -380,8 +381,8 @@ def load_balancing_loss(
 
 
 def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss [] and the visits, int64 [L, E], for given scores and chosen
-    experts; see `load_balancing_loss`.
+    """Return the load-balancing loss [] and the number of visits to each expert, int64 [L, E], for
+    the given scores and chosen experts. See `load_balancing_loss` for the definition of the loss.
 
     Args:
         scores_LNE: scores [N, E] for each layer, which sum to 1 for each token.
@@ -397,7 +398,7 @@ def balancing_loss(scores_LNE: list[Tensor], chosen_LNK: list[Tensor]) -> tuple[
 
 def _visits(experts_NK: Tensor, num_experts: int) -> Tensor:
     """Count the tokens routed to each expert, int64 [E]."""
-    # On a GPU, `bincount` is not deterministic, and it would wait for the GPU to determine the size
-    # of its result.
+    # `bincount` is not used, because it is not deterministic on a GPU, and it would make the host
+    # wait until the size of the result is known.
     every_E = torch.arange(num_experts, device=experts_NK.device)
     return (experts_NK.flatten()[:, None] == every_E).sum(0)

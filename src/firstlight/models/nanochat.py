@@ -48,7 +48,7 @@ class NanoChatConfig(LlamaConfig):
     model_type: Literal["nanochat"] = "nanochat"
     """"nanochat"."""
     final_logit_softcapping: float | None = Field(15.0, gt=0)
-    """bound c of the logits z, which become c tanh(z / c); null is no bound."""
+    """soft cap c of the logits z, which become c tanh(z / c); null is no cap."""
 
     @classmethod
     def usual_width(cls, hidden_size: int) -> int:
@@ -104,7 +104,8 @@ class NanoChatBlock(LlamaBlock):
 
 
 class NanoChat(Llama):
-    """A language model from the first version of nanochat; see `LanguageModel`."""
+    """A language model from the first version of nanochat. See `LanguageModel` for the interface
+    that all models share."""
 
     config: NanoChatConfig
 
@@ -117,8 +118,9 @@ class NanoChat(Llama):
     }
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, C]; see `Llama.embed`."""
-        # transformers applies the final norm here, which has no weights. The module is not used,
-        # because the first stage of a pipeline does not have it.
+        """Return the first layer's input [B, T, C] for token ids. See `Llama.embed` for the
+        arguments."""
+        # transformers applies the final norm here. It has no weights, so a function is called
+        # instead of the module, which the first stage of a pipeline does not have.
         x_BTC = super().embed(input_ids)
         return normalized(x_BTC, self.config.rms_norm_eps).to(x_BTC.dtype)

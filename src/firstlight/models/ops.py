@@ -1,9 +1,9 @@
 """Tensor functions and the embedding module that the model families share.
 
 Shape letters, here and in the modules of the families: B is the batch size, T the number of new
-tokens, S the number of earlier and new tokens whose keys and values attention reads, H the number
-of query heads, K the number of key-value heads, D the head dimension, C the hidden size, and V the
-vocabulary size.
+tokens, S the total number of earlier and new tokens whose keys and values attention reads, H the
+number of query heads, K the number of key-value heads, D the head dimension, C the hidden size, and
+V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Cast `x` [...] to fp32, for sums that need this precision. An fp64 tensor is not changed."""
+    """Cast `x` [...] to fp32 for sums that need this precision. fp64 tensors are returned
+    unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -49,13 +50,12 @@ class AttentionOptions(NamedTuple):
         mask: result of the model's `make_mask`, used instead of the causal mask; None for the
             causal mask.
         dropout: probability of dropping an attention weight.
-        scale: factor of the scores; None for 1 / sqrt(D).
-        softcap: bound c of the scores s, which become c tanh(s / c) before masking; None for no
-            bound. Kernels that do not support a soft cap require None.
+        scale: factor by which the scores are multiplied; None for 1 / sqrt(D).
+        softcap: soft cap c of the scores s, which become c tanh(s / c) before masking; None for no
+            cap. Kernels that do not support a soft cap require None.
         sinks: attention sinks [H], in fp32 or a narrower dtype; None for no sinks. A sink is an
-            additional logit in the softmax of a head, whose weight is not multiplied by any value
-            (Xiao et al. 2023, arXiv 2309.17453; gpt-oss). Kernels that do not support sinks require
-            None.
+            additional logit in the softmax of a head. It does not have a value vector (Xiao et al.
+            2023, arXiv 2309.17453; gpt-oss). Kernels that do not support sinks require None.
     """
 
     mask: Any = None
@@ -71,7 +71,8 @@ CAUSAL = AttentionOptions()
 
 class AttentionFunction(Protocol):
     """Interface of functions that compute causal attention, [B, H, T, D], for T new tokens. With
-    the causal mask, new token t (counted from 0) sees the first S - T + t + 1 of all S tokens.
+    the causal mask, new token t (counted from 0) attends to the first S - T + t + 1 of all S
+    tokens.
 
     Args:
         q_BHTD: queries of the new tokens.
@@ -98,17 +99,17 @@ class SelfAttention(nn.Module):
 def attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions = CAUSAL
 ) -> Tensor:
-    """Compute causal attention [B, H, T, D] with `scaled_dot_product_attention`, for which torch
-    selects one of its fused kernels.
+    """Compute causal attention [B, H, T, D] with torch's `scaled_dot_product_attention`, which
+    selects one of torch's fused kernels.
 
-    See `AttentionFunction` for the arguments. A mask is bool [T, S] or [B, 1, T, S], and true for
-    the keys that a query sees. Soft caps and sinks are not supported.
+    See `AttentionFunction` for the arguments. A mask is bool [T, S] or [B, 1, T, S], and it is true
+    for the keys that a query attends to. Soft caps and sinks are not supported.
     """
     assert options.softcap is None, "torch's fused kernels do not support a soft cap"
     assert options.sinks is None, "torch's fused kernels do not support sinks"
     new, total = q_BHTD.shape[-2], k_BKSD.shape[-2]
-    # With `is_causal`, torch lets the first query see only the first key, which is correct only if
-    # T equals S.
+    # With `is_causal`, torch lets the first query attend only to the first key, which is correct
+    # only if T equals S.
     if options.mask is None and 1 < new < total:
         options = options._replace(mask=causal_mask(new, total, q_BHTD.device))
     if q_BHTD.is_cuda and q_BHTD.shape[1] != k_BKSD.shape[1]:
@@ -134,14 +135,15 @@ def _fused_attention(
 def _grouped_attention(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute `attention` for grouped queries on a GPU, with a kernel that does not store all T x S
+    """Compute `attention` for grouped queries on a GPU with a kernel that does not store all T x S
     scores.
 
-    If no such kernel supports groups, keys and values are repeated for each query head, because
-    torch would otherwise fall back to its "math" kernel.
+    If none of these kernels supports grouped queries, keys and values are repeated for each query
+    head, because torch would otherwise fall back to its "math" kernel.
     """
     if q_BHTD.shape[2] == 1:
-        # The G queries of a group see the same keys, so they are treated as G queries of one head.
+        # The G queries of a group attend to the same keys, so they are treated as G queries of one
+        # head.
         q_BKGD = q_BHTD.reshape(len(q_BHTD), k_BKSD.shape[1], -1, q_BHTD.shape[3])
         out_BKGD = _fused_attention(q_BKGD, k_BKSD, v_BKSD, options, is_causal=False)
         return out_BKGD.flatten(1, 2).unsqueeze(2)
@@ -156,16 +158,16 @@ _CUDNN_IS_LAST = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
 
 
 def _takes_groups(q_BHTD: Tensor, options: AttentionOptions) -> bool:
-    """Return True if the kernel that torch selects for these queries supports grouped queries:
-    flash attention or, with a mask, cuDNN's (`select_sdp_backend` in torch's sdp_utils.cpp). Since
-    torch 2.14, the memory-efficient kernel also supports groups, but this has not been tested on
-    GPUs."""
+    """Return True if torch selects a kernel that supports grouped queries for these inputs: flash
+    attention or, with a mask, cuDNN's attention (see `select_sdp_backend` in torch's
+    sdp_utils.cpp). The memory-efficient kernel also supports grouped queries since torch 2.14, but
+    this has not been tested on GPUs."""
     gpu, size = torch.cuda.get_device_properties(q_BHTD.device), q_BHTD.shape[-1]
     if product_dtype(q_BHTD) not in (torch.float16, torch.bfloat16) or gpu.major < 8:
         return False
     has_flash, has_cudnn = _enabled_kernels()
-    # GPUs whose multiprocessors have less shared memory do not support the backward pass of flash
-    # attention for large heads.
+    # On GPUs with less shared memory per multiprocessor than the A100 and H100, flash attention
+    # does not support the backward pass for large heads.
     has_less = (8, 6) <= (gpu.major, gpu.minor) <= (8, 9) or gpu.major == 12
     no_backward = has_less and (192 < size <= 224 or (size > 224 and options.dropout > 0))
     learns = torch.is_grad_enabled() and q_BHTD.requires_grad
@@ -221,13 +223,13 @@ def for_each_query_head(x_BKSD: Tensor, heads: int) -> Tensor:
     """Repeat the keys or values of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)
     for each query head, and return [B, H, S, D], where H is `heads`."""
     groups = heads // x_BKSD.shape[1]
-    # Neighbouring query heads share a key-value head, as in Hugging Face's weights.
+    # Neighbouring query heads share a key-value head, as Hugging Face's weights require.
     return x_BKSD if groups == 1 else x_BKSD.repeat_interleave(groups, 1)
 
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
-    """Return a mask, bool [T, S], that is true for the keys that each of the last `new` of `total`
-    tokens sees."""
+    """Return a causal mask, bool [T, S], for the last `new` of `total` tokens. It is true for the
+    keys that each of these tokens attends to."""
     return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
@@ -236,13 +238,14 @@ def document_positions(document_ids_BT: Tensor) -> Tensor:
     positions_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
     begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    # Positions increase, so the running maximum is the position at which the token's document
-    # begins.
+    # Start positions increase along a row, so the running maximum is the position at which the
+    # token's document begins.
     return positions_T - (positions_T * begins_BT).cummax(1).values
 
 
 class MaskFunction(Protocol):
-    """Interface of functions that make `AttentionOptions.mask`; see `dense_mask`."""
+    """Interface of functions that make `AttentionOptions.mask`. See `dense_mask` for the
+    arguments."""
 
     def __call__(
         self,
@@ -256,16 +259,17 @@ class MaskFunction(Protocol):
 def dense_mask(
     positions: Tensor, total: int, window: int | None, document_ids_BT: Tensor | None
 ) -> Tensor | None:
-    """Return a mask that is true for the keys that a query sees. It is bool [T, S], or [B, 1, T, S]
-    if there are several documents or if positions differ between sequences. Return None if the mask
-    would be the causal mask.
+    """Return a mask that is true for the keys that each query attends to, or None if it would equal
+    the causal mask. The mask is bool [T, S], or [B, 1, T, S] if there are several documents or if
+    positions differ between sequences.
 
     Args:
         positions: positions of the queries in their sequences, int64 [T] or [B, T].
         total: number of keys, S. Their positions are counted from 0.
-        window: number of tokens that a query sees, including itself; None for all earlier tokens.
-        document_ids_BT: document of each token, or None for a single document. A query sees only
-            keys of its own document. Supported only without a cache, where T equals S.
+        window: number of tokens that a query attends to, including its own token; None for all
+            earlier tokens.
+        document_ids_BT: id of each token's document, or None for a single document. A query attends
+            only to keys of its own document. Supported only without a cache, where T equals S.
     """
     if positions.dim() == 2:
         assert document_ids_BT is None
@@ -285,8 +289,8 @@ def dense_mask(
 
 
 class Embedding(nn.Embedding):
-    """torch's embedding without the default initialisation, which is not needed because models are
-    initialised by `init_weights` or loaded.
+    """torch's embedding without its default initialisation, which is not needed because weights are
+    set by `init_weights` or loaded from a file.
 
     On the meta device, the default initialisation would also import torch's compiler, which takes
     about a second and 50 MB in every process that loads a model.
@@ -297,13 +301,14 @@ class Embedding(nn.Embedding):
 
 
 def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> Tensor | None:
-    """Return a mask, bool [T, S], that is true for the keys that a query sees, or None if the
-    window does not hide any keys.
+    """Return a mask, bool [T, S], that is true for the keys that each query attends to. Return None
+    if the window does not hide any keys.
 
     Args:
         positions_T: positions of the queries, int64.
         total: number of keys, S. Their positions are counted from 0.
-        window: number of tokens that a query sees, including itself; None for all earlier tokens.
+        window: number of tokens that a query attends to, including its own token; None for all
+            earlier tokens.
     """
     if window is None or total <= window:
         return None
@@ -315,8 +320,8 @@ def sliding_window_mask(positions_T: Tensor, total: int, window: int | None) -> 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum the cross-entropy over the labels that are not -100, in nats, fp32 [].
 
-    The result is a sum, because the caller divides it by the number of valid labels in the global
-    batch. Gradient accumulation then results in the same gradient as one large batch.
+    The result is a sum, which the caller divides by the number of valid labels in the global batch.
+    Gradient accumulation then results in the same gradient as one large batch.
 
     Args:
         logits: logits of each token, [..., V].
@@ -331,8 +336,8 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class HeadLoss(Protocol):
-    """Interface of functions that apply the head and compute the summed loss []; see
-    `head_loss`."""
+    """Interface of functions that apply the head and compute the summed loss []. See `head_loss`
+    for the arguments."""
 
     def __call__(
         self,
@@ -365,24 +370,24 @@ def logits_without_padding(
     vocab_size: int,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute the soft-capped logits without the padding rows of the head, which would otherwise
-    receive probability.
+    """Compute the soft-capped logits, and exclude the padding rows of the head, which would
+    otherwise receive some of the probability.
 
     Args:
         x_BTC: output of the last layer after the final norm.
         head: function that computes the logits [B, T, V or more].
         vocab_size: vocabulary size, V.
-        softcap: see `soft_capped`.
+        softcap: soft cap of the logits (see `soft_capped`); None for no cap.
 
     Returns:
         Logits [B, T, V] or, in code that is compiled for a GPU, [B, T, V or more], where the logits
         of padding rows are -inf.
     """
-    # The padding is kept in compiled code, because the kernels that torch.compile generates for
-    # GPUs read rows of odd length one element at a time.
+    # Compiled code keeps the padding, because the kernels that torch.compile generates for GPUs
+    # read rows of odd length one element at a time.
     keeps_rows = _is_compiled_for_gpu(x_BTC)
     if keeps_rows and softcap is None and _is_plain(head) and head.out_features > vocab_size:
-        # Adding a bias in the matrix product takes no extra time, while masking the logits would.
+        # Adding a bias in the matrix product takes no extra time, whereas masking the logits would.
         bias_V = head.weight.new_zeros(head.out_features)
         return F.linear(x_BTC, head.weight, _without_padding(bias_V, vocab_size))
     logits = head(x_BTC)
@@ -392,7 +397,7 @@ def logits_without_padding(
 
 
 def _without_padding(x: Tensor, vocab_size: int) -> Tensor:
-    """Set `x` [..., V or more] to -inf from index V on."""
+    """Set the elements of `x` [..., V or more] whose last index is V or greater to -inf."""
     is_padding_V = torch.arange(x.shape[-1], device=x.device) >= vocab_size
     return x.masked_fill(is_padding_V, float("-inf"))
 
@@ -430,7 +435,7 @@ def head_loss(
         head: function that computes the logits [B, T, V or more].
         vocab_size: vocabulary size, V. Logits beyond it are padding.
         labels_BT: labels, int64 [B, T].
-        softcap: bound of the logits (see `soft_capped`); None for no bound.
+        softcap: soft cap of the logits (see `soft_capped`); None for no cap.
         z_loss_coef: coefficient of `z_loss_sum`. The z-loss is added only if gradients are enabled,
             so that the loss in evaluation is the cross-entropy alone.
     """

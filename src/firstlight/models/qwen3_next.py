@@ -1,11 +1,11 @@
-"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026), which use linear
-attention with a gated delta rule in three of four layers.
+"""Qwen3-Next (Qwen team 2025) and the text model of Qwen3.5 (Qwen team 2026). Three out of every
+four layers use linear attention with a gated delta rule.
 
 The state of a layer with linear attention is one matrix per head. For each token, the state is
-multiplied by a decay, and the value that the state stores for the token's key is looked up. The
-difference between the token's value and the looked-up value is then added to the state (Yang et al.
-2024, "Gated Delta Networks", arXiv 2412.06464). Every fourth layer has full attention, with a gate
-on its output. In Qwen3-Next, all layers have routed experts and a shared expert for every token. In
+multiplied by a decay, and the value that it stores for the token's key is looked up. The state is
+then updated by the difference between the token's value and the looked-up value (Yang et al. 2024,
+"Gated Delta Networks", arXiv 2412.06464). Every fourth layer has full attention, with a gate on its
+output. In Qwen3-Next, all layers have routed experts and a shared expert for every token. In
 Qwen3.5, they have an MLP. Parameter names are those of Hugging Face's `Qwen3NextForCausalLM` and
 `Qwen3_5ForCausalLM`.
 
@@ -43,20 +43,21 @@ from firstlight.models.mixtral import MoEConfig, RoutedBlock, SparseMLP
 from firstlight.models.ops import at_least_fp32
 from firstlight.models.rope import Ropes
 
-#: Number of tokens in a chunk, whose state updates are computed together; the same as in
-#: transformers.
+#: Number of tokens in a chunk, the same as in transformers. The state updates of a chunk are
+#: computed together.
 _CHUNK_TOKENS = 64
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 
 
 def _usual_types(layers: int, period: int) -> list[str]:
-    """Return the kinds of all layers if every `period`-th layer has full attention."""
+    """Return the kind of each layer in a model in which every `period`-th layer has full
+    attention."""
     return [_LINEAR if (i + 1) % period else _FULL for i in range(layers)]
 
 
 class DeltaConfig(DecoderConfig):
-    """Keys of the families that use linear attention with a gated delta rule."""
+    """Config keys of the families that use linear attention with a gated delta rule."""
 
     layer_types: list[Literal["full_attention", "linear_attention"]] | None = None  # type: ignore[assignment]
     """"full_attention" or "linear_attention" (gated delta rule) for each layer; null is full
@@ -94,9 +95,10 @@ class DeltaConfig(DecoderConfig):
 
     @property
     def state_shapes(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """See `FamilyConfig.state_shapes`. A layer with linear attention has two states: the last
-        inputs of its convolution, [W - 1, X], and the state of its delta rule, [H, D, E] (shape
-        letters as defined in `qwen3_next.py`)."""
+        """Shapes of the states that layers with linear attention cache, keyed by layer index (see
+        `FamilyConfig.state_shapes`). Each of these layers has two states: the last inputs of its
+        convolution, [W - 1, X], and the state of its delta rule, [H, D, E]. Shape letters are
+        defined at the top of `qwen3_next.py`."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         heads, size = self.linear_num_value_heads, self.linear_value_head_dim
         inputs = self.linear_conv_kernel_dim - 1, 2 * keys + heads * size
@@ -239,8 +241,8 @@ class GatedRMSNorm(RMSNorm):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention (Yang et al. 2024, arXiv 2412.06464): a short causal convolution of queries,
-    keys and values, a gated delta rule, and a gated norm of the output."""
+    """Linear attention (Yang et al. 2024, arXiv 2412.06464). It consists of a short causal
+    convolution of queries, keys and values, a gated delta rule, and a gated norm of the output."""
 
     def __init__(self, config: DeltaConfig, layer: int) -> None:
         super().__init__()
@@ -260,8 +262,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(H * E, C, bias=False)
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
-        """Create the projections of the input, with the names that they have in the family's
-        checkpoint files."""
+        """Create the input projections. Their names match the family's checkpoint files."""
         outputs = sum(self.channels) + value_heads * self.value_dim
         self.in_proj_qkvz = nn.Linear(hidden_size, outputs, bias=False)
         self.in_proj_ba = nn.Linear(hidden_size, 2 * value_heads, bias=False)
@@ -298,13 +299,14 @@ class GatedDeltaNet(nn.Module):
         mixed_BTX, inputs = self.convolved(mixed_BTX, inputs, positions)
         q, k, v = (part.view(heads) for part in torch.split(mixed_BTX, self.channels, -1))
         v_BTHE = v.reshape(B, T, -1, self.value_dim)
-        # Queries and keys are not copied if each value head has its own key head, because the
-        # memory layout affects the order of sums over a head and therefore their last bits.
+        # If each value head has its own key head, queries and keys are not copied. A copy would
+        # have a different memory layout, which affects the order of sums over a head and therefore
+        # their last bits.
         q_BTHD, k_BTHD = q, k
         if self.group > 1:
             q_BTHD, k_BTHD = (part.repeat_interleave(self.group, 2) for part in (q, k))
-        # Decays are computed in fp32. The state is multiplied by thousands of decays, many of which
-        # are so close to 1 that bf16 would round them to 1.
+        # Decays are computed in fp32, because the state is multiplied by thousands of decays, many
+        # of which are so close to 1 that bf16 would round them to 1.
         step_BTH = F.softplus(at_least_fp32(a_BTH) + self.dt_bias)
         decay_BTH = -at_least_fp32(self.A_log).exp() * step_BTH
         beta_BTH = b_BTH.sigmoid()
@@ -322,20 +324,20 @@ class GatedDeltaNet(nn.Module):
             )
         if cache is not None:
             cache.set_state(self.layer, (inputs, state_BHDE))
-        # Each row contains one head of one token. The rows are in the order that the output
-        # projection expects.
+        # Each row contains the values of one head for one token. The rows are in the order that the
+        # output projection requires.
         rows, gates = (x.reshape(-1, self.value_dim) for x in (y_BTHE.to(mixed_BTX.dtype), z))
         return self.out_proj(self.norm(rows, gates).view(B, T, -1))  # type: ignore[no-any-return]
 
     def convolved(
         self, x_BTX: Tensor, before: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve each channel causally, and apply SiLU.
+        """Apply a causal convolution to each channel, followed by SiLU.
 
         Args:
             x_BTX: inputs, [B, T, X].
             before: inputs of the W - 1 tokens before these tokens, [B, W - 1, X]; None for zeros.
-            positions: position of each token in its document; see `forward`.
+            positions: position of each token in its document (see `forward`).
 
         Returns:
             The outputs [B, T, X], and the last inputs [B, W - 1, X], to be passed as `before` for
@@ -345,8 +347,8 @@ class GatedDeltaNet(nn.Module):
         weight_XW = self.conv1d.weight[:, 0]
         earlier = weight_XW.shape[1] - 1
         if before is None and positions is None:
-            # As in transformers, the result is longer than needed and is then cut. With a row of
-            # the exact length, SiLU rounds the last elements differently.
+            # As in transformers, the result is longer than needed and is then truncated. SiLU would
+            # round the last elements differently in a row of exactly the required length.
             weight_X1W = self.conv1d.weight
             y_BXT = F.conv1d(x_BTX.transpose(1, 2), weight_X1W, padding=earlier, groups=X)
             last_BSX = F.pad(x_BTX[:, -earlier:], (0, 0, max(earlier - T, 0), 0))
@@ -368,9 +370,9 @@ class GatedDeltaNet(nn.Module):
 
 
 class Qwen35DeltaNet(GatedDeltaNet):
-    """Linear attention with four separate input matrices: one for queries, keys and values
-    together, one for gates, one for update strengths, and one for decays. The rows of each matrix
-    are in the order of the heads."""
+    """Linear attention with four separate input matrices: one for queries, keys and values, one for
+    gates, one for update strengths, and one for decays. The rows of each matrix are in the order of
+    the heads."""
 
     def add_projections(self, hidden_size: int, value_heads: int) -> None:
         """See `GatedDeltaNet.add_projections`."""
@@ -402,10 +404,10 @@ def _document_masks(positions_BT: Tensor, size: int) -> tuple[Tensor, Tensor, Te
     Returns:
         Bool tensors:
         - [B, 1, N, S, S], true for two tokens of the same document;
-        - [B, 1, N, S], true for tokens that read the state before their chunk;
+        - [B, 1, N, S], true for tokens that read the state from before their chunk;
         - [B, 1, N, S], true for tokens that are part of the state after their chunk;
-        - [B, 1, N], true for chunks in which no document starts, so that the state before the
-          chunk is still part of the state after it.
+        - [B, 1, N], true for chunks in which no document starts, so that the state after the chunk
+          still includes the state before it.
     """
     documents = _in_chunks((positions_BT == 0).cumsum(1)[:, None], size)
     # The state before a chunk belongs to the last document of the previous chunk. Only tokens of
@@ -431,7 +433,7 @@ def gated_delta_rule(
 
     Each token replaces the state S [D, E] of a head with exp(g) S + beta k^T (v - k exp(g) S), and
     its output is q S for the new state. Keys k are normalised to length 1, and queries q to length
-    1 / sqrt(D). The updates of a chunk form a triangular linear system, which is solved for all
+    1 / sqrt(D). The updates within a chunk form a triangular linear system, which is solved for all
     tokens of the chunk at once.
 
     Args:
@@ -446,12 +448,13 @@ def gated_delta_rule(
         The outputs [B, T, H, E] and the last state [B, H, D, E], in at least fp32.
     """
     B, T, H, D = k_BTHD.shape
-    # Inputs of more than one token are padded to full chunks, to get the same last bits as in
-    # transformers.
+    # Inputs of more than one token are padded to full chunks, so that the results match
+    # transformers to the last bit.
     size = _CHUNK_TOKENS if T > 1 else 1
     inputs = q_BTHD, k_BTHD, v_BTHE, decay_BTH, beta_BTH
     q, k, v, g, beta = (at_least_fp32(x.transpose(1, 2)) for x in inputs)
-    # 1e-6 is added, as in transformers. Normalising after the padding would change the rounding.
+    # 1e-6 is added, as in transformers. The vectors are normalised before the padding, because
+    # normalising them afterwards would change the rounding.
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))
     q, g = q * D**-0.5, g.cumsum(-1)
@@ -462,20 +465,21 @@ def gated_delta_rule(
     whole = g[..., -1].exp()
     seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     if positions_BT is not None:
-        # Documents are separated by masks with exact zeros. A very negative decay at the start of
-        # each document would also separate them, but the other decays would be lost to rounding in
-        # the sums.
+        # Documents are separated by masks with exact zeros. A very negative logarithm of the decay
+        # at the start of each document would also separate them, but the other terms would then be
+        # lost to rounding in the sums.
         same, reads, is_kept, passes = _document_masks(positions_BT, size)
         seen = seen & same
         from_start = from_start * reads
         to_end = to_end * is_kept
         whole = whole * passes
-    # The mask is applied before `exp`, because `exp` would overflow for later keys and result in
-    # NaN gradients.
+    # The mask is applied before `exp`, because `exp` would overflow for keys of later tokens and
+    # result in NaN gradients.
     between = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, float("-inf")).exp()
     k_beta = k * beta[..., None]
-    # Row s contains the decayed products of key s with the earlier keys of its chunk. Token s adds
-    # only the part of its value that the updates of earlier tokens do not already provide.
+    # Row s contains the decayed products of key s with the earlier keys of its chunk. The solver
+    # uses these products to compute which part of the value of token s has already been stored by
+    # earlier updates. Token s adds only the difference.
     system = k_beta @ k.mT * between
     wanted = torch.cat((v * beta[..., None], k_beta * from_start[..., None]), -1)
     wanted = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -494,7 +498,7 @@ def gated_delta_rule(
 
 class Qwen3NextAttention(LlamaAttention):
     """Attention with a sigmoid gate on the output of each head. `q_proj` also computes the gates.
-    For each head, the rows of the query come first, followed by the rows of the gate."""
+    For each head, its weight contains the rows of the query, followed by the rows of the gate."""
 
     norm_class = OnePlusRMSNorm
 
@@ -521,8 +525,8 @@ class Qwen3NextAttention(LlamaAttention):
 
 
 class Qwen3NextMLP(SparseMLP):
-    """The routed experts of one layer, and a shared expert for all tokens. The output of the shared
-    expert is multiplied by a sigmoid gate."""
+    """The experts of one layer: routed experts, and a shared expert that is applied to every token.
+    The output of the shared expert is multiplied by a sigmoid gate."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__(config)
@@ -559,8 +563,9 @@ class Qwen3NextBlock(RoutedBlock):
     def forward(
         self, x_BTC: Tensor, ropes: Ropes, masks: tuple[Any, Any], cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `LlamaBlock.forward`. `masks` contains the attention mask, and the position of each
-        token in its document (the argument `positions` of `GatedDeltaNet.forward`)."""
+        """Compute one layer. See `LlamaBlock.forward` for the arguments and the result. Here,
+        `masks` contains the attention mask, and the position of each token in its document (the
+        argument `positions` of `GatedDeltaNet.forward`)."""
         if not self.is_linear:
             return super().forward(x_BTC, ropes, masks, cache)
         x_BTC = x_BTC + self.linear_attn(self.input_layernorm(x_BTC), masks[1], cache)
@@ -574,7 +579,7 @@ class Qwen35Block(Qwen3NextBlock):
 
 
 class Qwen3Next(Llama):
-    """A Qwen3-Next language model; see `LanguageModel`."""
+    """A Qwen3-Next language model. See `LanguageModel` for the interface that all models share."""
 
     config: DeltaConfig  # type: ignore[assignment]
 
@@ -591,8 +596,8 @@ class Qwen3Next(Llama):
                 with torch.no_grad():
                     module.dt_bias.fill_(1.0)
                     module.norm.weight.fill_(1.0)
-                    # The initial decays of the heads range from slow to fast, so that the heads
-                    # remember both long and short ranges.
+                    # The initial decays of the heads range from slow to fast, so that some heads
+                    # remember long ranges and others short ones.
                     module.A_log.uniform_(0.01, 16.0, generator=generator).log_()
 
     def make_masks(
@@ -605,6 +610,7 @@ class Qwen3Next(Llama):
 
 
 class Qwen35(Qwen3Next):
-    """The text model of a Qwen3.5 model; see `LanguageModel`."""
+    """The text model of a Qwen3.5 model. See `LanguageModel` for the interface that all models
+    share."""
 
     block_class = Qwen35Block

@@ -1,5 +1,5 @@
-"""Rotary position embeddings (RoPE; Su et al. 2021, RoFormer, arXiv 2104.09864): the frequencies,
-their rescaling for longer texts, and the rotation.
+"""Rotary position embeddings (RoPE; Su et al. 2021, RoFormer, arXiv 2104.09864). This module
+computes the frequencies, rescales them for longer sequences, and applies the rotation.
 
 Shape letters are defined in `models/ops.py`. In addition, R is the number of rotated dimensions of
 a head. It equals D unless a family rotates only a part of each head.
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from firstlight.section import Section
 
-#: The rotary tables of a model, each a pair (cos, sin). `AttentionSpec.rope` is an index into this
-#: tuple.
+#: The rotary tables of a model. Each table is a pair (cos, sin), and `AttentionSpec.rope` is an
+#: index into this tuple.
 Ropes: TypeAlias = tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -31,9 +31,9 @@ class LinearRope(Section):
 
 
 class DynamicRope(Section):
-    """Scaling of the kind "dynamic NTK" (bloc97 and emozilla 2023). For texts longer than
-    `max_position_embeddings`, the base of the frequencies grows with the length of the text and
-    with `factor`; see `dynamic_frequencies`."""
+    """Scaling of the kind "dynamic NTK" (bloc97 and emozilla 2023). For sequences longer than
+    `max_position_embeddings`, the base of the frequencies grows with the length of the sequence and
+    with `factor` (see `dynamic_frequencies`)."""
 
     rope_type: Literal["dynamic"]
     factor: float = Field(gt=0)
@@ -66,12 +66,13 @@ class YarnRope(Section):
 class LongRope(Section):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753).
 
-    Each of the R/2 frequencies is divided by its own factor, which is an entry of `long_factor` for
-    texts longer than the original context, and of `short_factor` otherwise.
+    Each of the R/2 frequencies is divided by its own factor. The factors are the entries of
+    `long_factor` for sequences longer than the original context, and those of `short_factor`
+    otherwise.
 
-    cos and sin are multiplied by `attention_factor`, which is sqrt(1 + ln(factor) / ln(original
-    context)) if it is null. If `factor` is null, it is max_position_embeddings divided by the
-    original context.
+    cos and sin are multiplied by `attention_factor`. If it is null, they are multiplied by sqrt(1 +
+    ln(factor) / ln(original context)). If `factor` is null, max_position_embeddings divided by the
+    original context is used.
     """
 
     rope_type: Literal["longrope"]
@@ -100,7 +101,7 @@ class Llama3Rope(Section):
 AnyRope = LinearRope | DynamicRope | YarnRope | LongRope | Llama3Rope
 RopeScaling = Annotated[AnyRope, Field(discriminator="rope_type")]
 
-#: Classes of the settings, by `rope_type`.
+#: Classes of the scaling settings, keyed by `rope_type`.
 ROPE_KINDS: dict[str, type[AnyRope]] = {
     "linear": LinearRope,
     "dynamic": DynamicRope,
@@ -119,13 +120,14 @@ def check_rope(
         scaling: rescaling of the frequencies; None for no rescaling.
         rotary_dim: R, the number of rotated dimensions of a head.
         rope_theta: base of the frequencies.
-        nested: see `RopeSpec.nested`.
+        nested: True if there are separate settings for each kind of layer (see `RopeSpec.nested`).
 
     Raises:
         ValueError: the settings are inconsistent with each other or with the number of rotated
             dimensions.
     """
-    # For the kind "dynamic", the growth of the base has the exponent R / (R - 2).
+    # For the kind "dynamic", the base grows with the exponent R / (R - 2), so R must be greater
+    # than 2.
     if isinstance(scaling, DynamicRope) and rotary_dim == 2:
         raise ValueError("rope_scaling: rope_type dynamic needs more than 2 rotated dimensions")
     # YaRN divides by the logarithm of the base to compute the bounds of its range of dimensions.
@@ -148,8 +150,8 @@ def check_rope(
 
 
 def rope_changes_at(scaling: AnyRope | None) -> int | None:
-    """Return the length in tokens from which LongRoPE's `long_factor` applies, or None for other
-    kinds of scaling."""
+    """Return the sequence length in tokens from which LongRoPE's `long_factor` applies, or None for
+    other kinds of scaling."""
     if not isinstance(scaling, LongRope):
         return None
     return scaling.original_max_position_embeddings + 1
@@ -168,18 +170,18 @@ def rope_frequencies(
     Args:
         rotary_dim: R, the number of rotated dimensions of a head.
         rope_theta: base of the frequencies.
-        scaling: rescaling of the frequencies for longer texts; None for no rescaling. For the kind
-            "dynamic", the result applies to texts within the model's context; see
-            `dynamic_frequencies` for longer texts.
-        is_long: True for a text longer than the original context. Used only for the kind
+        scaling: rescaling of the frequencies for longer sequences; None for no rescaling. For the
+            kind "dynamic", the result applies to sequences within the model's context; see
+            `dynamic_frequencies` for longer ones.
+        is_long: True for a sequence longer than the original context. Used only for the kind
             "longrope".
     """
-    # The operations and their order are those of transformers, because any other would change the
-    # last bits.
+    # The operations and their order are those of transformers, because a different order would
+    # change the last bits.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     if isinstance(scaling, LongRope):
-        # All positions of a text must use the same divisors, because cached keys have already been
-        # rotated.
+        # All positions of a sequence must use the same divisors, because cached keys have already
+        # been rotated.
         divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
         return 1.0 / (divisors * rope_theta**exponents)
     frequencies = 1.0 / (rope_theta**exponents)
@@ -195,16 +197,16 @@ def rope_frequencies(
 def dynamic_frequencies(
     rotary_dim: int, rope_theta: float, scaling: DynamicRope, length: Tensor, max_positions: int
 ) -> Tensor:
-    """Return the rotary frequencies of the kind "dynamic" for texts longer than the model's
-    context: fp32 [R/2], or [B, R/2] if the lengths are [B].
+    """Return the rotary frequencies of the kind "dynamic" for sequences longer than the model's
+    context: fp32 [R/2], or [B, R/2] for lengths [B].
 
     The base is rope_theta * (factor * length / max_positions - (factor - 1))^(R / (R - 2)).
 
     Args:
         rotary_dim: R, the number of rotated dimensions of a head.
-        rope_theta: base of the frequencies for shorter texts.
+        rope_theta: base of the frequencies for shorter sequences.
         scaling: settings of the scaling.
-        length: length in tokens of one text, int64 [], or of each text, int64 [B].
+        length: length in tokens of all sequences, int64 [], or of each sequence, int64 [B].
         max_positions: the model's `max_position_embeddings`.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=length.device).float()
@@ -217,12 +219,14 @@ def dynamic_frequencies(
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     # High frequencies distinguish neighbouring positions and are not changed. Pairs whose
     # wavelength is longer than the original context did not complete a full rotation in training.
-    # Without stretching, longer texts would have angles that never occurred in training.
+    # If their wavelengths were not stretched, longer sequences would have angles that never
+    # occurred in training.
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
     stretched = frequencies / scaling.factor
-    # This share increases from 0 at the wavelength `longest` to 1 at `shortest`.
+    # The share of the unchanged frequency increases from 0 at the wavelength `longest` to 1 at the
+    # wavelength `shortest`.
     kept_share = (
         scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
     ) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -238,7 +242,8 @@ def _yarn_frequencies(
         """Return the index of the pair that completes this number of rotations in the original
         context."""
         context = scaling.original_max_position_embeddings
-        # Solves turns = context / (2 pi theta^(2 i / R)) for the pair i.
+        # This is the solution of turns = context / (2 pi theta^(2 i / R)) for i, the index of the
+        # pair.
         logarithm = math.log(context / (turns * 2 * math.pi))
         return (rotary_dim * logarithm) / (2 * math.log(rope_theta))
 
@@ -294,14 +299,14 @@ def rope_tables(
         frequencies: angle by which each pair is rotated per position, fp32 [R/2] or [B, 1, R/2].
         position_ids: positions, int64 [T] or [B, T].
         dtype: dtype of the tables.
-        polar: True to compute cos and sin with `torch.polar`, which rounds differently. This is how
-            transformers' class of DeepSeek-V2 computes them.
+        polar: True to compute cos and sin with `torch.polar`, which rounds differently, as in
+            transformers' class for DeepSeek-V2.
     """
     # bf16 can't represent most positions above 256. fp32 can represent all positions up to 16
     # million (2^24).
     with torch.autocast(frequencies.device.type, enabled=False):
         angles = position_ids.float()[..., None] * frequencies.float()
-        # Dimensions i and i + R/2 form a pair and have the same angle; see `apply_rope`.
+        # Dimensions i and i + R/2 form a pair and have the same angle (see `apply_rope`).
         angles = torch.cat((angles, angles), dim=-1)
         if position_ids.dim() == 2:
             angles = angles[:, None]  # for all heads
@@ -312,8 +317,8 @@ def rope_tables(
 
 
 class RotaryTables(nn.Module):
-    """The rotary frequencies of a model. Each forward pass computes its tables of cos and sin from
-    these frequencies.
+    """The rotary frequencies of a model, from which each forward pass computes its tables of cos
+    and sin.
 
     Args:
         config: config of the model, a `llama_config.DecoderConfig`.
@@ -321,10 +326,10 @@ class RotaryTables(nn.Module):
     Attributes:
         frequencies: rotary frequencies (see `rope_frequencies`), fp32 [R/2] for any dtype of the
             model.
-        long_frequencies: frequencies for texts longer than the original context. Defined only with
-            LongRoPE.
-        local_frequencies: frequencies of the layers with a window. Defined only if the config
-            specifies a separate base for these layers.
+        long_frequencies: frequencies for sequences longer than the original context. Defined only
+            with LongRoPE.
+        local_frequencies: frequencies of the layers with a sliding window. Defined only if the
+            config specifies a separate base for these layers.
     """
 
     frequencies: Tensor
@@ -347,7 +352,7 @@ class RotaryTables(nn.Module):
         """Compute the frequencies and store them on a device."""
         size, base = self.config.rotary_dim, self.config.rope_theta
         scaling, local_base = self.config.rope_scaling, self.config.rope_local_base_freq
-        # The frequencies are always computed on the CPU, so that their bits are the same for every
+        # The frequencies are always computed on the CPU, so that they are bit-identical on every
         # device.
         with torch.device("cpu"):
             self.frequencies = rope_frequencies(size, base, scaling).to(device)
@@ -355,8 +360,8 @@ class RotaryTables(nn.Module):
                 long = rope_frequencies(size, base, scaling, is_long=True)
                 self.long_frequencies = long.to(device)
             if local_base is not None:
-                # Layers with a window see only nearby tokens, so their frequencies are not rescaled
-                # for a longer context (Gemma 3).
+                # Layers with a sliding window attend only to nearby tokens, so their frequencies
+                # are not rescaled for a longer context (Gemma 3).
                 self.local_frequencies = rope_frequencies(size, local_base, None).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -372,15 +377,15 @@ class RotaryTables(nn.Module):
 
         Args:
             positions: positions of the tokens, int64 [T] or [B, T].
-            length: length of the texts in tokens; see `Cache.text_length`.
+            length: length of the sequences in tokens (see `Cache.text_length`).
         """
         config = self.config
         # torch's compiler can't generate code for complex numbers.
         polar = config.family.rope.polar and not torch.compiler.is_compiling()
         # The tables are computed in fp32, because bf16 can't represent position 257.
         tables = rope_tables(self._frequencies_at(length), positions, torch.float32, polar=polar)
-        # YaRN and LongRoPE scale up queries and keys. This sharpens the softmax, which covers more
-        # tokens in a longer context.
+        # YaRN and LongRoPE scale up queries and keys. This sharpens the softmax, which is spread
+        # over more tokens in a longer context.
         magnitude = rope_magnitude(config.rope_scaling, config.max_position_embeddings)
         if magnitude != 1:
             tables = (tables[0] * magnitude, tables[1] * magnitude)
@@ -389,8 +394,8 @@ class RotaryTables(nn.Module):
         return tables, rope_tables(self.local_frequencies, positions, torch.float32)
 
     def _frequencies_at(self, length: int | Tensor) -> Tensor:
-        """Return the rotary frequencies for texts of `length` tokens: fp32 [R/2], or [B, 1, R/2] if
-        the lengths are int64 [B]."""
+        """Return the rotary frequencies for sequences of `length` tokens: fp32 [R/2], or [B, 1,
+        R/2] for lengths int64 [B]."""
         config, short = self.config, self.frequencies
         scaling = config.rope_scaling
         limit = config.max_position_embeddings
@@ -446,8 +451,9 @@ def apply_rope_to_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
 def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, like
-    `apply_rope_to_neighbours`. As in Hugging Face's class of DeepSeek-V2, the rotation is a product
-    of complex numbers, which rounds differently. See `apply_rope` for the arguments."""
+    `apply_rope_to_neighbours`. The rotation is computed as a product of complex numbers, which
+    rounds differently, as in Hugging Face's class for DeepSeek-V2. See `apply_rope` for the
+    arguments."""
     if torch.compiler.is_compiling():
         # torch's compiler can't generate code for complex numbers.
         return apply_rope_to_neighbours(x_BHTD, cos, sin)
@@ -463,12 +469,12 @@ def apply_rope_as_complex(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_from_neighbours(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, and return each pair at the
-    dimensions (i, i + R/2). The weights of DeepSeek-V3 require this. See `apply_rope` for the
-    arguments.
+    """Rotate the pairs (2i, 2i + 1) of [B, H, T, R] by their position, as the weights of
+    DeepSeek-V3 require. In the result, each pair is stored at the dimensions (i, i + R/2). See
+    `apply_rope` for the arguments.
 
-    The scores do not depend on the order of the dimensions, provided that it is the same for
-    queries and keys. With this order, the products of a score are added up in the same order as in
+    The attention scores do not depend on the order of the dimensions if it is the same for queries
+    and keys. With the order used here, the products in a score are summed in the same order as in
     transformers.
     """
     pairs = x_BHTD.view(*x_BHTD.shape[:-1], -1, 2)

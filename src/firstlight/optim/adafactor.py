@@ -1,4 +1,4 @@
-"""Adafactor as described in its paper and implemented in transformers."""
+"""The Adafactor optimizer, as described in its paper and implemented in transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from firstlight.optim.spec import (
 
 AdafactorVariant = Literal["auto", "paper", "torch"]
 
-#: Term added to squared gradients, so that the inverse root is finite for a row without a gradient.
+#: Term added to squared gradients, so that the inverse square root is finite for rows whose
+#: gradient is zero.
 _EPS_OF_SQUARES = 1e-30
-#: Lower bound of the root mean square of a parameter, which scales its steps. Without this bound,
+#: Lower bound on the root mean square by which a parameter's steps are scaled. Without this bound,
 #: parameters that are initialised to zero would never change.
 _EPS_OF_SCALE = 1e-3
 
@@ -36,19 +37,19 @@ class Adafactor(ForeachOptimizer):
     The step and the weight decay are both scaled by `lr` times the root mean square of the
     parameter. torch.optim.Adafactor has the same state but differs in three ways. Its weight decay
     is `lr` times `weight_decay`, regardless of the size of the parameter. Its learning rate is at
-    most 1/sqrt(step). It clamps the mean of the squared gradients to at least 1.2e-7, which is more
-    than this mean in large models.
+    most 1/sqrt(step). It clamps the mean of the squared gradients to at least 1.2e-7, although the
+    mean is smaller than that in large models.
 
     Args:
-        groups: torch's parameter groups. The parameters of a group must either all have two or more
-            dimensions, or all have fewer.
-        lr: size of a step relative to the root mean square of the parameter.
+        groups: torch's parameter groups. Within a group, either all parameters must have at least
+            two dimensions, or all must have fewer.
+        lr: size of a step as a multiple of the root mean square of the parameter.
         beta2_decay: exponent in the decay rate of the second moment, 1 - step ** beta2_decay; at
             most 0.
         threshold: upper bound of the root mean square of an update, before `lr` is applied.
-        foreach: True to run each operation for all parameters of a group at once, with temporary
-            copies as large as the parameters. False to update small parameters on a GPU in lists,
-            and all other parameters one by one.
+        foreach: True to run each operation for all parameters of a group at once, which needs
+            temporary copies as large as the parameters. False to update small parameters on a GPU
+            in lists, and all other parameters one by one.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class Adafactor(ForeachOptimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         states, skips = [self._state_for(p) for p in parameters], self.skips
         fresh = [float(state["step"]) ** group["beta2_decay"] for state in states]
-        # These are lists of tensors [], because the host would have to wait for the GPU to get
-        # Python numbers.
+        # These are lists of scalar tensors and not of Python numbers, because the host would have
+        # to wait for the GPU to read the numbers.
         rates = torch._foreach_clamp_min(_root_mean_squares(parameters), _EPS_OF_SCALE)
         torch._foreach_mul_(rates, group["lr"])
         updates = _directions(gradients, states, fresh, skips)
@@ -96,7 +97,7 @@ class Adafactor(ForeachOptimizer):
         if it does not exist."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # The counter is on the CPU, because Python reads it; see `spec.rebuild_tensors`.
+            # The counter is on the CPU, because Python code reads it (see `spec.rebuild_tensors`).
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             if parameter.dim() < 2:
                 state["variance"] = torch.zeros_like(parameter)
@@ -120,14 +121,14 @@ def _directions(
     fresh: list[float],
     skips: Tensor | None,
 ) -> list[Tensor]:
-    """Update the second moments in `states` with the gradients, and return the gradients divided by
-    the roots of their second moments.
+    """Update the second moments in `states` with the gradients. Return the gradients divided by the
+    square roots of their second moments.
 
     Args:
         gradients: gradients of any shapes.
-        states: state of the parameter of each gradient.
-        fresh: weight of the squared gradient of this step in the second moment, for each parameter.
-        skips: see `lerp_unless`.
+        states: for each gradient, the state of its parameter.
+        fresh: for each parameter, the weight of this step's squared gradient in the moving average.
+        skips: bool [], true to leave the second moments unchanged (see `lerp_unless`).
     """
     inverse_roots = []
     for gradient, state, share in zip(gradients, states, fresh, strict=True):
@@ -158,12 +159,12 @@ class AdafactorConfig(OptimizerKeys):
     adafactor_beta2_decay: float = Field(-0.8, le=0)
     """exponent in the decay rate of Adafactor's second moment, 1 - step ** exponent; at most 0."""
     adafactor_variant: AdafactorVariant = "auto"
-    """variant of Adafactor. "paper": weight decay is relative to the root mean square of the
-    parameter, like the steps, and the learning rate is that of the schedule (as in transformers'
+    """variant of Adafactor. "paper": like the steps, weight decay is relative to the root mean
+    square of the parameter, and the learning rate is that of the schedule (as in transformers'
     Adafactor with relative_step=False). "torch": torch.optim.Adafactor, in which weight decay is
     learning_rate times weight_decay for every parameter (1e-3 per step with 1e-2 and 0.1), and the
-    learning rate is at most 1/sqrt(step). "auto" is paper, except for resumed runs that were
-    started with an older version, which use torch."""
+    learning rate is at most 1/sqrt(step). "auto" is "paper", except for resumed runs that were
+    started with an older version, which use "torch"."""
 
 
 def _adafactor(groups: Groups, config: Any) -> torch.optim.Optimizer:
@@ -186,7 +187,7 @@ def _adafactor_layout(parameter: Tensor, *_: Any) -> Layout:
 
 
 #: torch does not have a fused kernel for Adafactor. "auto" selects for-loop, because the temporary
-#: copies of foreach need the memory that Adafactor saves.
+#: copies of foreach would use up the memory that Adafactor saves.
 ADAFACTOR = OptimizerSpec(
     _adafactor,
     _adafactor_layout,

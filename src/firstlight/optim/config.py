@@ -2,9 +2,9 @@
 with their learning rates, betas and weight decays.
 
 The section contains the keys of all optimizers, so that `name` can be changed without changing
-other keys. `OptimizerConfig` inherits one class of keys per optimizer, such as `AdamWConfig`. AdamW
-and SGD, which torch provides, are defined here. Every other optimizer has a separate module with
-its keys and its `OptimizerSpec`.
+other keys. `OptimizerConfig` inherits the keys of each optimizer from a separate class, such as
+`AdamWConfig`. The keys of AdamW and SGD, which torch provides, are defined in this module. Each of
+the other optimizers has a separate module with its keys and its `OptimizerSpec`.
 
 The module, name and shape of a parameter determine its role. A parameter is an embedding table, the
 head, a vector (norms and biases) or a matrix (all others, including stacked expert matrices).
@@ -37,8 +37,8 @@ from firstlight.optim.spec import (
 
 Role = Literal["embedding", "head", "matrix", "vector"]
 
-#: Role -> its title in the table that is printed at the start of a run. The roles are in the order
-#: of the table.
+#: Mapping from each role to its title in the table that is printed at the start of a run, in the
+#: order of the table's rows.
 ROLES: dict[Role, str] = {
     "embedding": "embeddings",
     "head": "head",
@@ -50,14 +50,14 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def elementwise_optimizers() -> str:
-    """Return the names of the optimizers that can update a shard without the other shards, as a
-    phrase like "adamw or sgd"."""
+    """Return a phrase such as "adamw or sgd" that lists the optimizers that can update a shard
+    without the other shards."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise)
 
 
 def sharded_optimizers() -> str:
-    """Return the names of the optimizers that can update DTensors, as a phrase like "adamw, muon or
-    sgd"."""
+    """Return a phrase such as "adamw, muon or sgd" that lists the optimizers that can update
+    DTensors."""
     return _listed(name for name, spec in OPTIMIZERS.items() if spec.elementwise or spec.gathers)
 
 
@@ -70,9 +70,9 @@ class AdamWConfig(OptimizerKeys):
     """Keys of AdamW, which also apply to the 8-bit optimizers and Lion."""
 
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    """decay rates of the moments of AdamW (also 8-bit AdamW) and of Lion."""
+    """decay rates of the moments of AdamW (including 8-bit AdamW) and Lion."""
     eps: float = Field(1e-8, gt=0)
-    """term added to the denominator of AdamW (also 8-bit AdamW)."""
+    """term added to the denominator of the update in AdamW (including 8-bit AdamW)."""
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -90,17 +90,16 @@ def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def make_cautious(optimizer: torch.optim.AdamW) -> None:
-    """Replace the weight decay of torch's AdamW, in any of its implementations, with
-    `decay_cautiously`.
+    """Replace the weight decay of torch's AdamW with `decay_cautiously`, for any implementation of
+    AdamW.
 
-    The decay is applied before the step, as in torch. It requires only the sign of the update,
-    which equals the sign of the first moment after it has been updated with the gradient of this
-    step.
+    As in torch, the decay is applied before the step. It requires only the sign of the update. This
+    is the sign that the first moment has after it has been updated with the gradient of this step.
     """
     for group in optimizer.param_groups:
         group["cautious_weight_decay"], group["weight_decay"] = group["weight_decay"], 0.0
-    # A hook is used instead of a subclass, so that code that observes steps sees a single step of
-    # torch's AdamW.
+    # A hook is used instead of a subclass, so that code that observes optimizer steps sees a single
+    # step of torch's AdamW.
     optimizer.register_step_pre_hook(_decay)
 
 
@@ -114,8 +113,7 @@ def _decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 continue
             direction = own_shard(parameter.grad, parameter)
             state = optimizer.state.get(parameter, {})
-            # In the first step, there is no moment yet, and the update has the sign of the
-            # gradient.
+            # In the first step, there is no moment yet, so the update has the sign of the gradient.
             if "exp_avg" in state:
                 average = own_shard(state["exp_avg"], parameter)
                 direction = average.lerp(direction, 1 - group["betas"][0])
@@ -149,8 +147,8 @@ def _sgd_layout(parameter: Tensor, config: OptimizerConfig, _: Any) -> Layout:
 
 
 def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
-    """Return the arguments `fused` and `foreach` with which torch uses the implementation that the
-    config selects."""
+    """Return the arguments `fused` and `foreach` that make torch use the implementation selected by
+    the config."""
     parameters = [p for group in groups for p in group["params"]]
     device = parameters[0].device.type
     wanted = config.implementation
@@ -171,7 +169,7 @@ def _switches(groups: Groups, config: OptimizerConfig) -> dict[str, bool]:
     return {"fused": wanted == "fused", "foreach": wanted == "foreach"}
 
 
-#: Optimizers by their `optimizer.name` in a recipe.
+#: Optimizers, keyed by their `optimizer.name` in a recipe.
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": OptimizerSpec(
         _adamw,
@@ -188,7 +186,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 if TYPE_CHECKING:
-    # Type checkers can't evaluate a Literal whose values come from a table.
+    # Type checkers can't evaluate a Literal whose values are read from a table.
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
@@ -203,10 +201,10 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
 
     name: OptimizerName = "adamw"
     """"adamw" (Loshchilov and Hutter 2019): two fp32 moments, 8 bytes of state per parameter. This
-    is the default, except for new models whose recipe sets none of optimizer, schedule and initial
-    weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one scale for
-    every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each update
-    unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
+    is the default, except for new models whose recipe does not set the optimizer, the schedule or
+    the initial weights (docs/learning.md). "adamw8bit": AdamW with both moments in 8 bits and one
+    scale for every 256 values (Dettmers et al. 2022), 2.03 bytes. The loss is nearly the same. Each
+    update unpacks and packs the moments, which on a CPU takes at least ten times as long as AdamW's
     update. "paged_adamw8bit": the same, with the moments in managed memory, which CUDA moves to the
     CPU while GPU memory is full (bitsandbytes; CUDA only). Moving memory takes time. "adafactor"
     (Shazeer and Stern 2018): no first moment, and only one row and one column of second moments per
@@ -225,19 +223,20 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     be relative to the size of the parameter (see adafactor_variant)."""
     cautious_weight_decay: bool = False
     """true applies weight decay to a value only in steps whose update also moves the value towards
-    zero (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. This takes memory for a
+    zero (Chen et al. 2025, arXiv 2510.12402); for adamw, lion and muon. This needs memory for a
     temporary copy of one parameter, or three copies with AdamW."""
     embedding_weight_decay: float | None = Field(None, ge=0)
     """weight decay of token and position embeddings, and of a head that is tied to them; null is
-    `weight_decay`. 0 preserves the rows of rare tokens, because weight decay shrinks a row in every
-    step, while the row has a gradient only in steps whose batch contains its token."""
+    `weight_decay`. 0 preserves the rows of rare tokens: weight decay shrinks a row in every step,
+    whereas a row has a gradient only in steps whose batch contains its token."""
     head_weight_decay: float | None = Field(None, ge=0)
     """weight decay of a head that is not tied to the embedding; null is `weight_decay`."""
     vector_weight_decay: float = Field(0.0, ge=0)
     """weight decay of norms and biases."""
     embedding_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of embeddings (and of a head that is tied to them) as a multiple of
-    `learning_rate`. As a multiple, it follows changes of learning_rate in a plan or a sweep."""
+    `learning_rate`. Because it is a multiple, it changes with learning_rate in a plan or a
+    sweep."""
     head_lr_multiple: float = Field(1.0, gt=0)
     """peak learning rate of a head that is not tied to the embedding, as a multiple of
     `learning_rate`."""
@@ -251,18 +250,17 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
     """betas of norms and biases; null is `betas`."""
     tuned_width: int | None = Field(None, gt=0)
     """hidden_size of the model for which the learning rates were tuned. For a model with a
-    different hidden_size, let r = tuned_width / hidden_size. The learning rates of AdamW and Lion
-    for matrices and an untied head are then multiplied by r (Yang et al. 2022, arXiv 2203.03466,
-    table 8). Muon's learning rate is multiplied by sqrt(r), because its updates already grow with
-    sqrt(hidden_size). The learning rates of embeddings, norms and biases do not change. null leaves
-    all learning rates unchanged."""
+    different hidden_size, let r = tuned_width / hidden_size. With AdamW and Lion, the learning
+    rates of matrices and of an untied head are then multiplied by r (Yang et al. 2022, arXiv
+    2203.03466, table 8). Muon's learning rate is multiplied by sqrt(r), because its updates already
+    grow with sqrt(hidden_size). The learning rates of embeddings, norms and biases do not change.
+    null leaves all learning rates unchanged."""
     max_grad_norm: float = Field(1.0, ge=0)
     """maximum global L2 norm of the gradients. If the norm is larger, the gradients are scaled down
     to it. 0 disables clipping. Clipping reads all gradients once, and writes them once if they are
     scaled. On a GPU, AdamW scales them as part of its update."""
     clip_after_warmup: bool = False
-    """true clips gradients only after the warm-up of the learning rate; false clips them in all
-    steps."""
+    """true clips gradients only after the learning-rate warm-up; false clips them in all steps."""
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
@@ -291,7 +289,7 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
         return self
 
     def for_width(self, hidden_size: int) -> OptimizerConfig:
-        """Return these settings with the learning rates that apply to a model of this width (see
+        """Return these settings with the learning rates adjusted to a model of the given width (see
         `tuned_width`)."""
         if self.tuned_width in (None, hidden_size):
             return self
@@ -304,15 +302,15 @@ class OptimizerConfig(AdafactorConfig, SGDConfig, MuonConfig, AdamWConfig, Eight
             changes["head_lr_multiple"] = self.head_lr_multiple * ratio
         else:
             # The learning rate of the head is a multiple of this rate, so it changes as well. The
-            # learning rates of embeddings and vectors are kept.
+            # learning rates of embeddings and vectors stay the same.
             changes["learning_rate"] = self.learning_rate * ratio
             changes["embedding_lr_multiple"] = self.embedding_lr_multiple / ratio
             changes["vector_lr_multiple"] = self.vector_lr_multiple / ratio
         return self.model_copy(update=changes)
 
     def peak_rate(self, role: Role) -> float:
-        """Return the peak learning rate of a role. For matrices with Muon, this is Muon's learning
-        rate."""
+        """Return the peak learning rate of a role. For matrices that Muon updates, this is Muon's
+        learning rate."""
         if self.name == "muon" and role == "matrix":
             return self.muon_learning_rate or self.learning_rate
         return float(self.group_settings(role)["lr"])
@@ -354,11 +352,11 @@ class Kind(NamedTuple):
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """Return the kinds of a model's parameters, by name. A tied head has the role of the
-    embedding."""
+    """Return the kind of each parameter of a model, keyed by the parameter's name. A tied head has
+    the role of the embedding."""
     # Embeddings are identified by their module, because their names differ between model families.
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # These are trained rows of an otherwise frozen embedding or head.
+    # These parameters are the trained rows of an otherwise frozen embedding or head.
     rows = (m for m in model.modules() if getattr(m, "is_table", False))
     tables |= {id(p) for module in rows for p in module.parameters(recurse=False)}
     transposed = {
@@ -393,8 +391,8 @@ def parameter_groups(
     always in separate groups.
 
     Args:
-        parameters: parameters by name.
-        kinds: kinds of these parameters by name.
+        parameters: parameters, keyed by name.
+        kinds: kinds of these parameters, keyed by name.
         config: the recipe's `optimizer` section.
     """
     groups: dict[Any, dict[str, Any]] = {}
@@ -402,8 +400,8 @@ def parameter_groups(
     for name, parameter in sorted(parameters.items(), key=lambda item: item[1].dim() < 2):
         role, transposed = kinds[name]
         settings = {**config.group_settings(role), "transposed": transposed}
-        # The parameters of an Adafactor group must either all have two or more dimensions, or all
-        # have fewer.
+        # Within an Adafactor group, either all parameters must have at least two dimensions, or all
+        # must have fewer.
         key = (role == "vector", parameter.dim() < 2, *settings.values())
         groups.setdefault(key, {"params": [], **settings})["params"].append(parameter)
     return list(groups.values())
@@ -431,7 +429,7 @@ def describe_groups(
 def decay_counts(
     parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> dict[str, int]:
-    """Count the parameters and tensors with weight decay, and those without weight decay."""
+    """Count the parameters and tensors that have weight decay, and those that do not."""
     counts = dict.fromkeys(
         ("decayed_parameters", "decayed_tensors", "undecayed_parameters", "undecayed_tensors"), 0
     )

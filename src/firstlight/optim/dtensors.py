@@ -1,4 +1,4 @@
-"""Functions for parameters that are sharded over processes as torch DTensors."""
+"""Functions for working with parameters that are sharded over processes as torch DTensors."""
 
 from __future__ import annotations
 
@@ -35,35 +35,35 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_shard(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's shard of a tensor in the shape of a parameter, as a plain tensor. If
-    the tensor or the parameter is not sharded, return the tensor itself.
+    """Return this process's shard of a tensor that has the shape of a parameter. The shard is a
+    plain tensor. If the tensor or the parameter is not sharded, return the tensor itself.
 
-    The tensor is the parameter itself, its gradient or a moment. Elementwise updates use plain
-    shards to avoid DTensor operators.
+    The tensor can be the parameter itself, its gradient or a moment. Elementwise updates use plain
+    shards to avoid the overhead of DTensor operators.
     """
     if not is_sharded(tensor) or not is_sharded(parameter):
         return tensor
-    # With tensor parallelism, the gradient of a sharded embedding is replicated.
+    # With tensor parallelism, the gradient of a sharded embedding is replicated on all processes.
     return tensor.redistribute(placements=parameter.placements).to_local()
 
 
 def gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Gather the full tensor, in the shape of a parameter, from shards with the placements of the
-    parameter.
+    """Gather a full tensor that has the shape of a parameter, from shards that are placed like the
+    parameter's shards.
 
     If the parameter is sharded, this is a collective operation, which every rank must call.
 
     Args:
         shard: shard of this process, in any dtype, or the full tensor if the parameter is not
             sharded.
-        parameter: parameter with the mesh, the placements and the shape of the full tensor.
+        parameter: parameter that has the mesh, the placements and the shape of the full tensor.
     """
     if not is_sharded(parameter):
         return shard
     from torch.distributed.tensor import DTensor
 
-    # torch can't infer the shape and the strides from one shard, because the last shards may be
-    # shorter.
+    # torch can't infer the shape and the strides from a single shard, because the last shards can
+    # be shorter.
     return DTensor.from_local(
         shard,
         parameter.device_mesh,
@@ -75,8 +75,8 @@ def gather(shard: Tensor, parameter: Tensor) -> Tensor:
 
 
 def shard_like(tensor: Tensor, example: Tensor) -> Tensor:
-    """Shard a full tensor, which every rank has, in the same way as `example`. Return the tensor
-    itself if `example` is not sharded or has a different shape.
+    """Shard a full tensor in the same way as `example`. Every rank has the full tensor. Return the
+    tensor itself if `example` is not sharded or has a different shape.
 
     Args:
         tensor: full tensor with the same values on every rank.
@@ -105,12 +105,12 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
     """Gather one full tensor per process. Process i of the `shard_group` receives the full tensor
     for `parameters[i]`, and a process without a parameter receives None.
 
-    This is a collective operation. All n processes together receive as much data as each of them
-    would receive from n calls to `gather`.
+    This is a collective operation. In total, the n processes receive as much data as each single
+    process would receive in n calls to `gather`.
 
     Args:
-        shards: for each parameter, this process's shard of a tensor in the shape of the parameter.
-            All shards have the same dtype.
+        shards: for each parameter, this process's shard of a tensor that has the shape of the
+            parameter. All shards have the same dtype.
         parameters: parameters with the same `shard_group`, at most one for each process in it.
     """
     group = shard_group(parameters[0])
@@ -135,16 +135,16 @@ def gather_each(shards: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tenso
 def scatter_each(
     full: Tensor | None, parameters: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Scatter one full tensor per process. This is the inverse of `gather_each`, and also a
+    """Scatter one full tensor per process. This is the inverse of `gather_each` and is also a
     collective operation.
 
     Process i of the `shard_group` has the full tensor for `parameters[i]`. Return this process's
     shards of the tensors for all parameters.
 
     Args:
-        full: full tensor for this process's parameter, in the shape of the parameter; None for a
+        full: full tensor for this process's parameter, with the shape of the parameter; None for a
             process without a parameter.
-        parameters: see `gather_each`.
+        parameters: one parameter per process (see `gather_each`).
         dtype: dtype of the full tensors. A process without a full tensor could not infer it.
     """
     group = shard_group(parameters[0])
@@ -171,9 +171,9 @@ def scatter_each(
 
 
 def own_part(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a full tensor that belongs to this process's shard of a parameter. Return
-    the tensor itself if the parameter is not sharded, or if the tensor has length 1 along the
-    sharded axis.
+    """Return the part of a full tensor that corresponds to this process's shard of a parameter.
+    Return the tensor itself if the parameter is not sharded, or if the tensor has length 1 along
+    the sharded axis.
 
     Args:
         tensor: tensor with the same values on every process. Along each axis, it is either as long
@@ -199,17 +199,17 @@ def _axis(parameter: Tensor) -> int:
 
 def _lengths(length: int, processes: int) -> list[int]:
     """Return the lengths of the shards into which torch's `Shard` divides an axis. The last shards
-    may be shorter or empty."""
+    can be shorter or empty."""
     most = -(-length // processes)
     return [min(most, max(length - rank * most, 0)) for rank in range(processes)]
 
 
 def _all_to_all(sent: Tensor, given: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """Exchange values with the other processes of the group.
+    """Exchange values with the other processes in a group.
 
-    Send `given[i]` values of `sent`, [sum(given)], to each process i. Return the received values,
-    [sum(taken)], which contain `taken[i]` values from each process i. Both tensors are in the order
-    of the ranks.
+    Send `given[i]` values of `sent`, a tensor of shape [sum(given)], to each process i. Return the
+    received values, of shape [sum(taken)], of which `taken[i]` values were sent by process i. In
+    both tensors, the values are ordered by rank.
     """
     received = sent.new_empty(sum(taken))
     torch.distributed.all_to_all_single(received, sent, taken, given, group=group)
@@ -226,7 +226,7 @@ def full_parameters(
 
     Args:
         model: model whose modules contain the full parameters within the context.
-        changed: True to write values that are modified within the context back to the shards.
+        changed: True to write the values back to the shards when the context exits.
         keep: False for a rank that only participates in the collectives, to save the memory of the
             full model. Its parameters stay sharded.
     """
@@ -237,7 +237,7 @@ def full_parameters(
         for name, parameter in module._parameters.items()
         if is_sharded(parameter)
     ]
-    # A tied weight is a single parameter of two modules and must remain a single parameter.
+    # A tied weight is a single parameter that two modules share. It must remain a single parameter.
     full: dict[int, nn.Parameter | None] = {}
     try:
         for module, name, parameter in owners:

@@ -1,8 +1,9 @@
 """8-bit AdamW (Dettmers et al. 2022, arXiv 2110.02861) from bitsandbytes or torchao, and the
 conversion of its state to plain tensors.
 
-Both libraries store a moment as codes (uint8, one per value), scales (fp32, one per block of 256
-values) and a table that maps codes to values (fp32 [256], "qmap"). The tensor names differ:
+Both libraries store a moment as three tensors: codes (uint8, one per value), scales (fp32, one per
+block of 256 values) and a table that maps codes to values (fp32 [256], "qmap"). The names of the
+tensors differ:
 
     torchao:        exp_avg.codes, exp_avg.scale, exp_avg.qmap; the same three for exp_avg_sq
     bitsandbytes:   state1, absmax1, qmap1; state2, absmax2, qmap2
@@ -29,16 +30,16 @@ from firstlight.optim.spec import Groups, Layout, OptimizerKeys, OptimizerSpec
 
 EightBitLibrary = Literal["auto", "bitsandbytes", "torchao"]
 
-#: Number of values that share a scale, and minimum number of values in a tensor with 8-bit moments.
-#: These are the defaults of bitsandbytes and torchao.
+#: Number of values that share a scale, and minimum number of values that a tensor needs to have
+#: 8-bit moments. These are the defaults of bitsandbytes and torchao.
 _BLOCK = 256
 _SMALLEST = 4096
 
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Suppress warnings and log messages within the context. Both libraries log the names of
-    kernels that they can't load, and torch's compiler warns about its own deprecations."""
+    """Suppress warnings and log messages within the context. bitsandbytes and torchao log the names
+    of kernels that they can't load, and torch's compiler warns about its own deprecations."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -50,8 +51,8 @@ def quiet_import() -> Iterator[None]:
 
 
 def installed_library(wanted: str) -> str:
-    """Return the library that `eight_bit_library` selects. "auto" selects the first installed
-    library of bitsandbytes and torchao, or bitsandbytes if neither is installed."""
+    """Return the library that `eight_bit_library` selects. "auto" selects torchao if only torchao
+    is installed, and bitsandbytes in all other cases."""
     if wanted != "auto":
         return wanted
     installed = [n for n in ("bitsandbytes", "torchao") if importlib.util.find_spec(n) is not None]
@@ -72,7 +73,7 @@ def _is_small(parameter: Tensor) -> bool:
 
 def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Flatten the 8-bit optimizer state of one parameter, from torchao or bitsandbytes, into plain
-    tensors with the names that its layout uses.
+    tensors. Their names are those of the state's layout.
 
     A torchao 8-bit tensor becomes three tensors: `codes` (uint8, same shape as the parameter),
     `scale` (fp32, [blocks]) and `qmap` (fp32, [256]). A Python number becomes a scalar int64
@@ -94,8 +95,8 @@ def flatten_eight_bit(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def rebuild_eight_bit(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Convert the tensors from `flatten_eight_bit` back to the state of one parameter, in the
-    format of the library that created it."""
+    """Convert tensors returned by `flatten_eight_bit` back to the state of one parameter, in the
+    format of the library that created the state."""
     if "state1" in tensors:
         return _rebuild_bitsandbytes(optimizer, parameter, tensors)
     return _rebuild_torchao(parameter, tensors)
@@ -134,7 +135,7 @@ def _try_bitsandbytes(kind: str, device: torch.device) -> None:
     """Update a small tensor once, to check that the installed release has kernels for the device.
 
     Raises:
-        ConfigError: the installed bitsandbytes lacks a kernel for the device.
+        ConfigError: the installed bitsandbytes does not have a kernel for the device.
     """
     parameter = nn.Parameter(torch.zeros(_SMALLEST, device=device))
     parameter.grad = torch.zeros_like(parameter)
@@ -174,11 +175,11 @@ def _torchao(
         )
     library = _import("torchao")
     with quiet_import():
-        # The compiler is imported here, because the first step would otherwise import it and show
+        # The compiler is imported here because the first step would otherwise import it and show
         # its warnings.
         importlib.import_module("torch._inductor.compile_fx")
     # In the first step, torch warns that its cache of compiled code does not have a stable hash for
-    # this tensor class. Users can't change this, so the warning is suppressed.
+    # this tensor class. Users can't do anything about this, so the warning is suppressed.
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement")
     optimizer: torch.optim.Optimizer = library.AdamW8bit(groups, **settings)
     return optimizer
@@ -226,14 +227,14 @@ class EightBitConfig(OptimizerKeys):
     "torchao" compiles its update in the first step, which takes tens of seconds on a CPU. "auto" is
     bitsandbytes if it is installed, otherwise torchao. The moments of tensors with fewer than 4096
     values stay in 32 bits, as do those of embeddings (see embeddings_in_32_bits). Neither library
-    can read the state of the other."""
+    can read the state of the other library."""
     embeddings_in_32_bits: bool | None = None
     """true, with an 8-bit optimizer, updates token and position embeddings (and a head that is tied
     to them) with torch's AdamW and fp32 moments, as Dettmers et al. 2022 recommend. This takes 8
     bytes per embedding parameter; paged_adamw8bit does not page these moments. null is true with
-    8-bit optimizers. false saves 6 bytes per embedding parameter, but unless hidden_size is a
-    multiple of 256, a row then shares scales with other rows. In a test with bitsandbytes on a GPU,
-    this moved the rows of rare tokens ten times too far."""
+    8-bit optimizers. false saves 6 bytes per embedding parameter, but rows then share scales with
+    other rows unless hidden_size is a multiple of 256. In a test with bitsandbytes on a GPU, this
+    moved the rows of rare tokens ten times too far."""
 
     @model_validator(mode="after")
     def _check_library(self) -> EightBitConfig:
@@ -278,8 +279,8 @@ def _library(config: Any) -> str:
 
 
 def compiles_update(config: Any) -> bool:
-    """Return True if the optimizer's update is compiled by torch.compile, which is the case for
-    torchao's optimizers."""
+    """Return True if torch.compile compiles the optimizer's update, as it does for torchao's
+    optimizers."""
     return bool(config.name == "adamw8bit") and _library(config) == "torchao"
 
 

@@ -1,5 +1,5 @@
-"""Lion, an optimizer with one moment. It uses only the sign of the update, so every value moves by
-the learning rate."""
+"""The Lion optimizer, which has one moment per parameter. It uses only the sign of the update, so
+every value moves by the learning rate."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Lion(ForeachOptimizer):
 
     Args:
         groups: torch's parameter groups.
-        lr: distance by which every value with a gradient moves in a step, in addition to weight
+        lr: distance by which every value that has a gradient moves in a step, not counting weight
             decay.
         betas: beta1, the weight of the moment in the update, and beta2, the weight of the moment in
             the next moment.
-        foreach: True to run each operation for all parameters of a group at once, with a temporary
-            copy as large as the parameters. False to update small parameters on a GPU in lists, and
-            all other parameters one by one.
+        foreach: True to run each operation for all parameters of a group at once, which needs a
+            temporary copy as large as the parameters. False to update small parameters on a GPU in
+            lists, and all other parameters one by one.
         cautious: True to apply weight decay with `decay_cautiously`.
     """
 
@@ -84,14 +84,15 @@ class Lion(ForeachOptimizer):
             torch._foreach_lerp_(moments, gradients, 1 - beta2)
         else:
             for moment, gradient in zip(moments, gradients, strict=True):
-                # The result is written into the gradient, which is not needed afterwards, to avoid
-                # another copy.
+                # The result overwrites the gradient, which is not needed afterwards, to avoid an
+                # additional copy.
                 torch.lerp(moment, gradient, 1 - beta2, out=gradient)
                 torch.where(skips, moment, gradient, out=moment)
 
 
 def _lion(groups: Groups, config: Any) -> Lion:
-    # "auto" does not use foreach, because its copy would need the memory that Lion saves.
+    # "auto" does not use foreach, because the temporary copy would use up the memory that Lion
+    # saves.
     foreach = config.implementation == "foreach"
     return Lion(
         groups,

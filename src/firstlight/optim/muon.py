@@ -1,7 +1,7 @@
 """The Muon optimizer for matrices and stacks of matrices, such as the experts of a layer.
 
-Shape letters: E is the number of matrices in a stack, F the number of rows, and C the number of
-columns. `...` is either E or empty.
+Shape letters: E is the number of matrices in a stack, F the number of rows of a matrix, and C its
+number of columns. `...` is E for a stack and empty for a single matrix.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ MuonCoefficients = Literal["jordan", "polar_express"]
 
 _EPS = 1e-7
 
-#: `optimizer.muon_coefficients` -> (factor of the norm; a, b, c of each step x = a x + b (x x^T) x
-#: + c (x x^T)^2 x). Before the first step, the matrix is divided by its norm times the factor.
-#: "jordan" is the same as in torch.optim.Muon. "polar_express" brings singular values closer to
-#: one. It starts from singular values between 0.001 and 1, and each step uses the optimal odd
-#: polynomial for the singular values after the previous step. It is algorithm 1 of arXiv 2505.16932
-#: with a cushion of 0.02 and a safety factor of 1.02 against bf16 rounding.
+#: Coefficients of the Newton-Schulz iteration, keyed by `optimizer.muon_coefficients`. Each value
+#: contains a factor, and the coefficients a, b, c of each step x = a x + b (x x^T) x + c (x x^T)^2
+#: x. Before the first step, the matrix is divided by its norm times the factor. "jordan" is the
+#: same as in torch.optim.Muon. "polar_express" brings singular values closer to one. It is designed
+#: for initial singular values between 0.001 and 1, and each step uses the optimal odd polynomial
+#: for the singular values after the previous step. It is algorithm 1 of arXiv 2505.16932 with a
+#: cushion of 0.02 and a safety factor of 1.02 against bf16 rounding.
 COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = {
     "jordan": (1.0, 5 * ((3.4445, -4.7750, 2.0315),)),
     "polar_express": (
@@ -66,12 +67,12 @@ COEFFICIENTS: dict[str, tuple[float, tuple[tuple[float, float, float], ...]]] = 
 
 
 def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
-    """Orthogonalise matrices [..., F, C], which brings their singular values close to one. Return
-    bf16 [..., F, C].
+    """Orthogonalise matrices of shape [..., F, C], which brings their singular values close to one.
+    Return a bf16 tensor of the same shape.
 
-    This is the quintic Newton-Schulz iteration of Jordan et al. 2024, applied to all matrices of a
-    stack at once. The products are computed in bf16, or in fp16 on GPUs that would emulate bf16
-    (V100, T4).
+    This is the quintic Newton-Schulz iteration of Jordan et al. 2024. It is applied to all matrices
+    of a stack at once. The products are computed in bf16, or in fp16 on GPUs that would emulate
+    bf16 (V100, T4).
 
     Args:
         matrices: matrix [F, C] or stack of matrices [E, F, C].
@@ -79,7 +80,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
     """
     divisor, steps = COEFFICIENTS[coefficients]
     is_stack = matrices.dim() == 3
-    # x x^T is smallest if the first side of x is the shorter one.
+    # x x^T is smallest if x has fewer rows than columns.
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     dtype = _product_dtype(matrices.device)
     # Gradients are too small for fp16 until they are divided by their norm.
@@ -100,7 +101,7 @@ def orthogonalised(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype that `orthogonalised` uses for matrix products on a device."""
+    """Return the dtype of the matrix products in `orthogonalised` on a device."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return torch.bfloat16
@@ -113,7 +114,7 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
     neuron.
     """
     # The squares are computed in fp32. bf16 has about three significant digits, so a slow moving
-    # average would not change.
+    # average would stop changing.
     squares = matrices.float().square()
     return squares.mean(-2 if transposed else -1, keepdim=True)
 
@@ -121,15 +122,15 @@ def neuron_squares(matrices: Tensor, transposed: bool) -> Tensor:
 def neuron_factors(
     squares: Tensor, second_moment: Tensor, beta2: float, skips: Tensor | None = None
 ) -> Tensor:
-    """Return the factors of NorMuon (arXiv 2510.05491) for the neurons of orthogonalised matrices.
-    The factors make all neurons about equal in size, and the root mean square of each matrix equal
-    to one.
+    """Return the factors by which NorMuon (arXiv 2510.05491) multiplies the neurons of
+    orthogonalised matrices. Afterwards, all neurons of a matrix have about the same size, and the
+    root mean square of each matrix is one.
 
     Args:
         squares: mean square of each neuron, [..., F, 1] or [..., 1, C].
         second_moment: moving average of `squares`, updated in place.
         beta2: decay rate of the moving average.
-        skips: see `lerp_unless`.
+        skips: bool [], true to leave the moving average unchanged (see `lerp_unless`).
 
     Returns:
         The factors, in the shape and dtype of `second_moment`.
@@ -155,20 +156,21 @@ class Muon(torch.optim.Optimizer):
         o = orthogonalised((1 - momentum) g + momentum m)
         x = x - lr (0.2 sqrt(max(F, C)) o + weight_decay x)
 
-    With `beta2`, it is NorMuon (arXiv 2510.05491). Each row of o belongs to one neuron, and is
-    divided by the root of its averaged mean square, an entry of v [..., F, 1]. The update is then
-    scaled to a root mean square of 0.2 lr.
+    With `beta2`, this optimizer is NorMuon (arXiv 2510.05491). Each row of o belongs to one neuron.
+    It is divided by the square root of a moving average of its mean square, which is stored in v
+    [..., F, 1]. The update is then scaled to a root mean square of 0.2 lr.
 
     With several processes, each process orthogonalises some of the matrices. Results are
-    bit-identical to those of one process. If all processes have the full gradients (DDP, see
-    `process`), each process sends its results to the others in bf16. If matrices are sharded
-    (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then receives, in
-    bf16, the shards of the matrices that it orthogonalises, and sends back shards of the results.
+    bit-identical to those of a single process. If all processes have the full gradients (DDP; see
+    `process`), each process sends its results to the other processes in bf16. If matrices are
+    sharded (FSDP2, tensor parallelism), moments and weights stay sharded. Each process then
+    receives, in bf16, the shards of the matrices that it orthogonalises, and sends back shards of
+    the results.
 
     With `stacked`, and without several processes, small matrices of the same size and group are
     updated as one stack. On a GPU, launching the kernels for a small matrix takes longer than
     running them, and a stack requires as many kernels as a single matrix. Results differ from those
-    for single matrices by bf16 rounding.
+    of individual updates by bf16 rounding.
 
     Args:
         groups: torch's parameter groups, with parameters [..., F, C]. In a group with `transposed`,
@@ -183,10 +185,9 @@ class Muon(torch.optim.Optimizer):
         stacked: True to update small matrices in stacks.
 
     Attributes:
-        process: rank of this process, and number of processes, among the processes that have the
-            same full gradients and parameters and share the orthogonalisation; (0, 1) without
-            sharing.
-        found_inf: see `ForeachOptimizer`.
+        process: (rank, number of processes) within the group of processes that have the same full
+            gradients and parameters and share the orthogonalisation; (0, 1) if it is not shared.
+        found_inf: fp32 [], 1 to skip updates; None to always update (see `ForeachOptimizer.skips`).
     """
 
     found_inf: Tensor | None = None
@@ -231,7 +232,7 @@ class Muon(torch.optim.Optimizer):
                     found.setdefault(shard_group(parameter), []).append((parameter, group))
         for team, pairs in found.items():
             # The parameters are sorted by size, so that matrices of the same size are distributed
-            # together. All processes then take about equally long, and at most one full matrix per
+            # together. All processes then take about the same time, and at most one full matrix per
             # process is in memory at a time.
             pairs.sort(key=lambda pair: pair[0].numel())
             processes = self.process[1] if team is None else team.size()
@@ -250,7 +251,8 @@ class Muon(torch.optim.Optimizer):
                     self._update_copies(part)
 
     def _stacks(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-        """Yield lists of pairs such that the parameters in each list are updated together."""
+        """Yield lists of (parameter, group) pairs. The parameters in each list are updated
+        together."""
         found: dict[Any, list[_Pair]] = {}
         for parameter, group in pairs:
             key: Any = parameter
@@ -259,7 +261,7 @@ class Muon(torch.optim.Optimizer):
                 key = (id(group), parameter.shape, parameter.dtype, done)
             found.setdefault(key, []).append((parameter, group))
         for stack in found.values():
-            # The temporary copies for a stack take up to half a GiB.
+            # The temporary copies for a stack take at most half a GiB.
             most = max(LIST_VALUES // stack[0][0].numel(), 1)
             for start in range(0, len(stack), most):
                 yield stack[start : start + most]
@@ -282,9 +284,9 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_([one[key] for one in states], state[key].unbind())
 
     def _update_alone(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update a parameter without sharing the work. If the parameter is sharded along two mesh
-        dimensions, every process orthogonalises the full matrix, which is gathered in bf16 to halve
-        the amount of data."""
+        """Update a parameter without sharing the work among processes. If the parameter is sharded
+        along two mesh dimensions, every process orthogonalises the full matrix, which is gathered
+        in bf16 to halve the amount of data."""
         direction = self._direction(parameter, group)
         if is_sharded(parameter):
             direction = gather(direction.bfloat16(), parameter)
@@ -294,9 +296,9 @@ class Muon(torch.optim.Optimizer):
         self._apply(own_shard(shard_like(direction, parameter), parameter), parameter, group)
 
     def _update_copies(self, part: Sequence[_Pair]) -> None:
-        """Update at most one parameter per process, if all processes have the same gradients.
-        Process i orthogonalises the matrix of `part[i]`, and the other processes receive the
-        result."""
+        """Update at most one parameter per process. All processes must have the same gradients.
+        Process i orthogonalises the matrix of `part[i]`, and sends the result to the other
+        processes."""
         received = []
         for owner, (parameter, group) in enumerate(part):
             direction = self._direction(parameter, group)
@@ -315,8 +317,8 @@ class Muon(torch.optim.Optimizer):
             self._apply(direction, parameter, group)
 
     def _update_shards(self, part: Sequence[_Pair], team: ProcessGroup) -> None:
-        """Update this process's shards of at most one parameter per process. Process i receives the
-        shards of `part[i]`, orthogonalises this matrix, and sends each process its shard of the
+        """Update this process's shards of at most one parameter per process. Process i receives all
+        shards of `part[i]`, orthogonalises the matrix, and sends each process its shard of the
         result."""
         parameters = [parameter for parameter, _ in part]
         shards = [self._direction(parameter, group).bfloat16() for parameter, group in part]
@@ -332,13 +334,13 @@ class Muon(torch.optim.Optimizer):
             self._apply(directions[owner], parameter, group)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Increase the step counter, update the momentum buffer, and return the parameter's
-        gradient with Nesterov momentum, or this process's shard of it."""
+        """Increase the step counter and update the momentum buffer. Return the parameter's gradient
+        with Nesterov momentum or, if the parameter is sharded, this process's shard of it."""
         assert parameter.grad is not None
         state, gradient = self._state_for(parameter, group), own_shard(parameter.grad, parameter)
         average, momentum = own_shard(state["momentum_buffer"], parameter), _momentum(state, group)
         lerp_unless(self._skips, average, gradient, 1 - momentum)
-        # With Nesterov momentum, the gradient of this step is mixed in a second time.
+        # With Nesterov momentum, the gradient of this step is added a second time.
         return gradient.lerp(average, momentum)
 
     def _factors(
@@ -353,8 +355,8 @@ class Muon(torch.optim.Optimizer):
         Muon.
 
         Args:
-            direction: orthogonalised direction [..., F, C]; None in those processes of the team
-                that did not compute it.
+            direction: orthogonalised direction [..., F, C]; None in processes of the team that did
+                not compute it.
             parameter: parameter whose second moment is updated.
             group: group of the parameter.
             team: process group that shares the work; None if this process computed the direction
@@ -378,18 +380,19 @@ class Muon(torch.optim.Optimizer):
         """Apply weight decay and the update to the parameter, or to this process's shard of it.
 
         Args:
-            direction: orthogonalised direction [..., F, C], multiplied by NorMuon's factors if they
-                are used, or this process's shard of the direction.
+            direction: orthogonalised direction [..., F, C], already multiplied by NorMuon's factors
+                if they are used; or this process's shard of this direction.
             parameter: parameter to update.
             group: group of the parameter.
         """
         own = own_shard(parameter, parameter)
-        # AdamW's updates typically have a root mean square of 0.2 (arXiv 2502.16982), so the same
-        # learning rate can be used for both optimizers.
+        # AdamW's updates typically have a root mean square of 0.2 times the learning rate (arXiv
+        # 2502.16982). Muon's updates are scaled to the same size, so that both optimizers can use
+        # the same learning rate.
         scale = 0.2
         if group["beta2"] is None:
             # An orthogonalised matrix has a root mean square of 1 / sqrt(max(F, C)). With NorMuon's
-            # factors, it is already 1.
+            # factors, the root mean square is already 1.
             scale *= math.sqrt(max(parameter.shape[-2:]))
         decay = group["lr"] * group["weight_decay"]
         if group["cautious"]:
@@ -409,7 +412,8 @@ class Muon(torch.optim.Optimizer):
                 if is_sharded_like(parameter, key, shape):
                     state[key] = torch.zeros_like(parameter)
                     continue
-                # The counter is on the CPU, because Python reads it; see `spec.rebuild_tensors`.
+                # The counter is on the CPU, because Python code reads it (see
+                # `spec.rebuild_tensors`).
                 device = torch.device("cpu") if key == "step" else parameter.device
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
         if "step" in state:
@@ -445,10 +449,10 @@ class MuonConfig(OptimizerKeys):
     singular values are between 0.7 and 1.2) or "polar_express" (Amsel et al. 2025, arXiv
     2505.16932; the resulting singular values are closer to 1), at the same cost."""
     muon_beta2: float | None = Field(None, ge=0, lt=1)
-    """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491): each row of Muon's
-    update is divided by the root of its averaged mean square, so that no neuron moves much more
-    than others. The second moment takes 4 bytes of state per row. null is plain Muon; the paper
-    uses 0.95."""
+    """decay rate of NorMuon's second moment (Li et al. 2025, arXiv 2510.05491). Each row of Muon's
+    update is divided by the square root of a moving average of its mean square, so that no neuron
+    moves much more than the others. The second moment takes 4 bytes of state per row. null is plain
+    Muon; the paper uses 0.95."""
 
 
 def _muon(groups: Groups, config: Any) -> Muon:
@@ -458,7 +462,7 @@ def _muon(groups: Groups, config: Any) -> Muon:
     on_gpu = groups[0]["params"][0].device.type == "cuda"
     stacked = on_gpu if wanted == "auto" else wanted != "for-loop"
     return Muon(
-        # All groups contain matrices, to which Muon's separate learning rate applies.
+        # All groups contain matrices, so Muon's separate learning rate applies to them.
         [{**group, "lr": rate} for group in groups],
         rate,
         config.muon_momentum,
@@ -477,7 +481,7 @@ def _muon_layout(parameter: Tensor, _: Any, group: Mapping[str, Any]) -> Layout:
         *stack, rows, columns = parameter.shape
         neurons = (1, columns) if group["transposed"] else (rows, 1)
         layout["second_moment"] = ((*stack, *neurons), torch.float32)
-    # The counter exists only with a momentum warm-up, so that the state otherwise equals that of
+    # The counter exists only with a momentum warm-up. Without a warm-up, the state equals that of
     # torch.optim.Muon.
     if group["warmup_steps"]:
         layout["step"] = ((), torch.float32)

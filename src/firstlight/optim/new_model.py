@@ -1,6 +1,6 @@
 """Default initial weights, optimizer and schedule of a new model. These settings had the lowest
 validation loss after a fixed number of tokens in `python -m benchmarks learning`
-(docs/learning.md). They assume a model with norms on queries and keys, and with an untied head.
+(docs/learning.md). They assume a model that normalises queries and keys and has an untied head.
 
 This module does not import torch, so that settings can be resolved before torch is loaded.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Keys of the `model` section with which the settings were tuned.
+#: Values of the `model` section for which the settings were tuned.
 MODEL: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
 
-#: Settings by recipe section. The learning rates apply to a hidden_size of `RATE_WIDTH`.
+#: Settings, keyed by recipe section. The learning rates apply to a hidden_size of `RATE_WIDTH`.
 NEW_MODEL: dict[str, dict[str, Any]] = {
     "init": {"residual_projections": "zero", "embedding_std": 0.8, "head_std": 0.001},
     "optimizer": {
@@ -36,5 +36,5 @@ NEW_MODEL: dict[str, dict[str, Any]] = {
 #: hidden_size of the model for which the learning rates were tuned (`optimizer.tuned_width`).
 RATE_WIDTH = 192
 
-#: Length of the warm-up as a fraction of the steps of the run (`schedule.warmup_ratio`).
+#: Length of the warm-up as a fraction of the run's steps (`schedule.warmup_ratio`).
 WARMUP_RATIO = 0.02

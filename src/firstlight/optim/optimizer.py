@@ -1,4 +1,5 @@
-"""The optimizer of a run: updates, gradient clipping, and the optimizer state by parameter name.
+"""The optimizer of a run: updates, gradient clipping, and the optimizer state, keyed by parameter
+name.
 
 The table of all optimizers is in `config.py`.
 """
@@ -40,17 +41,17 @@ class MasterWeights:
     An update is often smaller than half the distance between two neighbouring bf16 numbers (2^-8 of
     the value), so adding it to a bf16 parameter would not change the parameter. Therefore, updates
     are added to an fp32 copy, the master weight, and the model computes with the rounded master
-    weight. Other parameters do not need a copy.
+    weight. fp32 parameters do not need a copy.
 
     Args:
-        parameters: trained parameters of a model, by name.
-        initial: fp32 values by parameter name, which are used as the master weights without
-            copying. A master weight without an initial value is initialised with the value of the
+        parameters: trained parameters of a model, keyed by name.
+        initial: fp32 values, keyed by parameter name, which are used as the master weights without
+            copying. A master weight without an initial value is initialised with the value of its
             parameter.
 
     Attributes:
-        updated: tensors that the optimizer updates, by parameter name. Each tensor is the master
-            weight or, if there is none, the parameter itself.
+        updated: tensors that the optimizer updates, keyed by parameter name. Each tensor is the
+            parameter's master weight or, if there is none, the parameter itself.
 
     Raises:
         ConfigError: an initial value has a different shape or is not fp32.
@@ -71,7 +72,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def refill(self, names: Collection[str] | None = None) -> None:
-        """Set the parameters to their master weights, rounded to nearest.
+        """Set the parameters to their master weights, rounded to the nearest representable value.
 
         Args:
             names: names of the parameters to set. Parameters without a master weight are ignored.
@@ -90,8 +91,8 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Run `take_gradients` for one parameter. Do nothing if the parameter has no master weight
-        or no gradient."""
+        """Run `take_gradients` for one parameter. Do nothing if the parameter does not have a
+        master weight or a gradient."""
         if name not in self._low or self._low[name].grad is None:
             return
         parameter, master = self._low[name], self._masters[name]
@@ -104,10 +105,10 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Replace the parameters with the master weights within the context, so that reads and
-        writes are in fp32.
+        """Replace the parameters with the master weights within the context, so that they can be
+        read and written in fp32.
 
-        Afterwards, the parameters use their former memory again and contain the rounded master
+        Afterwards, the parameters use their original memory again and contain the rounded master
         weights.
         """
         rounded = {name: parameter.data for name, parameter in self._low.items()}
@@ -135,16 +136,17 @@ def _initial(name: str, parameter: nn.Parameter, given: Tensor | None) -> Tensor
 def make_optimizers(
     parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Kind], config: OptimizerConfig
 ) -> list[tuple[OptimizerSpec, torch.optim.Optimizer]]:
-    """Create the torch optimizers that together update every parameter exactly once.
+    """Create torch optimizers that together update every parameter exactly once.
 
     Args:
-        parameters: parameters by name.
-        kinds: kinds of these parameters, by name.
+        parameters: parameters, keyed by name.
+        kinds: kinds of these parameters, keyed by name.
         config: the recipe's `optimizer` section.
 
     Returns:
-        Pairs (OptimizerSpec, torch optimizer) for the optimizer that the config names, and for
-        AdamW, which updates the remaining parameters. An optimizer without parameters is omitted.
+        Pairs (OptimizerSpec, torch optimizer): one for the optimizer that the config selects, and
+        one for AdamW, which updates the remaining parameters. An optimizer without parameters is
+        omitted.
 
     Raises:
         ConfigError: the config is not supported on the device of the parameters.
@@ -153,8 +155,8 @@ def make_optimizers(
     spec = OPTIMIZERS[config.name]
     has_choice = "embeddings_in_32_bits" in spec.options
     wide = "embedding" if has_choice and config.embeddings_in_32_bits is not False else None
-    # AdamW updates the parameters that the named optimizer does not update. With Muon, these are
-    # embeddings, head and norms.
+    # AdamW updates the parameters that the selected optimizer does not update. With Muon, these are
+    # the embeddings, the head and the norms.
     own = {n: p for n, p in parameters.items() if kinds[n].role != wide and spec.takes(n, p)}
     rest = {n: p for n, p in parameters.items() if n not in own}
     return [
@@ -172,22 +174,22 @@ class Optimizer:
     gradients then belong to the master weights.
 
     Args:
-        model: model whose parameters with `requires_grad` are updated. The names of these
-            parameters are used in the names of the optimizer state.
+        model: model whose parameters with `requires_grad` are updated. The names of the optimizer
+            state contain the names of these parameters.
         config: the recipe's `optimizer` section.
-        in_backward: True to update parameters during the backward pass. A list of parameters (see
-            `in_lists`) is updated as soon as all of its gradients are computed, and the gradients
-            are then freed. This reduces peak memory by 4 bytes per parameter. A step can then have
-            only one backward pass, and `clip_gradients` reports a non-finite gradient only after
-            the update.
-        initial: fp32 values by parameter name, which become the master weights. A master weight
-            without an initial value is initialised with the rounded value of the parameter.
+        in_backward: True to update parameters during the backward pass. Each list of parameters
+            (see `in_lists`) is updated as soon as all of its gradients are computed, and the
+            gradients are then freed. This reduces peak memory by 4 bytes per parameter. In return,
+            a step can have only one backward pass, and `clip_gradients` reports a non-finite
+            gradient only after the update.
+        initial: fp32 values, keyed by parameter name, which become the master weights. A master
+            weight without an initial value is initialised with the rounded value of the parameter.
 
     Attributes:
-        parameters: trained parameters of the model, by name.
+        parameters: trained parameters of the model, keyed by name.
         num_parameters: total number of values in the trained parameters.
-        reads_found_inf: True if `step` accepts `found_inf`, so that a GPU can start an update
-            before the host has checked whether the gradients are finite.
+        reads_found_inf: True if `step` accepts `found_inf`. A GPU can then start an update before
+            the host has checked whether the gradients are finite.
         clips: False while `clip_gradients` only computes the norm, for example during a warm-up
             with `clip_after_warmup`.
 
@@ -216,7 +218,7 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
-        # The values are counted here, because an engine that shards parameters may leave them empty
+        # The values are counted here, because an engine that shards parameters can leave them empty
         # later.
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._masters = MasterWeights(self.parameters, initial)
@@ -228,8 +230,8 @@ class Optimizer:
                 dict(itertools.islice(items, len(some)))
                 for some in in_lists(updated.values(), most)
             ]
-        #: Parameter name -> names of all parameters that are updated together with it in the
-        #: backward pass.
+        #: Mapping from a parameter's name to the names of all parameters that are updated together
+        #: with it in the backward pass.
         self._list_of = {
             name: names for names in map(tuple, parts if in_backward else ()) for name in names
         }
@@ -263,8 +265,8 @@ class Optimizer:
 
     @property
     def updated(self) -> Mapping[str, nn.Parameter]:
-        """The tensors that the optimizer updates, by parameter name. Each tensor is the fp32 master
-        weight or, if there is none, the parameter itself."""
+        """The tensors that the optimizer updates, keyed by parameter name. Each tensor is the
+        parameter's fp32 master weight or, if there is none, the parameter itself."""
         return self._masters.updated
 
     @property
@@ -289,7 +291,7 @@ class Optimizer:
         return self.config.learning_rate * lr_scale
 
     def share_matrices(self, rank: int, processes: int) -> None:
-        """Share Muon's matrix products among processes that have the same full gradients. Each
+        """Distribute Muon's matrix products among processes that have the same full gradients. Each
         process computes some of the products, and all processes apply the same updates.
 
         Args:
@@ -300,7 +302,8 @@ class Optimizer:
             if isinstance(optimizer, Muon):
                 optimizer.process = (rank, processes)
 
-    # One step: accumulate after each backward pass, then clip_gradients, step, zero_grad
+    # Methods of one step: accumulate after each backward pass, then clip_gradients, step and
+    # zero_grad
 
     def accumulate(self) -> None:
         """Add the low-precision gradients of a micro-batch to the fp32 gradients of the master
@@ -322,16 +325,16 @@ class Optimizer:
 
         Args:
             grad_scale: factor by which the loss was multiplied.
-            joined: function that maps the norm [] of the gradients of this process to the norm []
-                of all gradients, if other processes have other parameters; None if this process has
-                all parameters.
+            joined: function that maps the norm [] of this process's gradients to the norm [] of all
+                gradients, if the parameters are distributed over processes; None if this process
+                has all parameters.
 
         Returns:
             The L2 norm [] of all gradients, after division by `grad_scale` and before clipping.
 
         Raises:
-            ConfigError: `grad_scale` is not 1 with `in_backward`, where the updates have already
-                been applied.
+            ConfigError: `grad_scale` is not 1, although `in_backward` has already applied the
+                updates.
         """
         if self.in_backward:
             if grad_scale != 1:
@@ -356,7 +359,7 @@ class Optimizer:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if not gradients or (limit == math.inf and grad_scale == 1):
             return norm
-        if self.reads_found_inf:  # the host need not wait for the factor
+        if self.reads_found_inf:  # the host does not have to wait for the factor
             factor = factor / grad_scale
             self._divisor = factor.reciprocal()
             rest = [
@@ -379,13 +382,13 @@ class Optimizer:
         Args:
             found_inf: fp32 [] on the device of the parameters. If it is 1, parameters and moments
                 are not changed; if it is 0, they are updated. The value is read only on the device.
-                Requires `reads_found_inf`. If it is None, they are always updated.
+                Requires `reads_found_inf`. None always updates them.
         """
         if self.in_backward:
             return
         self.accumulate()
-        # AdamW's kernel does not increase its counter if an update is skipped, so AdamW is
-        # excluded.
+        # AdamW is excluded, because its kernel does not increase the step counter if an update is
+        # skipped.
         self._counted = [
             (optimizer, parameter)
             for optimizer in (self._torch_optimizers if found_inf is not None else ())
@@ -405,14 +408,15 @@ class Optimizer:
         self._masters.refill()
 
     def take_back_counts(self) -> None:
-        """Undo the increase of the step counters by the last `step`, for an update that was skipped
-        because `found_inf` was 1."""
+        """Undo the last `step`'s increase of the step counters, after an update was skipped because
+        `found_inf` was 1."""
         for optimizer, parameter in self._counted:
             if "step" in optimizer.state[parameter]:
                 optimizer.state[parameter]["step"] -= 1
 
     def zero_grad(self) -> None:
-        """Free the gradients, and discard the norms that were recorded with `in_backward`."""
+        """Free the gradients, and discard the gradient norms that were recorded with
+        `in_backward`."""
         self._norms.clear()
         self._divisor = None
         for name, parameter in self.parameters.items():
@@ -434,8 +438,8 @@ class Optimizer:
         parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
 
     def _update(self, name: str) -> None:
-        """Record the norm of a parameter's gradient, and update the list of the parameter if all
-        gradients of the list are now available."""
+        """Record the norm of a parameter's gradient. If all gradients of the parameter's list are
+        now available, update the list."""
         if name in self._norms:
             raise ConfigError(
                 "efficiency.optimizer_in_backward updates in every backward pass: "
@@ -461,13 +465,13 @@ class Optimizer:
     def master_weights(self, *, changed: bool = False) -> contextlib.AbstractContextManager[None]:
         """Replace the model's parameters with their fp32 master weights within the context.
 
-        This is meant for reading and writing checkpoints, not for computing. Afterwards, the
-        parameters use their former memory again and contain the rounded master weights. Without
-        master weights, this does nothing.
+        Use this to read and write checkpoints, not for computation. Afterwards, the parameters use
+        their original memory again and contain the rounded master weights. Without master weights,
+        this does nothing.
 
         Args:
-            changed: True if the parameters are modified within the context. It is ignored here, but
-                engines that gather shards need it to write the changes back to the shards.
+            changed: True if the parameters are modified within the context. This class ignores it,
+                but engines that gather shards need it to write the changes back to the shards.
         """
         return self._masters.in_model()
 
@@ -477,7 +481,7 @@ class Optimizer:
 
         The result is the same with and without `in_backward`, and for any sharding of the
         parameters. With sharded parameters, this is a collective operation, which every rank must
-        call. Master weights are not included; see `master_weights`.
+        call. Master weights are not included (see `master_weights`).
 
         Args:
             keep: False for a rank that only participates in the collectives. The method then
@@ -491,8 +495,9 @@ class Optimizer:
         return found
 
     def state_shards(self) -> dict[str, Tensor]:
-        """Return the tensors of `state_tensors` on their original devices and sharded like their
-        parameters. For torch's optimizers, the tensors are views of the optimizer's memory."""
+        """Return the tensors of `state_tensors`, but on their original devices and sharded like
+        their parameters. For torch's optimizers, the tensors are views of the optimizer's
+        memory."""
         return {
             f"{name}.{key}": value.detach()
             for name, state in self._states().items()
@@ -500,9 +505,9 @@ class Optimizer:
         }
 
     def fill_state(self, fill: Callable[[dict[str, Tensor]], None]) -> None:
-        """Create the state that exists after a step, and call a function that writes its values.
-        This works only for optimizers whose `state_shards` are views of their memory, such as those
-        of torch.
+        """Create the state that exists after the first step, and call a function that fills in its
+        values. This works only for optimizers whose `state_shards` are views of their memory, such
+        as torch's optimizers.
 
         Args:
             fill: function that writes the values into the `state_shards`, which are passed to it
@@ -526,8 +531,8 @@ class Optimizer:
         return {f"{name}.{key}" for name, layout in self._layouts().items() for key in layout}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state from tensors that `state_tensors` returned. They do not include
-        learning rates, because the schedule sets these at every step.
+        """Restore the state from tensors that `state_tensors` returned. Learning rates are not
+        restored, because the schedule sets them at every step.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or has a different shape or dtype; the
@@ -584,7 +589,8 @@ def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _runs_ahead(tensor: Tensor) -> bool:
-    """Return True if the host does not wait for operations on a tensor to finish."""
+    """Return True if operations on a tensor run asynchronously, so that the host does not wait for
+    them to finish."""
     return tensor.is_cuda
 
 
@@ -593,7 +599,7 @@ def require_fitting_state(layouts: Mapping[str, Layout], tensors: Mapping[str, T
     describe.
 
     Args:
-        layouts: layout of each parameter's state, by parameter name.
+        layouts: layout of each parameter's state, keyed by parameter name.
         tensors: saved tensors, keyed by `<parameter name>.<state name>`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate and the batch size, which are pure functions of the step.
+"""Schedules of the learning rate and the batch size. Both are pure functions of the step.
 
 `resolve_schedule` creates the learning-rate schedule from the `schedule` section of a recipe.
 """
@@ -25,7 +25,7 @@ DecayShape = Literal["linear", "1-sqrt"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule, with all lengths resolved to numbers of steps.
+    """A learning-rate schedule whose lengths are all resolved to numbers of steps.
 
     Attributes:
         max_steps: number of optimizer steps of the run.
@@ -34,18 +34,17 @@ class Schedule:
             first step.
         min_lr_ratio: minimum learning rate as a fraction of the peak; 1 for a constant rate.
         kind: curve after the warm-up.
-        cooldown_steps: number of steps of the decay; 0 if the decay consists of all steps after the
+        cooldown_steps: number of steps of the decay; 0 if the decay begins directly after the
             warm-up.
         decay_shape: shape of the wsd decay.
-        is_open: True while the number of steps of a run with a time budget is not decided. Until
-            then, `max_steps` is a prediction, and no learning rate depends on it.
-        replaced: see `DecidedLength`.
+        is_open: True as long as the number of steps of a run with a time budget is undecided. Until
+            it is decided, `max_steps` is a prediction, and no learning rate depends on it.
+        replaced: earlier values of `max_steps` that were replaced (see `DecidedLength`).
         decay_starts_at_peak: True if the first step after `decay_begin` is still at the peak, so
-            that the minimum is reached one step later. This is always the case with
-            `initial_scale`.
-        initial_scale: learning rate of the first step as a fraction of the peak. With a fraction,
-            the first step after the warm-up is at the peak. With None, the last step of the warm-up
-            is at the peak."""
+            that the minimum is reached one step later. It is always True with `initial_scale`.
+        initial_scale: learning rate of the first step as a fraction of the peak, or None. If it is
+            set, the first step after the warm-up is at the peak. If it is None, the last step of
+            the warm-up is at the peak."""
 
     max_steps: int
     warmup_steps: int
@@ -62,21 +61,21 @@ class Schedule:
     @property
     def decay_begin(self) -> int:
         """Number of steps before the learning rate begins to fall; `max_steps` if it never falls.
-        With `initial_scale`, the step after these steps is also at the peak."""
+        With `initial_scale`, the following step is also at the peak."""
         if self.kind == "constant":
             return self.max_steps
         return self.decay_steps - self.cooldown_steps if self.cooldown_steps else self.warmup_steps
 
     def in_words(self, peak: float) -> str:
-        """Describe the learning rate after the warm-up, as text for messages.
+        """Return a description of the learning rate after the warm-up, for use in messages.
 
         Args:
             peak: peak learning rate.
         """
         late = self._steps_late
         if self.kind == "constant":
-            # Unless the curve is one step late, the last step of the warm-up is already at the
-            # peak.
+            # Unless the curve is delayed by one step, the last step of the warm-up is already at
+            # the peak.
             if self.warmup_steps + late <= self.max_steps:
                 return "then constant"
             return (
@@ -106,7 +105,7 @@ class Schedule:
 
     @property
     def _steps_late(self) -> int:
-        """Number of steps by which the curve after the warm-up is later than usual: 1 or 0."""
+        """Number of steps by which the curve after the warm-up is delayed, 0 or 1."""
         return int(self.decay_starts_at_peak or self.initial_scale is not None)
 
     def lr_scale(self, step: int) -> float:
@@ -156,11 +155,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Number of sequences in each optimizer step, over all processes.
+    """The number of sequences in each optimizer step, summed over all processes.
 
     During a ramp, the number rises from `start` to `size` in increments of `start`. Each number
-    below `size` is used for the same number of steps, or for one more step if the ramp does not
-    divide evenly.
+    below `size` is used for the same number of steps. If the ramp does not divide evenly, some
+    numbers are used for one more step.
 
     Attributes:
         size: number of sequences per step after the ramp.
@@ -174,7 +173,7 @@ class BatchSchedule:
 
     @property
     def in_words(self) -> str:
-        """The number of sequences per step, as text for messages."""
+        """A description of the number of sequences per step, for use in messages."""
         if not self.ramp_steps:
             return f"{self.size:,}"
         return f"{self.start:,} to {self.size:,} (reached at step {self.ramp_steps + 1:,})"
@@ -187,10 +186,10 @@ class BatchSchedule:
         return self.start * (1 + rises * step // self.ramp_steps)
 
     def before(self, step: int) -> int:
-        """Return the number of sequences in all steps before `step`, which is the position of the
-        data loader."""
+        """Return the total number of sequences in all steps before `step`. This is the position of
+        the data loader."""
         ramped, rises = min(step, self.ramp_steps), self.size // self.start - 1
-        # First step of each increment. From this step on, the steps of the ramp have `start` more
+        # First step of each increment. Starting with this step, each step has `start` more
         # sequences.
         begins = (-(-rise * self.ramp_steps // rises) for rise in range(1, rises))
         risen = sum(max(ramped - begin, 0) for begin in begins)
@@ -208,7 +207,8 @@ class BatchSchedule:
         return steps - (self.before(steps) > sequences)
 
 
-#: Groups of alternative keys, of which at most one may be set, and the setting that they determine.
+#: Groups of alternative keys, of which at most one can be set, and the setting that each group
+#: determines.
 ALTERNATIVES = (
     (("max_steps", "epochs"), "the length of the run"),
     (("warmup_steps", "warmup_tokens", "warmup_ratio"), "the length of the warm-up"),
@@ -217,7 +217,7 @@ ALTERNATIVES = (
     (("min_lr_ratio", "min_learning_rate"), "the last learning rate"),
 )
 
-#: Kinds of schedules to which a key applies, for keys that do not apply to all kinds.
+#: For each key that does not apply to all kinds of schedules, the kinds to which it applies.
 KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "decay_steps": ("cosine", "linear", "wsd"),
     "decay_tokens": ("cosine", "linear", "wsd"),
@@ -229,14 +229,15 @@ KINDS_OF_KEYS: Mapping[str, Sequence[ScheduleKind]] = {
     "min_learning_rate": ("cosine", "linear", "wsd", "inverse_sqrt"),
 }
 
-#: `min_lr_ratio` by `kind`, if no minimum is set. All other kinds use the default of the field.
+#: Default `min_lr_ratio`, keyed by `kind`. It is used if no minimum is set. All other kinds use the
+#: default of the field.
 _DEFAULT_MINIMUM: Mapping[str, float | None] = {"wsd": 0.0, "inverse_sqrt": 0.0, "constant": None}
 
-#: Default `decay_fraction` if the length of the wsd decay is not set.
+#: Default `decay_fraction`, used if the length of the wsd decay is not set.
 _DECAY_FRACTION = 0.2
 
-#: Remaining fraction of the steps at which the number of steps of a run with a time budget is
-#: decided, for kinds whose learning rate does not depend on the number of steps.
+#: For kinds whose learning rate does not depend on the number of steps, a run with a time budget
+#: decides its number of steps when this fraction of the steps remains.
 _LAST_FRACTION = 0.02
 
 
@@ -251,7 +252,7 @@ class ScheduleConfig(Section):
     """number of optimizer steps of the run; null is one epoch of the training split; 0 evaluates
     and saves the unchanged model."""
     epochs: float | None = Field(None, gt=0)
-    """number of passes over the training split, which can be a fraction, instead of max_steps."""
+    """number of passes over the training split, instead of max_steps; can be fractional."""
     max_minutes: float | None = Field(None, gt=0)
     """duration of the training loop in minutes, including evaluations and saves. The number of
     steps is decided during the run from the measured time per step (with wsd, when the decay must
@@ -261,16 +262,17 @@ class ScheduleConfig(Section):
     """number of steps over which the learning rate rises; null is 5% of decay_steps."""
     warmup_tokens: int | None = Field(None, ge=0)
     """number of tokens over which the learning rate rises, instead of warmup_steps. It is rounded
-    down to full steps: 375,000,000 tokens at 524,288 tokens per step are 715 steps."""
+    down to full steps. For example, 375,000,000 tokens at 524,288 tokens per step are 715 steps."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """fraction of the run's steps over which the learning rate rises, instead of warmup_steps; with
     max_minutes, a fraction of the number of steps predicted at the start."""
     initial_learning_rate: float | None = Field(None, ge=0)
     """learning rate of the first step. From this value, the learning rate rises linearly to
     optimizer.learning_rate in the step after the warm-up, and falls to its minimum in the step
-    after decay_steps, as in nanoGPT and transformers. Other peaks, such as muon_learning_rate,
-    start at the same fraction. With null, the first step has the peak / warmup_steps, the last step
-    of the warm-up has the peak, and the last step of the decay has the minimum."""
+    after decay_steps, as in nanoGPT and transformers. Learning rates with other peaks, such as
+    muon_learning_rate, start at the same fraction of their peak. With null, the learning rate is
+    peak / warmup_steps in the first step, the peak in the last step of the warm-up, and the minimum
+    in the last step of the decay."""
     decay_steps: int | None = Field(None, gt=0)
     """step at which the learning rate reaches its minimum, counted from the first step of the run.
     Afterwards it stays at the minimum. null is the last step of the run."""
@@ -294,8 +296,9 @@ class ScheduleConfig(Section):
     min_learning_rate is set, the fraction is 0 with the kinds wsd and inverse_sqrt, and 0.1
     otherwise."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """minimum of optimizer.learning_rate as an absolute value, instead of min_lr_ratio. Learning
-    rates with other peaks, such as muon_learning_rate, fall by the same factor."""
+    """minimum to which optimizer.learning_rate falls, as an absolute value, instead of
+    min_lr_ratio. Learning rates with other peaks, such as muon_learning_rate, fall by the same
+    factor."""
     resume: bool = False
     """true continues the schedule of the --init-from checkpoint at the step of the checkpoint and
     with its optimizer state, on any data; false starts a new schedule at step 0."""
@@ -303,9 +306,9 @@ class ScheduleConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_minimum(cls, values: Any) -> Any:
-        """Return the values of the section with a default for `min_lr_ratio`, which is None if
-        `min_learning_rate` is set, and depends on the kind otherwise. A `min_lr_ratio` of null is
-        treated as unset."""
+        """Return the values of the section with a default for `min_lr_ratio`. The default is None
+        if `min_learning_rate` is set; otherwise, it depends on the kind. A `min_lr_ratio` of null
+        is treated as unset."""
         if not isinstance(values, Mapping):
             return values
         if values.get("min_learning_rate") is not None:
@@ -366,7 +369,7 @@ class ScheduleConfig(Section):
         Args:
             step: number of completed steps.
             warmup_steps: number of steps over which the learning rate rises.
-            steps_left: number of further steps that fit into the time budget.
+            steps_left: number of additional steps that fit into the time budget.
         """
         if self.kind in ("cosine", "linear"):
             return step >= warmup_steps
@@ -378,14 +381,14 @@ class ScheduleConfig(Section):
         return steps_left <= math.ceil(Fraction(str(share)) * (step + steps_left))
 
     def minimum_scale(self, learning_rate: float) -> float:
-        """Return the minimum learning rate as a fraction of the peak `learning_rate`."""
+        """Return the minimum learning rate as a fraction of `learning_rate`, the peak."""
         if self.min_learning_rate is not None:
             return self.min_learning_rate / learning_rate
         return 1.0 if self.min_lr_ratio is None else self.min_lr_ratio
 
     def initial_scale(self, learning_rate: float) -> float | None:
-        """Return the learning rate of the first step as a fraction of the peak `learning_rate`, or
-        None if `initial_learning_rate` is not set."""
+        """Return the learning rate of the first step as a fraction of `learning_rate`, the peak.
+        Return None if `initial_learning_rate` is not set."""
         initial = self.initial_learning_rate
         return None if initial is None else initial / learning_rate
 
@@ -395,7 +398,8 @@ class PredictedLength:
     """The predicted number of steps of a run with a time budget, before the number is decided.
 
     Attributes:
-        predicted_steps: number of steps at the speed that was predicted at the start of the run.
+        predicted_steps: number of steps that fit into the time budget at the speed predicted at the
+            start of the run.
     """
 
     predicted_steps: int
@@ -403,7 +407,7 @@ class PredictedLength:
 
 @dataclass(frozen=True)
 class DecidedLength(PredictedLength):
-    """The number of steps of a run with a time budget, after it was decided from the measured
+    """The number of steps of a run with a time budget, after it has been decided from the measured
     speed.
 
     Attributes:
@@ -411,8 +415,9 @@ class DecidedLength(PredictedLength):
         decided_at: number of completed steps when `max_steps` was decided. The learning rates of
             these steps do not depend on `max_steps`.
         replaced: earlier values of `max_steps` that were replaced after more steps had been
-            measured, as pairs (earlier value, number of completed steps when it was replaced). The
-            learning rates of these completed steps do not depend on later values.
+            measured. Each entry is a pair: the earlier value, and the number of completed steps
+            when it was replaced. The learning rates of the completed steps do not depend on later
+            values.
     """
 
     max_steps: int
@@ -430,8 +435,8 @@ def most_steps(config: ScheduleConfig, rows_per_epoch: int, batch: BatchSchedule
     """
     if config.epochs is None:
         return config.max_steps
-    # The decimal number is used as written: 1.1 epochs of 100 rows are 110 rows, but would be 111
-    # rows with a float.
+    # The number is parsed as a decimal: 1.1 epochs of 100 rows are 110 rows, but would be 111 rows
+    # with a float.
     return batch.steps_for(Fraction(str(config.epochs)) * rows_per_epoch)
 
 
@@ -451,15 +456,15 @@ def resolve_schedule(
         rows_per_epoch: number of rows in the training split.
         batch: number of sequences in each optimizer step.
         seq_len: sequence length in tokens.
-        length: predicted or decided number of steps of a run with a time budget; None for all other
-            runs.
+        length: predicted or decided number of steps of a run with a time budget; None for a run
+            without a time budget.
 
     Raises:
         ConfigError: `decay_steps` does not come after the warm-up, warm-up and decay overlap, or
             `initial_learning_rate` is set without a warm-up.
     """
     if config.max_steps == 0:
-        # Warm-up and decay are not checked, because the same recipe may be used for a longer run
+        # Warm-up and decay are not checked, because the same recipe could be used for a longer run
         # later.
         return Schedule(0, 0, 0, config.minimum_scale(learning_rate), config.kind)
     given_steps = most_steps(config, rows_per_epoch, batch)
@@ -498,8 +503,8 @@ def resolve_schedule(
 
 
 def _schedule(config: ScheduleConfig, learning_rate: float, **lengths: Any) -> Schedule:
-    """Return the schedule with the given lengths and with the curve that the recipe's `schedule`
-    section selects."""
+    """Return the schedule that has the given lengths, and the curve selected by the recipe's
+    `schedule` section."""
     return Schedule(
         min_lr_ratio=config.minimum_scale(learning_rate),
         kind=config.kind,
@@ -518,8 +523,8 @@ def _schedule_in_minutes(
     length: PredictedLength,
 ) -> Schedule:
     """Return the schedule of a run with a time budget."""
-    # The prediction is used even after the decision, because the warm-up began with it and must not
-    # change.
+    # The predicted number is used even after the number of steps is decided, because the warm-up
+    # began with it and must not change.
     predicted = length.predicted_steps
     warmup_steps = _warmup_steps(config, batch, seq_len, predicted, predicted)
     max_steps, is_open = predicted, True
@@ -569,7 +574,7 @@ def _cooldown_steps(config: ScheduleConfig, max_steps: int, warmup_steps: int) -
         return config.cooldown_steps
     share = Fraction(str(config.decay_fraction or _DECAY_FRACTION))
     steps = math.ceil(share * max_steps)
-    # In a short run, the two fractions are rounded up, and their sum can exceed the number of
-    # steps.
+    # In a short run, the warm-up and the decay are both rounded up, and their sum can exceed the
+    # number of steps.
     fits = share + Fraction(str(config.warmup_ratio or 1)) <= 1
     return min(steps, max_steps - warmup_steps) if fits else steps

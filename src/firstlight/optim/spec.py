@@ -1,4 +1,4 @@
-"""Code that the optimizers share: the specification of an optimizer, base classes, and cautious
+"""Code shared by all optimizers: the specification of an optimizer, base classes, and cautious
 weight decay.
 
 The table of all optimizers is in `config.py`.
@@ -21,7 +21,7 @@ _P = TypeVar("_P", bound=Tensor)
 
 Implementation = Literal["auto", "for-loop", "foreach", "fused"]
 
-#: Shape and dtype of each tensor in the state of a parameter, by tensor name.
+#: Shape and dtype of each tensor in the state of a parameter, keyed by tensor name.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -30,21 +30,21 @@ Groups = list[dict[str, Any]]
 
 
 class OptimizerKeys(Section):
-    """Keys of the `optimizer` section that every optimizer reads. This is the base class of the
-    classes with the keys of a single optimizer."""
+    """Keys of the `optimizer` section that apply to every optimizer. The classes with the keys of
+    individual optimizers derive from this class."""
 
     name: str = "adamw"
     implementation: Implementation = "auto"
-    """implementation of torch's AdamW (including the AdamW of Muon) and SGD: "fused" is a single
-    kernel that reads and writes each value once (an update is limited by memory bandwidth, not by
-    arithmetic). "foreach" is one kernel per operation for all parameters, with temporary copies as
-    large as the parameters. "for-loop" updates one parameter at a time; without fused kernels, it
-    needs the least memory, but it is the slowest on GPUs. "auto" is fused if the device supports
-    it, otherwise foreach. Adafactor and Lion do not have a fused kernel, and for them "auto" is
-    for-loop, because foreach needs as much memory as they save. On a GPU, small parameters with up
-    to 8 million values in total are still updated together. With "foreach", "fused", and "auto" on
-    a GPU, Muon updates small matrices of the same size together. All implementations give the same
-    results up to rounding."""
+    """implementation of torch's AdamW (including the AdamW that is used with Muon) and SGD: "fused"
+    is a single kernel that reads and writes each value once (an update is limited by memory
+    bandwidth, not by arithmetic). "foreach" is one kernel per operation for all parameters, with
+    temporary copies as large as the parameters. "for-loop" updates one parameter at a time; without
+    fused kernels, it needs the least memory, but it is the slowest on GPUs. "auto" is fused if the
+    device supports it, otherwise foreach. Adafactor and Lion do not have a fused kernel. For these
+    two, "auto" is for-loop, because foreach would need as much memory as they save. On a GPU, small
+    parameters with up to 8 million values in total are still updated together. With "foreach",
+    "fused", and "auto" on a GPU, Muon updates small matrices of the same size together. All
+    implementations give the same results up to rounding."""
     learning_rate: float = Field(1e-3, gt=0)
     """peak learning rate of all parameters that Muon does not update. `embedding_lr_multiple`,
     `head_lr_multiple` and `vector_lr_multiple` set multiples of this rate for some of these
@@ -73,8 +73,8 @@ def is_sharded_like(parameter: Tensor, key: str, shape: Sequence[int]) -> bool:
 
 
 def lerp_unless(skips: Tensor | None, average: Tensor, value: Tensor, weight: float) -> None:
-    """Run `average.lerp_(value, weight)` unless `skips`, bool [], is true. `average` is then
-    bit-identical to its earlier value, even if `value` is not finite. If `skips` is None, always
+    """Run `average.lerp_(value, weight)` unless `skips`, bool [], is true. In that case, `average`
+    keeps its value bit for bit, even if `value` is not finite. If `skips` is None, always
     update."""
     if skips is None:
         average.lerp_(value, weight)
@@ -91,14 +91,14 @@ def factor_unless(skips: Tensor | None, factor: float) -> float | Tensor:
 def decay_cautiously(
     parameter: Tensor, direction: Tensor, amount: float, skips: Tensor | None = None
 ) -> None:
-    """Apply weight decay only to values that the update also moves towards zero (cautious weight
+    """Apply weight decay only to values that the update itself moves towards zero (cautious weight
     decay, Chen et al. 2025, arXiv 2510.12402).
 
         x = x - amount x   where direction x >= 0
 
     Args:
-        parameter: values before the step. They are modified in place.
-        direction: tensor in the shape of the parameter that has the sign of the update. The step
+        parameter: values before the step, which are modified in place.
+        direction: tensor with the shape of the parameter and the sign of the update. The step
             subtracts the update from the parameter.
         amount: learning rate times weight decay.
         skips: bool [], true to skip the decay; None to apply it.
@@ -110,16 +110,16 @@ def decay_cautiously(
         parameter.mul_(1 - amount * decays)
 
 
-#: Maximum number of parameter values that are updated together on a GPU. Temporary copies of them
-#: take up to 32 MiB. Larger parameters are updated alone, because a single such update keeps a GPU
-#: busy.
+#: Maximum number of parameter values that are updated together on a GPU. Their temporary copies
+#: take at most 32 MiB. Larger parameters are updated one at a time, because a single such update
+#: keeps a GPU busy.
 LIST_VALUES = 1 << 23
 
 
 def list_values(parameter: Tensor) -> int:
-    """Return the argument `most_values` of `in_lists`. On a GPU, small parameters are updated
-    together, because launching the update of a small parameter takes longer than computing it. On
-    all other devices, parameters are updated one by one."""
+    """Return the `most_values` to pass to `in_lists` for a device. On a GPU, small parameters are
+    updated together, because launching the update of a small parameter takes longer than computing
+    it. On all other devices, parameters are updated one by one."""
     return LIST_VALUES if parameter.is_cuda else 0
 
 
@@ -139,14 +139,14 @@ def in_lists(parameters: Iterable[_P], most_values: float) -> Iterator[list[_P]]
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers whose update is written for lists of parameters.
+    """Base class of optimizers that implement their update for lists of parameters.
 
-    A group with `foreach` is updated as a single list, which requires few kernel launches, but
+    A group with `foreach` is updated as a single list. This requires few kernel launches, but needs
     temporary copies as large as all parameters of the group. Other groups are divided into lists by
     `in_lists`.
 
     Attributes:
-        found_inf: see `skips`.
+        found_inf: fp32 [], 1 to skip updates; None to always update (see `skips`).
     """
 
     found_inf: Tensor | None = None
@@ -154,8 +154,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
     @property
     def skips(self) -> Tensor | None:
         """Bool [] on the device of the parameters, true if `found_inf` is 1. If it is true, the
-        update does not change any parameters or moments, but increases the counters on the host.
-        With None, parameters are always updated."""
+        update does not change any parameters or moments, but it still increases the step counters
+        on the host. If it is None, parameters are always updated."""
         return None if self.found_inf is None else self.found_inf > 0
 
     @torch.no_grad()
@@ -168,8 +168,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
                 self.update(part, group)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update one or more parameters of a group. They can have any shapes, and all of them have
-        gradients."""
+        """Update one or more parameters of a group. The parameters can have any shapes, and all of
+        them have gradients."""
         raise NotImplementedError
 
 
@@ -184,9 +184,9 @@ def rebuild_tensors(
     """Copy the state of a parameter to the devices on which torch's optimizers store it. This is
     the default of `OptimizerSpec.rebuild`."""
     fused = bool(optimizer.defaults.get("fused"))
-    # A fused kernel reads the step counter on the device of the parameter. Other optimizers read it
-    # in Python, so it is stored on the CPU, because Python would otherwise have to wait for the
-    # GPU.
+    # A fused kernel reads the step counter on the device of the parameter. All other optimizers
+    # read it in Python. Their counter is stored on the CPU, because Python would otherwise have to
+    # wait for the GPU.
     return {
         key: tensor.to("cpu" if key == "step" and not fused else parameter.device, copy=True)
         for key, tensor in tensors.items()
@@ -195,10 +195,11 @@ def rebuild_tensors(
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Specification of an optimizer: its constructor, the layout of its state, and its limitations.
+    """Specification of an optimizer: how it is created, the layout of its state, and its
+    limitations.
 
-    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`, whose class this
-    module can't import.
+    The functions receive the recipe's `optimizer` section, an `OptimizerConfig`. It is annotated as
+    `Any`, because this module can't import the class.
 
     Attributes:
         make: function that creates the torch optimizer from the parameter groups (at least one) and
@@ -206,14 +207,14 @@ class OptimizerSpec:
         layout: function that returns the layout of a parameter's state after a step, given the
             parameter, the section and the parameter's torch group. The state does not have to
             exist, so that memory and disk space can be computed before the first step.
-        elementwise: True if the update of each value depends only on its own gradient and state. A
-            process can then update its shard of a parameter without the other shards.
-        gathers: True if the optimizer can update DTensors, because it gathers the required data
-            from other processes.
+        elementwise: True if the update of each value depends only on the gradient and state of that
+            value. A process can then update its shard of a parameter without the other shards.
+        gathers: True if the optimizer can update DTensors by gathering the required data from other
+            processes.
         implementations: supported values of `optimizer.implementation`.
-        options: keys of the section that this optimizer supports and some others do not.
-        takes: function that returns True if this optimizer updates a parameter, given its name and
-            the parameter. AdamW updates all other parameters.
+        options: keys of the section that this optimizer supports and some other optimizers do not.
+        takes: function that receives the name of a parameter and the parameter, and returns True if
+            this optimizer updates it. AdamW updates all other parameters.
         flatten: function that returns the state of a parameter as plain tensors, which can share
             memory with the state.
         rebuild: function that creates the state of a parameter from copies of such tensors.
