@@ -146,7 +146,7 @@ def started(
                     stderr=subprocess.PIPE,
                     encoding="utf-8",
                     errors="replace",
-                    # A separate process group, which includes torch.compile's workers.
+                    # A separate process group, which will also contain torch.compile's workers.
                     start_new_session=True,
                 )
                 processes.append(process)
@@ -375,7 +375,7 @@ def _child(measure: Any, job: dict[str, Any]) -> None:
     """
     code = 1
     try:
-        # A separate process group, which includes torch.compile's workers.
+        # A separate process group, which will also contain torch.compile's workers.
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(job["out"], os.O_WRONLY | os.O_CREAT), 1)

@@ -3,10 +3,11 @@
 torch's agent assigns ranks over several machines, restarts failed ranks, and hosts a key-value
 store that outlives a restart. The agent in this module differs from torch's agent as follows:
 
-- The failure of a rank is immediately announced to the other ranks, which then exit on their own. -
-A run that was stopped by a signal and has saved a checkpoint does not count as a failure and is not
-restarted. - The ranks are killed if the launcher is killed. - The terminal shows the messages of
-rank 0. Messages of another rank are shown only if it fails.
+- The failure of a rank is immediately announced to the other ranks, which then exit on their own.
+- A run that was stopped by a signal and has saved a checkpoint does not count as a failure and is
+  not restarted.
+- The ranks are killed if the launcher is killed.
+- The terminal shows the messages of rank 0. Messages of another rank are shown only if it fails.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def launch(command: Sequence[str], options: Launch, on_restart: Sequence[str] = 
         The exit code for the launcher:
 
         - the largest exit code of the ranks if none of them failed: 0, 75 for a run that was
-            stopped and saved a checkpoint, or 76 for a run that diverged;
+          stopped and saved a checkpoint, or 76 for a run that diverged;
         - if rank 0 failed and has printed its error: 2 for an invalid recipe or option, 76 for a
           run that diverged, otherwise 1;
         - if a signal stopped the launcher and a rank ended with a code other than 0, 75 or 76: 128

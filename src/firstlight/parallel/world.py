@@ -266,7 +266,7 @@ def _rendezvous_address(
 
 
 def _port_for(job: str) -> int:
-    """Return a port that is the same in all processes of a job and probably differs between jobs."""
+    """Return a port that is the same in all processes of a job and likely differs between jobs."""
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
