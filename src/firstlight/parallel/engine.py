@@ -43,17 +43,14 @@ class DistributedConfig(Section):
     shard: int | None = Field(None, gt=1)
     """number of processes over which fsdp shards one copy of the model; null means all processes. A
     smaller number selects hybrid sharding. Each group of that many processes, ideally on one
-    machine, then has a copy of the model, and layers are gathered only within the group.
-    """
+    machine, then has a copy of the model, and layers are gathered only within the group."""
     offload: Literal["none", "cpu", "nvme"] = "none"
     """where sharded tensors are stored. With "cpu", fsdp keeps and updates its shards in CPU
     memory; deepspeed keeps the optimizer state there and, at stage 3, also the parameters. With
-    "nvme" (deepspeed only), the optimizer state is kept in files.
-    """
+    "nvme" (deepspeed only), the optimizer state is kept in files."""
     zero_stage: Literal[1, 2, 3] | None = None
     """tensors that deepspeed shards: the optimizer state (1), the gradients as well (2), or also
-    the parameters (3); null means 2.
-    """
+    the parameters (3); null means 2."""
     nvme_path: str | None = None
     """folder for offload "nvme", on a fast disk of each machine."""
     deepspeed_config: str | None = None
@@ -67,18 +64,15 @@ class DistributedConfig(Section):
     """number of neighbouring processes, ideally on one machine, that share the computation of each
     layer for the same sequences, each with some of the attention heads and a part of the MLP. This
     is for Llama models whose layers are too large for one GPU. If the run has more processes than
-    that, engine "auto" is "fsdp" between the groups.
-    """
+    that, engine "auto" is "fsdp" between the groups."""
     pipeline: int = Field(1, ge=1)
     """number of pipeline stages. Each stage is a process that computes consecutive layers of a
     Llama model. The micro-batches of a step pass through all stages. This is for models that are
     too large for one machine. The number of micro-batches per step
-    (batch.gradient_accumulation_steps) should be several times the number of stages.
-    """
+    (batch.gradient_accumulation_steps) should be several times the number of stages."""
     timeout_seconds: float = Field(600, gt=0)
     """time in seconds without a response from a process after which the run ends with an error. It
-    must be longer than the slowest save, because other processes wait while one of them saves.
-    """
+    must be longer than the slowest save, because other processes wait while one of them saves."""
 
 
 class StateTensors(NamedTuple):
