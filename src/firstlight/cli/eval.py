@@ -152,7 +152,7 @@ def _scored(loaded: LoadedModel, tasks: tuple[str, ...], **options: Any) -> dict
 
     Returns:
         A dict with the results under "tasks", keyed by task. If the chat template was applied to
-            any tasks, they are listed under "chat_template".
+        any tasks, they are listed under "chat_template".
     """
     from firstlight.evaluation.tasks import evaluate_tasks
 

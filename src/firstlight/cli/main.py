@@ -187,7 +187,7 @@ class _SignalHandlers:
             # in the meantime.
             signal.raise_signal(raised[0])
         finally:
-            if self._waiting is raised:  # Otherwise, the signal was delayed again.
+            if self._waiting is raised:  # Otherwise, it was delayed again.
                 self._waiting = None
 
 

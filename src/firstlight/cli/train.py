@@ -132,7 +132,7 @@ def train_texts_command(
 
     Returns:
         The command's result as a JSON object, and the training result, which is None if nothing was
-            trained.
+        trained.
 
     Raises:
         ConfigError: options contradict each other, or several processes were started.

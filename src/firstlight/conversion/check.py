@@ -91,7 +91,7 @@ def prompt_ids(tokenizer: Tokenizer | None, vocab_size: int, context: int) -> Te
         # An id beyond the vocabulary has no row in the embedding.
         ids = [i for i in [*start, *tokenizer.encode(PROMPT)] if i < vocab_size]
     # The quadratic formula spreads the ids over the vocabulary; consecutive ids would test only a
-    # small part of it.
+    # small part of the vocabulary.
     ids += [(7 * i * i + 3 * i + 1) % vocab_size for i in range(count)]
     return torch.tensor([ids[:count]])
 

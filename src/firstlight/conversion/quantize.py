@@ -182,7 +182,7 @@ def importance_matrix(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer, text: str
 ) -> dict[str, Tensor]:
     """Compute the importance matrix, which contains the mean square of each input of each weight
-    matrix on a text.
+    matrix on a calibration text.
 
     Experts, the embedding and the head are omitted.
 
@@ -195,7 +195,7 @@ def importance_matrix(
 
     Returns:
         A dict from the GGUF name of each matrix to its inputs' mean squares, an fp32 tensor of
-            shape [inputs].
+        shape [inputs].
 
     Raises:
         ConfigError: the text is shorter than one row.

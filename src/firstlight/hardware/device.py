@@ -133,7 +133,7 @@ def machine_facts(hardware: Hardware) -> dict[str, Any]:
 
 _BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
-#: Minimum speed of bf16 relative to fp32. Below it, bf16 is not worth its rounding errors.
+#: Minimum speed of bf16 relative to fp32. Below this speed, bf16 is not worth its rounding errors.
 _WORTHWHILE = 1.2
 
 

@@ -67,10 +67,10 @@ def ask(
         seconds: time limit for the process, in seconds; None for no limit.
 
     Returns:
-        The JSON object that the process printed as its last line on stdout, or
-        {"error": {"type", "message"}} if it failed. The type is the class name of a
-        FirstlightError, "Killed" if a signal ended the process, "TimeoutError" if the time limit
-        was reached, or "Failed" for any other error.
+        The JSON object that the process printed as its last line on stdout, or {"error": {"type",
+        "message"}} if it failed. The type is the class name of a FirstlightError, "Killed" if a
+        signal ended the process, "TimeoutError" if the time limit was reached, or "Failed" for any
+        other error.
     """
     (result,) = _ask_all(module, request, [environment], seconds)
     return result

@@ -216,12 +216,14 @@ _APPLE_ROWS: tuple[_Row, ...] = tuple(
 
 GPUS: dict[str, GPU] = {row[0]: _gpu(row) for row in (*_ROWS, *_APPLE_ROWS)}
 
-#: Words in the names used by drivers and vendors that do not distinguish GPUs.
+#: Words that drivers and vendors use in the names of GPUs but that do not distinguish one GPU from
+#: another.
 _BRANDS = re.compile(
     r"\b(?:nvidia|geforce|tesla|amd|apple|macbook|mac|instinct|quadro|graphics|generation|gpu|sxm\d?|hbm3e?)\b"
 )
 
-#: Words that indicate a different device, such as a laptop GPU or a MIG partition.
+#: Words in the name of a GPU that indicate a different device, such as a laptop GPU or a MIG
+#: partition.
 _OTHER_DEVICE = re.compile(r"\b(?:d|max-q|laptop|mobile|mig)\b")
 
 

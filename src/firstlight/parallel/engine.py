@@ -252,8 +252,8 @@ class Engine:
 
         Returns:
             The summed loss over all micro-batches, before the division: a scalar [], fp64. None if
-                the engine does not schedule the passes; the caller must then run the micro-batches
-                itself.
+            the engine does not schedule the passes; the caller must then run the micro-batches
+            itself.
         """
         return None
 

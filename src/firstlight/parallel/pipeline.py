@@ -406,7 +406,7 @@ class _Stage(nn.Module):
 
         Returns:
             Hidden states of shape [batch, seq_len, hidden_size]. In the last stage, the summed
-                loss, a scalar [].
+            loss, a scalar [].
         """
         if before.is_floating_point():
             self._pipeline.take(before)

@@ -66,7 +66,7 @@ def unshardable(config: ModelConfig, size: int) -> Iterator[str]:
 
 
 class TensorParallelEngine(Engine):
-    """Tensor parallelism without FSDP2. All processes together compute every layer, for the same
+    """Tensor parallelism without FSDP2. All processes work on every layer together, for the same
     sequences.
     """
 

@@ -408,7 +408,7 @@ def open_compile_modes(
     *,
     is_busy: bool = False,
 ) -> list[Compiling]:
-    """Return the compilation modes that a recipe allows. `NOT_COMPILED` is also such a mode.
+    """Return the compilation modes that a recipe allows. The list can contain `NOT_COMPILED`.
 
     Args:
         config, parts: the sections `efficiency` and `distributed` of the recipe.

@@ -106,7 +106,7 @@ def serve_chat(
     def new_session() -> ChatSession:
         return ChatSession(loaded, decoder=decoder, **options)
 
-    new_session()  # Fail early, before the page is served.
+    new_session()  # Raise any error now, before the page is served.
     with (
         contextlib.suppress(KeyboardInterrupt),
         listening_socket(address.host, address.port) as listener,

@@ -630,8 +630,8 @@ class EncodedRequest:
     """A validated and encoded request.
 
     Attributes:
-        texts: new continuations: all choices for the first prompt, then all choices for the second
-            prompt, and so on.
+        texts: new continuations. All choices for the first prompt come first, then all choices for
+            the second prompt, and so on.
         response: format of the response.
     """
 

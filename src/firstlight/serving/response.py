@@ -324,7 +324,7 @@ class CompletionFormat(ResponseFormat):
 
 
 class ChatFormat(ResponseFormat):
-    """The `chat.completion` and `chat.completion.chunk` formats.
+    """The formats `chat.completion` (complete response) and `chat.completion.chunk` (event).
 
     Args:
         answers: format in which the model writes the parts of its answers.
@@ -447,7 +447,7 @@ class TokenTexts:
         return Vocabulary([self.bytes_of(i) for i in range(count)], special, list(ends))
 
     def adds_text(self, token_id: int) -> bool:
-        """Return True if a token appears in decoded text. Control tokens do not."""
+        """Return True if a token adds text to the decoded output. Control tokens do not."""
         return token_id not in self._tokenizer.special_token_ids
 
     def chat_logprobs(self, entries: Iterable[TokenLogprob]) -> ChatLogprobs:

@@ -134,7 +134,7 @@ def create_app(service: Service, access: Access, on_ready: Callable[[], None]) -
     """
 
     ending = ThreadPoolExecutor(1)
-    ending.submit(int)  # Start the thread now: memory may be short later.
+    ending.submit(int)  # Start the thread while there is enough memory.
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -328,8 +328,8 @@ async def _events(
 
 
 class EventStream(Response):
-    """Response that consists of server-sent events. When the server shuts down, Starlette's class
-    would cancel the events instead of sending the error.
+    """Response that consists of server-sent events. It replaces Starlette's class, which would
+    cancel the events instead of sending the error when the server shuts down.
 
     Args:
         events: encoded server-sent events.
@@ -439,7 +439,8 @@ class LimitedProtocol(H11Protocol):
 
     def _probe(self, delay: float = _PROBE_SECONDS) -> None:
         """Periodically write bytes that clients ignore until the response is complete. Writing to a
-        client that has disconnected closes the connection, which ends the generation of its texts.
+        client that has disconnected closes the connection, which ends the generation for this
+        client.
 
         Args:
             delay: time until the next write in seconds; it doubles each time.

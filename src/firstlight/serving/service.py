@@ -113,7 +113,7 @@ class Service:
         self._large = ThreadPoolExecutor(1, thread_name_prefix="firstlight-large-request")
         self._small = ThreadPoolExecutor(1, thread_name_prefix="firstlight-request")
         for executor in (self._large, self._small):
-            # Start the thread now: memory may be short later.
+            # Start the thread while there is enough memory.
             executor.submit(int)
 
     def _make_decoder(self) -> BatchDecoder:

@@ -412,7 +412,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Return True if all elements of a tensor are finite. The tensor can have any shape."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    if tensor.itemsize == 1:  # torch does not support aminmax for fp8.
+    if tensor.itemsize == 1:  # torch does not support `aminmax` for fp8.
         tensor = tensor.float()
     # The minimum and maximum are NaN if any element is NaN. Unlike `isfinite`, they can be computed
     # without allocating a second tensor of the same size.

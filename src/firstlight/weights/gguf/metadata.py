@@ -177,7 +177,7 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if "temperature" in content:
         content["do_sample"] = content["temperature"] != 0
         if not content["do_sample"]:
-            del content["temperature"]  # transformers refuses to write a temperature of 0.
+            del content["temperature"]  # transformers refuses to save a temperature of 0.
     if ends := [metadata[key] for key in _ENDS if type(metadata.get(key)) is int]:
         content["eos_token_id"] = ends
     return content
@@ -200,7 +200,7 @@ def _add_rope_scaling(writer: GGUFWriter, model: Any) -> dict[str, Any]:
 
     Returns:
         A dict with the settings to store in firstlight.config, or {} if GGUF's entries represent
-            all settings.
+        all settings.
     """
     import gguf
 

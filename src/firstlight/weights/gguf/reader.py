@@ -215,7 +215,7 @@ class GGUFParser:
 
         Returns:
             The metadata, the descriptions of the tensors (keyed by name), and the position of the
-                data section.
+            data section.
         """
         if self._size < 4 or self._take(4) != b"GGUF":
             raise ModelError("this is not a GGUF file")

@@ -326,7 +326,9 @@ def _refused(reason: str) -> TokenizerError:
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Return the texts of all tokens in id order, with `[PAD<id>]` for ids without a token."""
+    """Return the text of every token, in id order. For an id without a token, the text is
+    `[PAD<id>]`.
+    """
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
     by_id = {index: token for token, index in vocabulary.items()}
     tokens = tuple(by_id.get(index, f"[PAD{index}]") for index in range(vocab_size))
@@ -657,7 +659,7 @@ def _pieces(
         values: entries of the metadata, without the prefix tokenizer.ggml.
         types: values of tokenizer.ggml.token_type for all tokens, in id order.
         vocabulary: ids, keyed by token.
-        named: texts of the tokens "bos", "eos", "unknown" and "padding", if they exist.
+        named: text of each of the tokens "bos", "eos", "unknown" and "padding" that exists.
     """
     scores: Any = values.get("scores")
     is_complete = isinstance(scores, list) and len(scores) == len(types)
