@@ -86,7 +86,7 @@ class StorageError(FirstlightError):
 
 
 class TrainingError(FirstlightError):
-    """A run that can't continue; its last good checkpoint is untouched."""
+    """A run that can't continue. Its last good checkpoint is untouched."""
 
 
 class RunReplacedError(Exception):

@@ -23,8 +23,8 @@ C = TypeVar("C", bound=Callable[..., Any])
 #: Decorator that adds the options of a class in `firstlight.bench.rows`; see `config_options`.
 bench_options = functools.partial(config_options, only_on=True)
 
-#: Options shared by the benchmarks that train for a few steps. They are listed before the options
-#: of the individual benchmark.
+#: Options shared by the benchmarks that train for a few steps. In --help, they are listed before
+#: the options of the benchmark itself.
 STEPS_OPTIONS = ("model", "seq_len", "micro_batch_size", "steps", "repeats")
 
 

@@ -16,15 +16,16 @@ from firstlight.errors import StorageError
 from firstlight.files.atomic import make_folder, write_json
 from firstlight.files.cache import cache_folder
 
-#: Usual figures, keyed by kind of device and `efficiency.compile_regional`: seconds for compiling a
-#: model, additional seconds per layer, speed-up of a compiled step, and speed-up of a step that is
-#: limited by kernel launches.
+#: Usual compile times and speed-ups, keyed by kind of device and `efficiency.compile_regional`.
+#: Each entry contains the seconds for compiling a model, the additional seconds per layer, the
+#: speed-up of a compiled step, and the speed-up of a step that is limited by kernel launches.
 #:
 #: The following figures were measured:
 #:
-#: - on 2 cores of a CPU: 15 s, and speed-ups of 1.4 for a width of 64 and 1.18 for a width of 192;
-#: - on an H100: 28 s and a speed-up of 2.07 for a full GPT-2 124M;
-#: - on an H200: 12 s for the loss and one layer of width 448.
+#: - On 2 cores of a CPU, compilation took 15 s. The speed-up was 1.4 for a width of 64 and 1.18 for
+#:   a width of 192.
+#: - On an H100, compiling a full GPT-2 124M took 28 s, and the speed-up was 2.07.
+#: - On an H200, compiling the loss and one layer of width 448 took 12 s.
 #:
 #: The other GPU figures are estimates based on the number of kernels.
 _USUAL = {

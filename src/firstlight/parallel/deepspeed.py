@@ -1,5 +1,5 @@
 """Support for DeepSpeed's ZeRO (Rajbhandari et al. 2020, 2021). This module contains the engine, an
-`Optimizer` that wraps DeepSpeed's optimizer, and the setup of DeepSpeed.
+`Optimizer` that wraps DeepSpeed's optimizer, and the code that sets up DeepSpeed.
 
 Stage 1 shards the optimizer state over the processes. Stage 2 also shards the gradients, and stage
 3 also shards the parameters. The optimizer state can be offloaded to CPU memory or to files. In

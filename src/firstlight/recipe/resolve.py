@@ -270,8 +270,8 @@ def resolve(
 def _with_known(
     recipe: Recipe, facts: Facts, data: dict[str, Any], tell: Callable[[str], None]
 ) -> Recipe:
-    """Return the recipe with the values that follow from the data and the run and, for a new model,
-    with the settings of new models.
+    """Return the recipe with the keys set that depend on the data and the run. For a new model, the
+    `NEW_MODEL` settings are also applied.
 
     Args:
         recipe: the recipe as written by the user.

@@ -160,8 +160,8 @@ AnyModelConfig = Annotated[ModelConfig, Field(discriminator="model_type")]
 
 
 class PlanningConfig(Section):
-    """The `planning` section. It contains facts for `firstlight plan` that can be specified before
-    data and weights exist. Training ignores this section, because it reads these facts from the
+    """The `planning` section. It contains facts for `firstlight plan`, for use while data and
+    weights do not exist yet. Training ignores this section, because it reads these facts from the
     prepared data and the weights.
     """
 

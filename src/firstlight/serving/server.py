@@ -637,7 +637,7 @@ def allow_connections(count: int) -> None:
     Raises:
         ConfigError: the system's hard limit is too low.
     """
-    import resource  # Not available on Windows.
+    import resource  # `resource` is not available on Windows.
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES

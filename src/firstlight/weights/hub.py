@@ -28,7 +28,7 @@ _PICKLED = ["pytorch_model*.bin"]
 _LEFT_OUT = ["*/*", "consolidated*.safetensors"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
-#: Common names of local folders for runs and models, which are not interpreted as hub owners.
+#: Common names of local folders for runs and models. They are not interpreted as owners on the hub.
 _LOCAL_FOLDERS = frozenset(
     ("run", "runs", "checkpoints", "out", "output", "outputs", "mine", "models", "data", "demo")
 )

@@ -71,7 +71,7 @@ def unloaded_model(
     try:
         with torch.device("meta"):
             return build_model(config, vocab_multiple)
-    except (RuntimeError, TypeError, OverflowError) as error:  # Sizes beyond 64-bit integers
+    except (RuntimeError, TypeError, OverflowError) as error:  # Sizes beyond 64-bit integers.
         raise ModelError(f"{folder}: {CONFIG_NAME}: these sizes are impossible: {error}") from error
 
 

@@ -226,7 +226,8 @@ def require_fit(
     prefix, _, short = embedding_name(model).partition(".")
     head_name = model.head_file_name
     heads = (HEAD_WEIGHT, head_name)
-    if short in stored:  # A base model that was saved without a head has names without the prefix.
+    # If a base model was saved without its head, its tensor names lack the prefix.
+    if short in stored:
         stored = {n if n in heads else f"{prefix}.{n}": tensor for n, tensor in stored.items()}
     if HEAD_WEIGHT in stored:  # Name of the head in transformers 5, for all families.
         stored = {head_name if n == HEAD_WEIGHT else n: tensor for n, tensor in stored.items()}

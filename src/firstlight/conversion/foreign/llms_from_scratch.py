@@ -93,7 +93,7 @@ LLAMA = llama_layout(
 def open_gpt(weights: Mapping[str, Any], layout: Layout) -> Opened:
     """Open a GPT; `layout` is `GPT` or `GPT_FAST`.
 
-    The activation may be ReLU, which some readers of the book use instead of GELU.
+    The activation can be GELU or ReLU, because some readers of the book replace GELU with ReLU.
     """
     settings = Settings(
         found={"layer_norm_epsilon": 1e-5},
