@@ -135,10 +135,10 @@ def bench_group() -> None:
 def methods_command(out: Path, as_json: bool, **options: Any) -> Result:
     """Measure the speed and memory of each efficiency method on this machine.
 
-    There are two tables: each method alone, compared with a plain fp32 run, and a ladder, in which
-    each row adds a method to the row before it. A fresh process trains each row for a few steps on
-    the source code of Python's standard library. methods.json is rewritten after every run, so an
-    interrupted benchmark keeps its measurements.
+    There are two tables. The first compares each method alone with a plain fp32 run. The second is
+    a ladder, in which each row adds a method to the row before it. A fresh process trains each row
+    for a few steps on the source code of Python's standard library. methods.json is rewritten after
+    every run, so an interrupted benchmark keeps its measurements.
     """
     from firstlight.bench.methods import bench_methods, draw
 

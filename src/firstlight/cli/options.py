@@ -256,7 +256,7 @@ def split_arguments(
 
     Args:
         arguments: arguments of the command.
-        verb: name of the command: train, plan or tune.
+        verb: name of the command, which is "train", "plan" or "tune".
         is_run: True if the path is a run or checkpoint instead of a recipe.
 
     Raises:

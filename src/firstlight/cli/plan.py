@@ -163,7 +163,8 @@ def next_command(
     wanted: Sequence[str],
     written: Path | None,
 ) -> str:
-    """Return the command that the user should run next: a training run or another plan.
+    """Return the command that the user should run next, which starts a training run or makes a
+    different plan.
 
     Args:
         plan: the plan.

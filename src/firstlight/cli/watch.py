@@ -61,7 +61,7 @@ class _Shown:
 @click.command("watch")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def watch_command(run: Path) -> None:
-    """Follow a run in the terminal: progress, metrics, loss curve and the latest sample text.
+    """Follow a run in the terminal, with its progress, metrics, loss curve and latest sample text.
 
     RUN is a run folder that another process writes or is about to create; for a finished run, the
     last state is shown. The view ends with the run; Ctrl-C ends only the view.

@@ -60,9 +60,9 @@ CONVERSATION = [
 #: different order of summation.
 TOLERANCES = {"f32": 3e-5, "f16": 0.04, "bf16": 0.2, "q8_0": 0.22}
 
-#: Largest rounding error of a weight, keyed by the same formats. The error is the sum of two
-#: numbers: a fraction of the tensor's largest absolute value, and an absolute error for subnormal
-#: numbers.
+#: Largest rounding error of a weight, keyed by the format to which the weights were rounded. The
+#: error is the sum of two numbers: a fraction of the tensor's largest absolute value, and an
+#: absolute error for subnormal numbers.
 _ROUNDING = {
     "f32": (0.0, 0.0),
     "f16": (2**-11, 2**-25),

@@ -287,8 +287,8 @@ def _converted(
 
 
 def _notes(model: Source, to: str) -> list[str]:
-    """Return notes for the user: notes about the source, about differences in the target program,
-    and about a missing tokenizer.
+    """Return notes for the user about the source, about differences in the target program, and
+    about a missing tokenizer.
     """
     if to == "hf":
         notes = export_notes(model.config, model.tokenizer)

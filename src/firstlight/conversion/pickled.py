@@ -3,7 +3,7 @@
 
 This is the only module that reads pickles. It uses torch's unpickler with `weights_only=True`,
 after checking that the pickle's opcodes build only tensors, numbers, strings and containers.
-`weights_only` alone would not be enough: it allows functions that can allocate unlimited memory
+`weights_only` alone would not be enough. It allows functions that can allocate unlimited memory
 (`bytearray`, `torch.FloatTensor`), and it would practically never finish on nested tuples that
 contain the same tuple many times.
 """
@@ -31,8 +31,8 @@ from firstlight.weights.stored import (
     indexed_tensors,
 )
 
-#: First bytes of a file written by `torch.save`: the signature of a zip archive or, before PyTorch
-#: 1.6, a pickled magic number.
+#: First bytes of a file written by `torch.save`. They are the signature of a zip archive or, before
+#: PyTorch 1.6, a pickled magic number.
 _ZIP = b"PK\x03\x04"
 _BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 

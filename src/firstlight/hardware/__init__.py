@@ -1,3 +1,3 @@
-"""Facts about the machine and settings for it: device detection, the GPU table, and environment
+"""Tools for the machine. They detect the device, look up GPUs in a table, and set environment
 variables for torch's thread library and allocator.
 """

@@ -51,7 +51,8 @@ class Hardware:
 
 
 def find_hardware(device: str = "auto") -> Hardware:
-    """Detect the device to run on: a CUDA GPU if there is one, otherwise the CPU.
+    """Detect the device to run on. For "auto", this is a CUDA GPU if there is one, and otherwise
+    the CPU.
 
     Args:
         device: name of the device, such as "cpu", "cuda", "cuda:1" or "mps", or "auto".

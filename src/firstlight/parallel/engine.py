@@ -1,6 +1,6 @@
 """The interface of engines, and the engines that keep the whole model on each process.
 
-An engine distributes one plain model over the processes of a run: it wraps or shards the model,
+An engine distributes one plain model over the processes of a run. It wraps or shards the model,
 combines gradients, and gathers weights and optimizer state for checkpoints.
 """
 
@@ -246,7 +246,7 @@ class Engine:
 
         Args:
             loss_sum: this process's loss function, which maps `input_ids`, `labels` and
-                `document_ids`, each [batch, seq_len], to the summed loss, a scalar [].
+                `document_ids`, each of shape [batch, seq_len], to the summed loss, a scalar [].
             batches: the step's micro-batches.
             divisor: number by which each loss is divided before its backward pass.
 

@@ -130,7 +130,9 @@ class Heartbeat:
             thread.join(_BEAT_SECONDS)
 
     def _beat(self) -> None:
-        """Run the beating thread: write this rank's heartbeats and read those of watched ranks."""
+        """Run the beating thread. It writes this rank's heartbeats and reads those of the watched
+        ranks.
+        """
         count = 0
         keys = [f"beat/{rank}" for rank in range(len(self._infos))]
         try:
@@ -159,8 +161,8 @@ class Heartbeat:
         return others if self._own.rank == 0 or self._suspicious else [0]
 
     def _decide_repeatedly(self) -> None:
-        """Run the deciding thread: find failed ranks, and end the process if the main thread does
-        not end it in time.
+        """Run the deciding thread. It finds failed ranks, and ends the process if the main thread
+        does not end it in time.
         """
         before = time.monotonic()
         while not self._stopped.wait(_DECIDE_SECONDS):
@@ -236,7 +238,8 @@ _CLOSE_SECONDS = 1.5
 
 
 def own_device(world: World, device: str) -> torch.device:
-    """Return the device of this process: for "cuda", the GPU of its local rank.
+    """Return the device of this process. For "cuda", it is the GPU whose index is the local rank,
+    or the only GPU that is visible.
 
     Args:
         world: this process's position in the run.

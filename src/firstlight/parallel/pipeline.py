@@ -251,7 +251,7 @@ class Pipeline:
         """Set the previous stage's output, which is the input of the next call to `forward`.
 
         Args:
-            hidden: hidden states [batch, seq_len, hidden_size].
+            hidden: hidden states of shape [batch, seq_len, hidden_size].
         """
         received: nn.Module = self._model.embedding
         assert isinstance(received, _Received)

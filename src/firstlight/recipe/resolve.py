@@ -160,9 +160,9 @@ def for_new_model(
 def _names_no_settings(recipe: Recipe) -> bool:
     """Return True if the `NEW_MODEL` settings apply to the recipe.
 
-    They apply if the model has the layout for which `NEW_MODEL` was tuned, if the recipe sets no
-    key of the optimizer, the shape of the schedule or the initial weights, and if the engine
-    supports the optimizer of `NEW_MODEL`.
+    They apply under three conditions. The model must have the layout for which `NEW_MODEL` was
+    tuned. The recipe must not set any key of the optimizer, the shape of the schedule or the
+    initial weights. The engine must support the optimizer of `NEW_MODEL`.
     """
     model, parts = recipe.model, recipe.distributed
     return (

@@ -47,10 +47,10 @@ class RunConfig(Section):
     """minutes after which the run saves a checkpoint and stops, but not before the first step is
     complete; null is no limit."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default=[])
-    """experiment trackers that also receive metrics, samples, recipe and reports: tensorboard (in
-    the run folder's tensorboard/; only metrics and samples), wandb (offline), mlflow and trackio
-    (in their local stores). No data leaves the machine unless the environment variables of a
-    tracker enable uploads."""
+    """experiment trackers that also receive the run's metrics, samples, recipe and reports. They
+    are tensorboard (in the run folder's tensorboard/; only metrics and samples), wandb (offline),
+    and mlflow and trackio (in their local stores). No data leaves the machine unless the
+    environment variables of a tracker enable uploads."""
     tracker_checkpoints: bool = False
     """true makes wandb, mlflow and trackio also store the run's last checkpoint."""
 

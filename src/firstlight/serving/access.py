@@ -1,5 +1,6 @@
-"""Access control for the server and the chat page: checks of a request's host, origin and API key,
-error responses in OpenAI's format, and headers that prevent a page from contacting other hosts.
+"""Access control for the server and the chat page. This module checks a request's host, origin and
+API key, creates error responses in OpenAI's format, and sets headers that prevent a page from
+contacting other hosts.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class Access:
     """Allowed hosts and origins of a server, and its API key.
 
     A server at a loopback address accepts only requests addressed to a name of the local machine or
-    to a name in `hosts`, because an attacker can make a host name resolve to this machine (DNS
-    rebinding). The port in the Host header is not checked, so that tunnels work.
+    to a name in `hosts`. Otherwise, an attacker could make a different host name resolve to this
+    machine (DNS rebinding). The port in the Host header is not checked, so that tunnels work.
 
     Args:
         host: name or address that the server listens on.

@@ -1,5 +1,6 @@
-"""Options of the server: limits on requests, the API key, and the address to listen on. They are
-defined in a separate module so that the command line can use them without importing the server.
+"""Options of the server, including limits on requests, the API key, and the address to listen on.
+They are defined in a separate module so that the command line can use them without importing the
+server.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server: its address, access control and limits.
+    """Options of a server, which specify its address, access control and limits.
 
     Attributes:
         host: name or address to listen on; any address other than a loopback address requires an

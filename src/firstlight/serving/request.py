@@ -85,8 +85,8 @@ def _needs(name: str, switch: str) -> dict[str, Any]:
     return {"anyOf": [{"properties": {name: {"type": "null"}}}, switched]}
 
 
-#: JSON Schema rules for messages. A message must satisfy one of them: only the assistant's messages
-#: can have no content.
+#: JSON Schema rules for messages. A message must satisfy at least one of the two rules: either it
+#: is from the assistant, or it has content.
 _BY_ASSISTANT: dict[str, Any] = {"properties": {"role": {"const": "assistant"}}}
 _WITH_CONTENT: dict[str, Any] = {
     "properties": {"content": {"not": {"type": "null"}}},

@@ -591,8 +591,8 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. Do not call uvicorn's method: it records the signal, and uvicorn would
-        raise the signal again after the shutdown.
+        """Handle a signal. Do not call uvicorn's method, because it records the signal, and uvicorn
+        would then raise the signal again after the shutdown.
         """
         if self.should_exit and sig == signal.SIGINT:
             self._is_hurried = True

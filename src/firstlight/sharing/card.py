@@ -449,8 +449,8 @@ def corpus_card(
     """Return the text of a corpus card.
 
     Args:
-        facts: facts about the corpus: the names of its inputs, its splits, and the options with
-            which it was prepared.
+        facts: facts about the corpus, including the names of its inputs, its splits, and the
+            options with which it was prepared.
         manifest: manifest of the corpus.
         repository: USER/NAME on the hub.
         licence: licence as an id of the hub, such as "cc-by-4.0", or None if no licence was

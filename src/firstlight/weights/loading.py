@@ -105,8 +105,8 @@ def file_tensors(model: Model, *, stacked: bool = False) -> dict[str, Tensor]:
 
     Args:
         model: the model.
-        stacked: True to keep all experts of a layer in one tensor [E, ...]; False to return a view
-            of each expert's matrices under its name in the family's files.
+        stacked: True to keep all experts of a layer in one tensor of shape [E, ...]; False to
+            return a view of each expert's matrices under its name in the family's files.
     """
     config = model.config
     tensors: dict[str, Tensor] = {}

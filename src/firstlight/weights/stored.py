@@ -554,7 +554,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     pairs = torch.stack((values[every & 15], values[every >> 4]), dim=1).view(torch.int32).flatten()
     numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16)
     numbers = numbers.view(*scales.shape, -1)
-    # Use ldexp instead of multiplying by the scale: the largest scale, 2^128, overflows bf16, but
+    # Use `ldexp` instead of multiplying by the scale. The largest scale, 2^128, overflows bf16, but
     # its product with a small number may not.
     return torch.ldexp(numbers, scales.int()[..., None] - 127, out=numbers).flatten(-2)
 

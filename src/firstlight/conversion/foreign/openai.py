@@ -48,8 +48,8 @@ _MAX_DIMENSIONS = 16
 #: to any size.
 _MAX_ENTRIES = 100_000
 _MAX_NAME_BYTES = 1_000
-#: Size in bytes of the footer at the end of a table: two block handles, padded to 40 bytes, and the
-#: magic number, which takes 8 bytes.
+#: Size in bytes of the footer at the end of a table. It contains two block handles, padded to 40
+#: bytes, and the magic number, which takes 8 bytes.
 _FOOTER = 48
 _MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 #: Size in bytes of the trailer after a block: 1 byte for the compression type, and 4 bytes for the
@@ -383,8 +383,8 @@ def crc32c(content: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
     body, tail = content[: len(content) - rest], content[len(content) - rest :].tobytes()
     state = 0xFFFFFFFF
     if len(body) > 4 * _LANES:
-        # The first row is padded with leading zeros, which do not change the checksum: the initial
-        # value is combined by XOR with the first word after them.
+        # The first row is padded with leading zeros, which do not change the checksum, because the
+        # initial value is combined by XOR with the first word after them.
         missing = -len(body) % (4 * _LANES)
         first = np.zeros(4 * _LANES, np.uint8)
         first[missing:] = body[: 4 * _LANES - missing]
