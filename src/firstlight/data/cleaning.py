@@ -359,7 +359,8 @@ def change_lines(
         elif change.startswith(CHAT):
             yield (
                 f"warning: {where}: {change.removeprefix(CHAT)} is treated as plain "
-                f"text{within}; use --kind chat (prepare) for a file that contains only chats"
+                f"text{within}; write chats as records with `messages`, which --init-from MODEL "
+                "(train) and --kind chat (prepare) read"
             )
         elif change.startswith(TRANSCRIPT):
             # Warn only if most documents are like this. A few of them may be chapters of a book.

@@ -16,7 +16,6 @@ from typing import Any
 from firstlight.console import counted, rounded
 from firstlight.errors import ConfigError
 from firstlight.from_texts.plan import (
-    LAST_STEP_LEARNS,
     STATE_BYTES,
     Choice,
     Choices,
@@ -362,7 +361,7 @@ def _length_choices(
         minutes = round(length.seconds / 60, 3)
         reason, most = "training time within the budget", defaults.MOST_EPOCHS
         if run.seconds < defaults.EARLY * length.seconds:
-            reason = "upper limit; the limit of epochs ends the run earlier"
+            reason = "upper limit; the epoch limit ends the run earlier"
         else:
             # A higher limit fills the time even if steps are faster than measured.
             most /= defaults.EARLY
@@ -383,7 +382,6 @@ def _length_choices(
     schedule["schedule.decay_fraction"] = min(schedule["schedule.decay_fraction"], 1 - rising)
     for key, value in schedule.items():
         yield Choice(key, value, reasons.get(key, ""))
-    yield LAST_STEP_LEARNS
     decay = defaults.WEIGHT_DECAY
     reason = f"{counted(epochs, 'epoch', '.2g')}: little is memorised"
     if epochs > defaults.GOOD_EPOCHS:
@@ -421,7 +419,7 @@ def _advice(
     if size < defaults.LITTLE_TEXT:
         return (
             f"{rounded(size)} bytes are too few to learn a language: the model will repeat parts "
-            "of the text; from about 1 MB it writes new words and sentences"
+            "of the text; with about 1 MB or more, it also writes new words and sentences"
         )
     epochs = best.run.tokens / text.train_tokens
     if epochs <= defaults.GOOD_EPOCHS:

@@ -87,7 +87,7 @@ class TextPlan(RunPlan):
                 expected += ", a wide range because this text is hard to predict"
         gzip = f"gzip -9 of all text: {self.scan.facts.gzip_bits_per_byte:.2f}"
         if self.held_out_gzip is not None:
-            gzip = f"gzip -9 of it: {self.held_out_gzip:.2f}"
+            gzip = f"gzip -9 of the held-out text: {self.held_out_gzip:.2f}"
         return f"{expected} ({gzip})"
 
     def first_rows(self) -> list[Row]:

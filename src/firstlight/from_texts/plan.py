@@ -41,11 +41,6 @@ class Choice:
         return Choice(self.key, fixed[self.key], "given") if self.key in fixed else self
 
 
-#: Choice that makes the decay reach its minimum one step after the last step, so that the learning
-#: rate of the last step is above 0.
-LAST_STEP_LEARNS = Choice("schedule.decay_starts_at_peak", True, "")
-
-
 @dataclass(frozen=True)
 class Choices:
     """All chosen settings of a run, and its expected results.
@@ -139,7 +134,7 @@ def given_batch(fixed: Mapping[str, Any], seq_len: int) -> int | None:
         parts = "a sequence" if unit == seq_len else "the given micro-batches"
         take = unit if is_whole else -(-tokens // unit) * unit
         raise ConfigError(
-            f"batch.global_batch_tokens {tokens} is not a multiple of the {unit} tokens of "
+            f"batch.global_batch_tokens {tokens} does not match the {unit} tokens of "
             f"{parts}: set it to {take}"
         )
     return int(tokens)
@@ -471,7 +466,7 @@ class RunFacts:
             machine: machine to train on.
             held_out_tokens: number of tokens in the validation split.
         """
-        way, why = self.way, "compiling would cost more than it gains"
+        way, why = self.way, "compiling would take more time than it saves"
         if machine.compiler is None:
             why = "torch.compile does not work on this device, or lacks a compiler"
         elif way.compiles:
@@ -579,13 +574,13 @@ class RunPlan(ABC):
         if whole is None or length.seconds is None or length.seconds >= least:
             return
         needed = _SLOWER * least + max(whole - length.seconds, defaults.OTHER_SECONDS)
-        busy = ", which is busy," if self.speed.is_busy else ""
+        busy = ", which is busy" if self.speed.is_busy else ""
         raise ConfigError(
             f"the budget of {time_text(whole)} is too short for {rounded(self.choices.parameters)} "
-            f"parameters on this machine{busy} at {self.choices.tokens_per_second:,.0f} tokens/s: "
-            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps, which "
-            f"must take at least half of the time, need {time_text(least)}; use --budget "
-            f"{_whole_minutes(needed)}"
+            f"parameters at {self.choices.tokens_per_second:,.0f} tokens/s on this machine{busy}: "
+            f"two evaluations, a sample text, a checkpoint and {defaults.LEAST_STEPS} steps need "
+            f"{time_text(least)}, because the steps must take at least half of the time; use "
+            f"--budget {_whole_minutes(needed)}"
         )
 
     @abstractmethod
@@ -666,7 +661,7 @@ def length_lines(choices: Choices, speed: MachineFacts, data: str) -> Iterator[s
     if _ends_early(choices):
         whole = time_text(60 * choices["schedule.max_minutes"])
         yield (
-            f"the run ends before its {whole} are used up, after {epochs}: more "
+            f"the run ends after {epochs}, before its {whole} are used up: more "
             "epochs (--schedule.epochs) would help little or overfit"
         )
 
@@ -693,7 +688,7 @@ def _table_lines(plan: RunPlan, first: Sequence[Row]) -> Iterator[str]:
     if "schedule.max_minutes" in choices.keys:
         steps = "as many as the time allows, adjusted to the measured speed"
         if _ends_early(choices):
-            steps = "the limit of epochs, which ends the run before its time is over"
+            steps = "the epoch limit, which ends the run before the time is used up"
     fixed = plan.request.fixed
     others = {"efficiency.precision": machine.precision} | fixed
     for key in (*choices.keys, "run.dir", *(f"data.{row[0]}" for row in first)):

@@ -249,7 +249,7 @@ def _go_on(request: Request, call: RunCall) -> TrainResult:
     if data is not None and not Path(data).is_dir():
         raise ConfigError(
             f"{call.folder} can't be resumed: its shards in {data} were deleted; restore them, or "
-            "start a new run of the same texts with another --run.dir"
+            "start a new run on the same texts with another --run.dir"
         )
     call.tell(f"resuming {call.folder}")
     with RunForecaster() as forecaster:

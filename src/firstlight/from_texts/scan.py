@@ -36,6 +36,7 @@ from firstlight.data.sources import (
     STANDARD_LIBRARY,
     DataSource,
     by_ending,
+    distinct_inputs,
     find_sources,
     holds_one_document,
     limited_sources,
@@ -420,7 +421,7 @@ def described(scan: Scan) -> Iterator[str]:
     scripts = ", ".join(shown[:5]) or "no letters"
     yield (
         f"{counted(facts.documents, 'document')}, {human_bytes(facts.text_bytes)} of text "
-        f"({scripts}); gzip -9 of it: {facts.gzip_bits_per_byte:.2f} bits per byte"
+        f"({scripts}); compressed with gzip -9: {facts.gzip_bits_per_byte:.2f} bits per byte"
     )
     yield from change_lines(facts.changes, facts.changed_files, total=facts.documents)
     if count := scan.val_documents:
@@ -451,8 +452,8 @@ def described(scan: Scan) -> Iterator[str]:
     compared = facts.documents - facts.duplicates - facts.compared
     if compared > 0:
         yield (
-            f"only the first {facts.compared:,} documents were searched for near-duplicates: some "
-            f"of the other {compared:,} may be in both splits"
+            f"only the first {facts.compared:,} documents were searched for near-duplicates: "
+            f"near-duplicates among the other {compared:,} may be in both splits"
         )
     elif facts.is_sampled:
         yield "only the sample was searched for near-duplicates"
@@ -505,7 +506,7 @@ def conversations_in(
         for source in sources:
             is_asked = source.dataset is None or datasets
             if is_asked and kind_of_records(source, text_key) is not None:
-                found.setdefault(source.name, source)
+                found.setdefault(source.key, source)
     return list(found.values())
 
 
@@ -548,17 +549,17 @@ def file_names(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str
         whole = {source.name for source in find_records(inputs)} == names
     except InputError:
         whole = False
-    return list(inputs) if whole else [source.name for source in sources]
+    return distinct_inputs(inputs) if whole else [source.name for source in sources]
 
 
 def other_files(inputs: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
     """Return the names of the input files that are not read because they do not contain
     conversations."""
-    names = {source.name for source in sources}
+    keys = {source.key for source in sources}
     others = [str(path) for path in unread_files(inputs, RECORD_SUFFIXES)]
-    for item in inputs:
+    for item in distinct_inputs(inputs):
         try:
-            others += [one.name for one in find_records([item]) if one.name not in names]
+            others += [one.name for one in find_records([item]) if one.key not in keys]
         except InputError:  # The item is a text file.
             others += [item] if Path(item).is_file() else []
     return list(dict.fromkeys(others))

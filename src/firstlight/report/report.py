@@ -261,8 +261,8 @@ def _hash(text: str) -> str:
 
 #: Explanations of technical terms. An explanation is shown when the reader points at the term.
 _TERMS = {
-    "nats": "Unit of the loss, the average of -ln of the probability that the model gave the "
-    "correct token. One bit is 0.693 nats. Lower is better.",
+    "nats": "Unit of the loss, which is the mean of -ln(p), where p is the probability that the "
+    "model assigned to the correct token. One bit is 0.693 nats. Lower is better.",
     "bits per byte": "Bits that the model needs per byte of text: the loss in bits, per byte "
     "instead of per token. It makes models with different tokenizers comparable. Lower is better.",
     "MFU": "Model FLOPs utilization: the FLOPs that the model needs, as a share of the hardware's "
@@ -602,7 +602,7 @@ _EVENTS = {
     "rollback": ("rollback", "back to step {to_step}: {reason}"),
     "out of memory": (
         "out-of-memory",
-        "micro-batch size {micro_batch_rows} from now on (before: {before})",
+        "micro-batch size {micro_batch_rows} instead of {before}",
     ),
     "resumed": ("resumed", "from the checkpoint of step {step}, {time}"),
     "branched": ("resumed", "from {branched_from}, {time}"),

@@ -204,7 +204,7 @@ def _divergence(run: RunRecord) -> Finding | None:
     )
     advice = (
         "the learning rate is far too high or too low for this model (optimizer.learning_rate), "
-        "or the text has nothing to learn"
+        "or the text contains nothing to learn"
     )
     return Finding(
         "diverged", 1, text, advice, figures={"train/loss": last, "first_train/loss": first}

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 #: Keys for the tools of a record and for the calls in a message.
-_TOOLS = ("tools", "functions")
+TOOLS = ("tools", "functions")
 CALLS = ("tool_calls", "function_calls", "function_call")
 #: Names that other datasets use for the keys of a tool and of a call.
 _TOOL_KEYS = {"input_schema": "parameters", "schema": "parameters"}
@@ -65,11 +65,11 @@ def template_options(
     """
     further = parsed_json(fields.get("chat_template_kwargs"))
     given = further if isinstance(further, Mapping) else {}
-    left_out = (*_TOOLS, "add_generation_prompt")
+    left_out = (*TOOLS, "add_generation_prompt")
     options = {str(k): v for k, v in given.items() if v is not None and k not in left_out}
     systems = [one for one in messages if one["role"] == "system"]
     system = "\n".join(one["content"] for one in systems)
-    for key in _TOOLS:
+    for key in TOOLS:
         value: Any = next((one[key] for one in (fields, given, *systems) if one.get(key)), [])
         tools = normalize_tools(value, key)
         if tools and not (

@@ -307,7 +307,7 @@ def write_average(run: Run) -> None:
     steps = [saved.step for saved in found]
     text = f"averaged weights of steps {', '.join(map(str, steps))}"
     if len(steps) < config.average_last:
-        text += f" (average_last is {config.average_last}, and there are no more)"
+        text += f" (average_last is {config.average_last}, but there are no more checkpoints)"
     losses: dict[str, float] = {}
     if run.validation is not None:
         run.program.model.eval()
@@ -320,7 +320,7 @@ def write_average(run: Run) -> None:
             max_rows=run.recipe.evaluation.max_rows,
         )
         losses["val/loss"] = evaluation.loss
-        last = "" if run.evaluation is None else f" (the last weights: {run.evaluation.loss:.4f})"
+        last = "" if run.evaluation is None else f" (last weights: {run.evaluation.loss:.4f})"
         text += f": val/loss {evaluation.loss:.4f}{last}"
     run.tell(text)
     wait_for_main(run.engine, lambda: _write(run, average, {"steps": steps, **losses}))

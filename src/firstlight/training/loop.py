@@ -91,7 +91,10 @@ class RunSummary:
         if not self.tokens:
             return text
         rate = self.tokens / max(self.seconds, 1e-9)
-        return f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s with evaluations and saves"
+        return (
+            f"{text} for {self.tokens:,} tokens, {rate:,.0f} tokens/s including evaluations and "
+            "saves"
+        )
 
 
 @dataclass(frozen=True)
@@ -528,7 +531,9 @@ def _reported(run: Run) -> dict[str, Any]:
             then = "`firstlight report` draws it"
         else:
             raise
-        run.tell(f"warning: {why}, so the report was not drawn; the checkpoint is saved: {then}")
+        run.tell(
+            f"warning: {why}, so the report was not drawn; the checkpoint is saved, and {then}"
+        )
         return ended
     numbers = final_numbers(found)
     medians = ("step_seconds", "samples_per_second", "tokens_per_second")

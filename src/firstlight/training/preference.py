@@ -243,7 +243,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
         CheckpointError: the model is missing, or its weights have changed.
     """
     name = start.get("name", "")
-    advice = "which is needed again, because its references are not in the cache"
+    advice = "which is needed again because its log-probabilities are not in the cache"
     try:
         folder = resolve_model_folder(name)
         # Compare the weights, because the folder may contain a different model now.
@@ -253,8 +253,7 @@ def _loaded_again(newest: Path, start: Mapping[str, str]) -> Model:
         raise CheckpointError(f"{newest} started from {name}, {advice}: {error}") from error
     if not same:
         raise CheckpointError(
-            f"{newest} started from {name}, {advice}: the model there has changed: restore the "
-            "old one"
+            f"{newest} started from {name}, {advice}, but has changed: restore the old model"
         )
     return loaded
 

@@ -158,9 +158,9 @@ def _rate_jump(run: Run, before: Mapping[str, Any], saved: Mapping[str, Any]) ->
     # A warm-up given as a fraction of the run would change with the new length.
     falls = falls and config.warmup_ratio is None
     if rounded_up:
-        keeps = f" (schedule.warmup_steps {old.warmup_steps} without warmup_tokens keeps it)"
+        keeps = f" (set schedule.warmup_steps {old.warmup_steps} and no warmup_tokens to keep it)"
     elif falls and run.recipe.schedule.max_minutes is None:
-        keeps = f" (schedule.decay_steps {old.decay_steps} keeps the old schedule)"
+        keeps = f" (set schedule.decay_steps {old.decay_steps} to keep the old schedule)"
     return (
         f"the learning-rate schedule has changed: the learning rate at step {step + 1} was "
         f"{was:.4g} in the checkpoint's schedule, and is now {now:.4g}{keeps}"

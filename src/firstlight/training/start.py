@@ -609,7 +609,7 @@ def _record_start(run: Run) -> None:
     lines, problem = sound_json_lines(path) if run.saved_step > 0 else ([], None)
     if problem is not None:
         run.tell(
-            f"warning: {problem}; the old file is now {set_aside(path)}; the run continues "
+            f"warning: {problem}; the old file is now {set_aside(path)}, and the run continues "
             "without the damaged lines"
         )
     held_out = run.validation

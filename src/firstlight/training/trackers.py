@@ -651,4 +651,4 @@ def _has(thread: _TrackerThread) -> str:
     """Describe the steps that a tracker has received, as text for messages."""
     done = read_progress(thread.state).done
     steps = "no step" if done < 0 else f"the steps up to {done:,}"
-    return f"it has {steps}; --resume adds the others"
+    return f"it has {steps}; --resume adds the missing steps"

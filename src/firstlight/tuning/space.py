@@ -113,8 +113,8 @@ def parse_search(text: str) -> SearchKey:
     section = key.partition(".")[0]
     if not equals or not values:
         raise ConfigError(
-            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: use for "
-            "example optimizer.learning_rate=1e-4..1e-2:log"
+            f"--search '{text}' is not KEY=LOW..HIGH[:log] or KEY=VALUE,VALUE,...: use, for "
+            "example, optimizer.learning_rate=1e-4..1e-2:log"
         )
     if key not in known_keys():
         raise ConfigError(f"--search {key}: there is no such key{nearest(key, known_keys())}")

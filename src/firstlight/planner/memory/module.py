@@ -150,8 +150,8 @@ def _opaque_layers(trace: Trace, model: nn.Module) -> Iterator[str]:
     found = sorted(name for name in names if any(part in name for part in _OPAQUE))
     if found:
         yield (
-            f"memory that libraries allocate inside {', '.join(found)} is not counted: with "
-            "convolutions and recurrent layers a step may take far more"
+            f"memory that libraries allocate inside {', '.join(found)} is not counted: a "
+            "step with convolutions or recurrent layers may take far more"
         )
 
 

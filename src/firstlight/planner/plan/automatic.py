@@ -85,7 +85,7 @@ def advice(recipe: ResolvedRecipe, hardware: Hardware, processes: int) -> str | 
     peak, own = first.training, first.tokens_per_second
     largest = sorted(peak.parts.items(), key=lambda part: -part[1])[:3]
     filled = ", ".join(f"{part.replace('_', ' ')} {size / _GIB:.1f}" for part, size in largest)
-    text = f"in the {peak.phase}, {peak.peak_bytes / _GIB:.1f} GiB are needed: {filled}"
+    text = f"the peak in the {peak.phase} is {peak.peak_bytes / _GIB:.1f} GiB ({filled})"
     known = dict(methods(recipe, machine))
     tried = estimator.estimate_all(
         [
@@ -178,7 +178,7 @@ def planned_recipe(
     """
     machine = _this_machine(hardware, 1)
     if machine is None:
-        raise ConfigError(f"--plan auto can't plan for run.device {hardware.device}: remove it")
+        raise ConfigError(f"--plan auto does not support run.device {hardware.device}: remove it")
     resolved = open_micro_batch(resolve_for(recipe, machine, init_from))
     if resolved.preference is not None:
         raise ConfigError("--plan auto does not support preference pairs: remove it")
@@ -188,7 +188,7 @@ def planned_recipe(
     best = best_estimate(resolved, machine)
     if best is None:
         names = [one.name for one in nearest_estimates(resolved, machine)]
-        nearest = f"; what would: {', '.join(names)}" if names else ""
+        nearest = f"; these would fit: {', '.join(names)}" if names else ""
         raise ConfigError(f"none of the plan's candidates fits into this machine's memory{nearest}")
     found = _corrected(best, machine, hardware, tell)
     # With `init_from`, the config of the model and the settings of an adapter are read from that

@@ -545,7 +545,7 @@ def reasons_for(
         why = "the whole step in one pass"
     else:
         more = "more may not fit" if config.compile else "more does not fit"
-        why = "more gain nothing" if needed < 0.6 * usable else more
+        why = "more would not be faster" if needed < 0.6 * usable else more
     reasons["batch.micro_batch_size"] = f"{needed:.1f} of {usable:.1f} GiB; {why}"
     saves = "" if first.fits else " (as it stands, the recipe does not fit)"
     if "efficiency.activation_checkpointing" in best.changes:
@@ -584,7 +584,7 @@ def _precision(precision: str, machine: Machine) -> str:
     if gpu is None:
         return f"{precision} matrix products are faster here"
     factor = gpu.peak_flops(precision) / gpu.fp32
-    share = f"{factor:.0f} times fp32's rate of matrix products on this GPU"
+    share = f"{factor:.0f} times the fp32 rate of matrix products on this GPU"
     return f"{share}, which does not support bf16" if precision == "fp16" else share
 
 

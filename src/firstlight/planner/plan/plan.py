@@ -264,7 +264,7 @@ def _notes(written: Recipe, machine: Machine) -> list[str]:
     CPU, because other programs may use the cores only temporarily."""
     notes = []
     if machine.is_here and machine.target.kind == "cpu" and cores_are_busy():
-        notes.append("other programs keep this machine busy: it may be faster than measured")
+        notes.append("other programs are using this CPU: it may be faster than measured")
     lengths = (epoch_tokens(written), written.schedule.max_steps, written.schedule.max_minutes)
     if written.efficiency.compile == "auto" and lengths == (None, None, None):
         notes.append(
@@ -645,10 +645,10 @@ def alignment_warnings(
         }.get(key, f"set it to {aligned:,}")
         name = f"a width of {size:,} inside the model" if key is None else f"model.{key} {size:,}"
         misaligned = any(other % _PACKET for shape in own for other in shape if other != size)
-        together = ", with the other sizes aligned as well" if misaligned else ""
+        together = " if the other sizes are aligned too" if misaligned else ""
         yield (
             f"{name} is not a multiple of {_PACKET}, and {share:.0%} of the matrix products use "
-            f"it: {advice}, {origin} {gain:.2f} times the speed of a step{together}"
+            f"it: {advice} ({origin} {gain:.2f} times the speed of a step{together})"
         )
 
 

@@ -121,7 +121,7 @@ class WorkerProcesses:
             return TrainingError(_KILLED)
         return TrainingError(
             f"a process that traced the model {_ending(code)}: a library used by the recipe's "
-            "methods crashed, so nothing can be predicted for them (a run starts without a "
+            "methods crashed, so nothing can be predicted for them (training starts without a "
             "prediction)"
         )
 

@@ -242,7 +242,7 @@ def _suggestion(plan: Plan) -> Iterator[str]:
     else:
         yield (
             f"    expected {low:.2f} to {high:.2f} bits per byte of held-out text that is as hard "
-            "as English prose or source code"
+            "to predict as English prose or source code"
         )
     if found.epochs is not None:
         epochs = counted(found.epochs, "epoch", ".2g")
@@ -268,7 +268,7 @@ def _limit(plan: Plan, epochs: float) -> str:
         return ""
     if plan.recipe.schedule.epochs:
         return ", the limit of schedule.epochs"
-    return ": more epochs would help little or overfit, and more text would help much"
+    return ": more epochs would help little or cause overfitting; more text would help a lot"
 
 
 def _written(value: Any) -> str:

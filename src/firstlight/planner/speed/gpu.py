@@ -309,7 +309,7 @@ class Shares:
     misaligned: Range = field(default_factory=lambda: Range(0.15, 0.25, 0.50))
     dispatch_launches: float = 2.4
     update_launches: float = 30.0
-    source: str = "derived from the data sheet and a measured H100, not measured itself"
+    source: str = "derived from the data sheet and measurements of an H100, not measured"
 
 
 DEFAULT_SHARES = Shares()

@@ -351,7 +351,7 @@ def _on_gpu(
     copied = 16.0 * work.global_batch_tokens / work.exchange.processes / work.exchange.host_link
     sums.add("data", "data", Range.exact(copied))
     is_measured = shares.source != DEFAULT_SHARES.source
-    unmeasured = "derived from its data sheet and a measured H100, not measured"
+    unmeasured = "derived from its data sheet and measurements of an H100, not measured"
     notes = [
         f"speed on a {gpu.name} is {shares.source if is_measured else unmeasured}: "
         f"{multiprocessors(gpu)} multiprocessors, {shares.products.slow:.0%} to "
@@ -674,7 +674,7 @@ def usual_speed(recipe: ResolvedRecipe, rate: float, hardware: Hardware) -> Spee
     """
     seconds = Range.around(_step_tokens(recipe) / rate, _SCALED_ERROR)
     peak = _peak_flops(hardware.device, dtype_of(recipe.efficiency.precision))
-    source = "new models of this size timed here, without DeepSpeed and offloading"
+    source = "new models of this size timed here, without DeepSpeed or offloading"
     return _measured_speed(recipe, seconds, peak, source, {})
 
 
